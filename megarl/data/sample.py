@@ -14,9 +14,9 @@ import numpy as np
 class Prompt:
     """One question, rendered and tokenized.
 
-    `index` is the position in the prompt stream (it keeps counting across epochs), so it names this use of the
-    row; `token_ids` is int32 [prompt tokens]; `row` is the data set's row, for reward functions that need more
-    than the answer.
+    `index` is the position in the prompt stream (it keeps counting across epochs), so it names this use of
+    the row; `token_ids` is int32 [prompt tokens]; `row` is the data set's row, for reward functions that
+    need more than the answer.
     """
 
     index: int
@@ -30,9 +30,9 @@ class Prompt:
 class Completion:
     """What an engine sampled for one prompt.
 
-    `token_ids` is int32 [completion tokens] and includes the stop token if one ended it; `logprobs` is float32
-    of the same length, of each sampled token under the sampling distribution; `finish_reason` is the engine's
-    ("stop", "length", "abort"); the versions are the weight versions of the first and the last token.
+    `token_ids` is int32 [completion tokens] and includes the stop token if one ended it; `logprobs` is
+    float32 of the same length, of each sampled token under the sampling distribution; `finish_reason` is the
+    engine's ("stop", "length", "abort"); the versions are the weight versions of the first and last token.
     """
 
     token_ids: np.ndarray
@@ -43,9 +43,8 @@ class Completion:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(
-                f"completion: {len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities; one each is needed"
-            )
+            counts = f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities"
+            raise ValueError(f"completion: {counts}; one log-probability for each token is needed")
 
 
 @dataclass(frozen=True, eq=False)
