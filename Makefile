@@ -1,0 +1,36 @@
+# Every target does its own set-up; a second set-up is instant.
+PYTHON := .venv/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+MODEL := models/SmolLM2-135M-Instruct
+MEGATRON_019 := .venv-megatron-0.19
+
+.PHONY: setup quickstart test test-megatron-0.19 lint format
+
+setup:
+	@bash launch/setup.sh
+
+quickstart: setup
+	$(PYTHON) launch/prepare_smollm2.py $(MODEL)
+	.venv/bin/megarl train recipes/quickstart.yaml
+	.venv/bin/megarl report runs/quickstart
+
+test: setup
+	$(PYTEST) -m 'not gpu and not learning'
+
+# The engine tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
+# directory of its own, ahead of .venv on the path of the tests and of every rank that they start.
+test-megatron-0.19: setup
+	test -d $(MEGATRON_019)/megatron || $(PYTHON) -m pip install --quiet --target $(MEGATRON_019) --no-deps \
+		--ignore-requires-python --only-binary=:all: megatron-core==0.19.2
+	PYTHONPATH=$(CURDIR)/$(MEGATRON_019) $(PYTHON) -c \
+		"from importlib.metadata import version as v; assert v('megatron-core') == '0.19.2', v('megatron-core')"
+	PYTHONPATH=$(CURDIR)/$(MEGATRON_019) $(PYTEST) -m 'not gpu and not learning' tests/test_engine_*.py
+
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: setup
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Builds .venv with the CPU stack of locks/cpu-py311.txt and megarl itself, editable.
+#
+#     bash launch/setup.sh        (or: make setup)
+#
+# Nothing is resolved: every version is in the lock and is installed with --no-deps, so that two machines get the
+# same environment. A second call sees the stamp and returns at once; an interrupted one is continued.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+LOCK=locks/cpu-py311.txt
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+STACK_STAMP=.venv/.megarl-stack      # the lock that .venv was brought to
+PACKAGE_STAMP=.venv/.megarl-package  # the pyproject.toml whose entry points are installed
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { echo "setup: $*"; }
+fail() { echo "setup: $*" >&2; exit 1; }
+
+# install_debian PACKAGE...: only where that is possible without asking anybody for a password.
+install_debian() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    say "installing Debian packages: $*"
+    apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null; }
+}
+
+# Prints a Python 3.11 that can make a virtual environment, or nothing.
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python /usr/bin/python3.11; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+}
+
+make_venv() {
+    if .venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        return
+    fi
+    local python
+    python=$(find_python)
+    if [ -z "$python" ]; then
+        install_debian python3.11 python3.11-venv python3.11-dev || true
+        python=$(find_python)
+    fi
+    [ -n "$python" ] || fail "no Python 3.11 with venv found. The lock is for 3.11: install python3.11 and" \
+        "python3.11-venv, and put python3.11 on PATH."
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+}
+
+# vLLM's CPU kernels load libnuma; pycosat, which reasoning-gym asks for, comes as C source.
+install_system_libraries() {
+    local missing=()
+    "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
+    command -v cc >/dev/null || missing+=(gcc libc6-dev)
+    [ ${#missing[@]} -eq 0 ] && return
+    install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
+}
+
+# Never a plain torch==X: where no CPU wheel is offered, an index would answer it with the CUDA build.
+install_torch() {
+    local torch
+    torch=$(grep '^torch==' "$LOCK")
+    "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit('torch==' + m.version('torch') != '$torch')" \
+        2>/dev/null && return
+    say "installing $torch from the configured package index"
+    if "$PYTHON" -m pip install --quiet --no-deps "$torch" 2>.venv/torch.log; then
+        return
+    fi
+    say "$torch is not on the configured index; trying PyTorch's own CPU index once: $TORCH_CPU_INDEX"
+    "$PYTHON" -m pip install --quiet --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" || {
+        cat .venv/torch.log >&2
+        fail "$torch was found neither on the configured index (above) nor on PyTorch's own."
+    }
+}
+
+hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
+stack_hash=$(hash_of "$LOCK")
+package_hash="$PWD $(hash_of pyproject.toml)"
+PYTHON=.venv/bin/python
+
+if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
+    started=$SECONDS
+    make_venv
+    install_system_libraries
+    install_torch
+    # setuptools first: megarl and the few source packages are built with it and not with a newer one.
+    "$PYTHON" -m pip install --quiet --no-deps "$(grep '^setuptools==' "$LOCK")"
+    say "installing $(grep -c '==' "$LOCK") packages of $LOCK"
+    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -r "$LOCK"
+    echo "$stack_hash" >"$STACK_STAMP"
+    say "the CPU stack is in .venv after $((SECONDS - started)) s"
+fi
+
+if [ "$(cat "$PACKAGE_STAMP" 2>/dev/null)" != "$package_hash" ]; then
+    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --editable .
+    echo "$package_hash" >"$PACKAGE_STAMP"
+    say "megarl is installed in .venv, editable"
+fi
