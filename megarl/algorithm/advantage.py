@@ -1,0 +1,89 @@
+"""How much better a token was than expected: group-relative and generalized advantages.
+
+Conventions that differ between frameworks, chosen here once:
+- group deviation is the unbiased one (divisor n - 1) with 1e-6 added to it, as in DeepSeek's and verl's GRPO;
+- a group with fewer than two valid members has nothing to be compared with: advantage 0, not its raw score;
+- a masked (invalid) sequence takes part in no mean and no deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GROUP_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
+
+
+def grpo_advantages(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Reward of each sequence relative to its group: (r - mean) / (deviation + 1e-6).
+
+    rewards [n] float, groups [n] integer ids in any order, valid [n] bool; returns [n], 0 where not valid.
+    A reward that is not valid is never read, so it may be NaN.
+    Source: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), section 4.1.2, outcome supervision.
+    Raises ValueError where a valid reward is not finite.
+    """
+    known = torch.where(valid, rewards, torch.zeros_like(rewards))
+    if not torch.isfinite(known).all():
+        bad = torch.nonzero(~torch.isfinite(known)).flatten().tolist()
+        raise ValueError(
+            f"rewards of samples {bad} are not finite; mask them as not valid or repair the reward"
+        )
+    _, position = torch.unique(groups, return_inverse=True)
+    num_groups = int(position.max()) + 1 if len(position) else 0
+    weight = valid.to(rewards.dtype)
+    totals = rewards.new_zeros(num_groups)
+    count = totals.index_add(0, position, weight)
+    mean = totals.index_add(0, position, known) / count.clamp(min=1)
+    centered = (known - mean[position]) * weight
+    variance = totals.index_add(0, position, centered.square()) / (count - 1).clamp(min=1)
+    return centered / (variance.sqrt() + GROUP_EPSILON)[position]
+
+
+def token_rewards(reward: float, kl: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """Rewards of one sequence's tokens: the score at the last one, less coefficient * KL at each.
+
+    kl [tokens]; returns [tokens]. With coefficient 0, `kl` only gives the length and may be zeros.
+    Source: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 2, KL taken token by token.
+    """
+    rewards = -coefficient * kl
+    rewards[-1] += reward
+    return rewards
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, discount: float, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantages of one sequence, and the returns its values should have predicted.
+
+    rewards [tokens], values [tokens]; returns (advantages [tokens], returns [tokens]). The state after the
+    last token is terminal, worth 0; a completion cut at its length limit is treated the same way.
+        delta_t = r_t + discount * V_(t+1) - V_t
+        A_t     = delta_t + discount * smoothing * A_(t+1)
+        returns = A + V
+    Source: Schulman et al. 2015 (arXiv:1506.02438), equations 11, 12 and 16.
+    """
+    assert rewards.shape == values.shape, f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}"
+    delta = rewards - values
+    delta[:-1] += discount * values[1:]
+    advantages = torch.empty_like(delta)
+    following = delta.new_zeros(())
+    for t in reversed(range(len(delta))):
+        following = delta[t] + discount * smoothing * following
+        advantages[t] = following
+    return advantages, advantages + values
+
+
+def whiten(advantages: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Shift and scale advantages to mean 0 and deviation 1 over all tokens of all given sequences.
+
+    One [tokens] tensor a sequence, same shapes back; leave masked sequences out. With fewer than two tokens
+    there is no deviation, and they come back only shifted.
+    Source: the PPO2 code of OpenAI baselines normalises advantages over the batch; unbiased deviation, with
+    1e-8 added to the variance, as TRL and verl have it.
+    """
+    flat = torch.cat(advantages) if advantages else torch.zeros(0)
+    if not len(flat):
+        return [advantage.clone() for advantage in advantages]
+    mean = flat.mean()
+    scale = torch.rsqrt(flat.var() + WHITEN_EPSILON) if len(flat) > 1 else 1.0
+    return [(advantage - mean) * scale for advantage in advantages]

@@ -1,0 +1,125 @@
+"""Losses against numbers worked out by hand, and the law that a cut does not change the loss."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithm import kl, loss_weights, policy_loss, value_loss
+
+
+def test_policy_loss_by_hand():
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 3.0])
+    loss, clipped = policy_loss(ratios.log(), torch.zeros(5), advantages, low=0.2, high=0.3)
+    # A > 0 is clipped from above at 1.3, A < 0 from below at 0.8; the other two sides stay free.
+    torch.testing.assert_close(loss, torch.tensor([-2.6, 3.0, -1.0, 1.6, -3.3]))
+    assert clipped.tolist() == [True, False, False, True, False]
+
+
+def test_a_clipped_token_has_no_gradient_and_an_equal_one_the_policy_gradient():
+    logprobs = torch.tensor([0.5, 0.0], requires_grad=True)
+    loss, _ = policy_loss(logprobs, torch.zeros(2), torch.tensor([1.0, 3.0]), low=0.2, high=0.2)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [0.0, -3.0]
+
+
+def test_policy_loss_stays_finite_for_a_wild_token():
+    loss, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), 0.2, 0.2)
+    assert torch.isfinite(loss).all()
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([2.0, 2.0, 1.1])
+    old = torch.tensor([1.0, 1.0, 1.0])
+    returns = torch.tensor([3.0, 0.0, 1.0])
+    loss, clipped = value_loss(values, old, returns, clip=0.5)
+    # held values 1.5, 1.5, 1.1: errors (1 | 2.25), (4 | 2.25), (0.01 | 0.01)
+    torch.testing.assert_close(loss, torch.tensor([1.125, 2.0, 0.005]))
+    assert clipped.tolist() == [True, False, False]
+
+
+def test_kl_estimators_by_hand():
+    logprobs, reference = torch.tensor([0.0, -1.0]), torch.tensor([-1.0, 0.0])
+    torch.testing.assert_close(kl(logprobs, reference, "k1"), torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(kl(logprobs, reference, "k2"), torch.tensor([0.5, 0.5]))
+    torch.testing.assert_close(kl(logprobs, reference, "k3"), torch.tensor([math.exp(-1), math.e - 2]))
+    with pytest.raises(ValueError, match="algorithm.kl.estimator is 'k4'"):
+        kl(logprobs, reference, "k4")
+
+
+def test_kl_estimators_meet_the_true_kl_in_expectation():
+    # Exact expectation over a small vocabulary: k1 and k3 are unbiased for any two distributions.
+    generator = torch.Generator().manual_seed(3)
+    policy = torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0)
+    reference = torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0)
+    true = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * kl(policy, reference, estimator)).sum(), true)
+
+
+@given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0)), min_size=1, max_size=20))
+def test_k3_is_never_negative(pairs):
+    estimates = kl(torch.tensor([a for a, _ in pairs]), torch.tensor([b for _, b in pairs]), "k3")
+    assert (estimates >= -1e-6).all()
+
+
+def test_loss_weights_by_hand():
+    lengths, valid = torch.tensor([1, 3, 5]), torch.tensor([True, True, False])
+    torch.testing.assert_close(loss_weights(lengths, valid, "token_mean"), torch.tensor([0.25, 0.25, 0.0]))
+    torch.testing.assert_close(
+        loss_weights(lengths, valid, "sequence_mean"), torch.tensor([1 / 2, 1 / 6, 0.0])
+    )
+    nothing = torch.tensor([False, False, False])
+    for aggregation in ("token_mean", "sequence_mean"):
+        assert loss_weights(lengths, nothing, aggregation).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="algorithm.aggregation is 'mean'"):
+        loss_weights(lengths, valid, "mean")
+
+
+@st.composite
+def batches(draw):
+    """Lengths, validity and a cut of the sequences into micro-batches on some ranks."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=16))
+    valid = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    parts = draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    return lengths, valid, parts
+
+
+@settings(deadline=None)
+@given(batches(), st.sampled_from(["token_mean", "sequence_mean"]))
+def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
+    lengths, valid, parts = batch
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+    weights = loss_weights(torch.tensor(lengths), torch.tensor(valid), aggregation).to(torch.float64)
+
+    def aggregate(samples):
+        leaves = [tokens[i].clone().requires_grad_() for i in samples]
+        total = sum(
+            (weights[i] * leaf.square().sum() for i, leaf in zip(samples, leaves, strict=True)),
+            torch.zeros((), dtype=torch.float64),
+        )
+        if leaves:
+            total.backward()
+        return float(total.detach()), {i: leaf.grad for i, leaf in zip(samples, leaves, strict=True)}
+
+    whole, whole_gradient = aggregate(range(len(lengths)))
+    cut_total, cut_gradient = 0.0, {}
+    for part in range(6):
+        total, gradient = aggregate([i for i, p in enumerate(parts) if p == part])
+        cut_total += total
+        cut_gradient |= gradient
+    assert abs(whole - cut_total) < 1e-9
+    for i, gradient in whole_gradient.items():
+        torch.testing.assert_close(gradient, cut_gradient[i])
+
+    # And the aggregate is the mean that its name says.
+    kept = [t.square() for t, ok in zip(tokens, valid, strict=True) if ok]
+    if kept:
+        token_mean = torch.cat(kept).mean()
+        sequence_mean = torch.stack([t.mean() for t in kept]).mean()
+        expected = token_mean if aggregation == "token_mean" else sequence_mean
+        assert abs(whole - float(expected)) < 1e-6
