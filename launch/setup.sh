@@ -12,10 +12,20 @@ LOCK=locks/cpu-py311.txt
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 STACK_STAMP=.venv/.megarl-stack      # the lock that .venv was brought to
 PACKAGE_STAMP=.venv/.megarl-package  # the pyproject.toml whose entry points are installed
+PIP_LOG=.venv/setup.log
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
+
+# pip_install ARGUMENT...: pip's own words go to the log, and to the screen where it fails.
+pip_install() {
+    local first_line
+    first_line=$(($(wc -l 2>/dev/null <"$PIP_LOG" || echo 0) + 1))
+    "$PYTHON" -m pip install --progress-bar off --no-deps "$@" >>"$PIP_LOG" 2>&1 && return
+    tail -n "+$first_line" "$PIP_LOG" | grep -v '^WARNING' | tail -n 20 >&2
+    return 1
+}
 
 # install_debian PACKAGE...: only where that is possible without asking anybody for a password.
 install_debian() {
@@ -57,6 +67,8 @@ install_system_libraries() {
     local missing=()
     "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
     command -v cc >/dev/null || missing+=(gcc libc6-dev)
+    "$PYTHON" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=(python3.11-dev)
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }
@@ -68,14 +80,10 @@ install_torch() {
     "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit('torch==' + m.version('torch') != '$torch')" \
         2>/dev/null && return
     say "installing $torch from the configured package index"
-    if "$PYTHON" -m pip install --quiet --no-deps "$torch" 2>.venv/torch.log; then
-        return
-    fi
+    pip_install "$torch" && return
     say "$torch is not on the configured index; trying PyTorch's own CPU index once: $TORCH_CPU_INDEX"
-    "$PYTHON" -m pip install --quiet --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" || {
-        cat .venv/torch.log >&2
-        fail "$torch was found neither on the configured index (above) nor on PyTorch's own."
-    }
+    pip_install --index-url "$TORCH_CPU_INDEX" "$torch" ||
+        fail "$torch was found neither on the configured index nor on PyTorch's own."
 }
 
 hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
@@ -89,15 +97,15 @@ if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
     install_system_libraries
     install_torch
     # setuptools first: megarl and the few source packages are built with it and not with a newer one.
-    "$PYTHON" -m pip install --quiet --no-deps "$(grep '^setuptools==' "$LOCK")"
-    say "installing $(grep -c '==' "$LOCK") packages of $LOCK"
-    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -r "$LOCK"
+    pip_install "$(grep '^setuptools==' "$LOCK")"
+    say "installing the $(grep -c '==' "$LOCK") packages of $LOCK (1 to 2 minutes on two cores; log: $PIP_LOG)"
+    pip_install --no-build-isolation -r "$LOCK" || fail "the lock was not installed; run set-up again to continue."
     echo "$stack_hash" >"$STACK_STAMP"
     say "the CPU stack is in .venv after $((SECONDS - started)) s"
 fi
 
 if [ "$(cat "$PACKAGE_STAMP" 2>/dev/null)" != "$package_hash" ]; then
-    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --editable .
+    pip_install --no-build-isolation --editable . || fail "megarl itself was not installed."
     echo "$package_hash" >"$PACKAGE_STAMP"
     say "megarl is installed in .venv, editable"
 fi
