@@ -17,14 +17,15 @@ quickstart: setup
 test: setup
 	$(PYTEST) -m 'not gpu and not learning'
 
-# The engine tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
+# The engine and platform tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
 # directory of its own, ahead of .venv on the path of the tests and of every rank that they start.
 test-megatron-0.19: setup
 	test -d $(MEGATRON_019)/megatron || $(PYTHON) -m pip install --quiet --target $(MEGATRON_019) --no-deps \
 		--ignore-requires-python --only-binary=:all: megatron-core==0.19.2
 	PYTHONPATH=$(CURDIR)/$(MEGATRON_019) $(PYTHON) -c \
 		"from importlib.metadata import version as v; assert v('megatron-core') == '0.19.2', v('megatron-core')"
-	PYTHONPATH=$(CURDIR)/$(MEGATRON_019) $(PYTEST) -m 'not gpu and not learning' tests/test_engine_*.py
+	PYTHONPATH=$(CURDIR)/$(MEGATRON_019) $(PYTEST) -m 'not gpu and not learning' \
+		tests/test_engine_*.py $(wildcard tests/test_platform_*.py)
 
 lint: setup
 	$(PYTHON) -m ruff check .
