@@ -1,6 +1,6 @@
 """Token losses of policy and critic, and the weights that aggregate them.
 
-Losses come back per token and unreduced. Reduction is one weighted sum, with weights that `loss_weights` takes
+Losses come back per token and unreduced. Reduction is one weighted sum with weights that `loss_weights` takes
 from the whole mini-batch before it is split, so the result cannot depend on how the mini-batch was cut.
 """
 
@@ -16,8 +16,8 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clipped surrogate, as a loss: max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)).
 
-    All [tokens]; returns (loss [tokens], clipped [tokens] bool: the clip took the gradient away). The log-ratio
-    is clamped to +-20, so that a wild token gives a large finite number.
+    All [tokens]; returns (loss [tokens], clipped [tokens] bool: the clip took the gradient away). The
+    log-ratio is clamped to +-20, so that a wild token gives a large finite number.
     Source: Schulman et al. 2017 (PPO, arXiv:1707.06347), equation 7; separate bounds from Yu et al. 2025
     (DAPO, arXiv:2503.14476), equation 10.
     """

@@ -1,0 +1,1 @@
+"""Prompts, chat templates and the records that travel through a step."""

@@ -1,0 +1,190 @@
+"""Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data.prompts import PromptStream
+from megarl.data.sources import load_rows
+from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|turn_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def byte_tokenizer(chat_template=CHAT):
+    """A real fast tokenizer with one token a byte, an end token and a chat template with another end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def jsonl(path, fields=("prompt", "answer")):
+    return SimpleNamespace(kind="jsonl", path=str(path), prompt_field=fields[0], answer_field=fields[1])
+
+
+def gym(task="chain_sum", size=8, seed=None, **options):
+    return SimpleNamespace(kind="reasoning_gym", task=task, size=size, seed=seed, options=options)
+
+
+def section(prompts, **changes):
+    fields = {
+        "prompts": prompts,
+        "max_prompt_tokens": 200,
+        "system_prompt": None,
+        "prompt_template": None,
+        "chat_template": False,
+        "shuffle": True,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+@pytest.fixture
+def sums(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": n + 1}) + "\n" for n in range(10)))
+    return path
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path, sums):
+    rows = load_rows(jsonl(sums), seed=0)
+    assert [(row.question, row.answer) for row in rows[:2]] == [("0 + 1 =", "1"), ("1 + 1 =", "2")]
+    table = pyarrow.Table.from_pylist([row.fields for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "sums.parquet")
+    parquet = jsonl(tmp_path / "sums.parquet")
+    parquet.kind = "parquet"
+    assert load_rows(parquet, seed=0) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", "answer": ', r"bad.jsonl, line 2: not JSON"),
+        ('["a", "b"]', r"bad.jsonl, line 2: a row is an object of named fields, this is list"),
+        ('{"promt": "a", "answer": "b"}', r"line 2: no field 'prompt' .*prompt_field.*did you mean 'promt'"),
+        ('{"prompt": "a", "answer": null}', r"line 2: field 'answer' is None"),
+        ('{"prompt": "a", "answer": [1]}', r"line 2: field 'answer' is \[1\]"),
+        ('{"prompt": " ", "answer": "b"}', r"line 2: field 'prompt' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_key(tmp_path, line, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=said):
+        load_rows(jsonl(path), seed=0)
+
+
+def test_missing_empty_and_mistaken_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data.prompts.path is '.*nowhere.jsonl', which is no file"):
+        load_rows(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"data.prompts has no rows \(.*empty.jsonl\)"):
+        load_rows(jsonl(empty), seed=0)
+    mistaken = jsonl(empty)
+    mistaken.kind = "parquet"
+    with pytest.raises(ValueError, match=r"empty.jsonl: not a Parquet file"):
+        load_rows(mistaken, seed=0)
+
+
+def test_generated_rows_follow_the_seed_and_their_own_seed_wins():
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    rows = load_rows(gym(**options), seed=1)
+    assert len(rows) == 8 and all(row.fields["metadata"]["num_terms"] == 2 for row in rows)
+    assert rows == load_rows(gym(**options), seed=1) != load_rows(gym(**options), seed=2)
+    assert rows == load_rows(gym(seed=1, **options), seed=2)
+
+
+def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
+    with pytest.raises(ValueError, match=r"data.prompts.task is 'chain_sums'.*did you mean 'chain_sum'"):
+        load_rows(gym("chain_sums"), seed=0)
+    with pytest.raises(ValueError, match=r"data.prompts.options is .*refuses: min_terms must be positive"):
+        load_rows(gym(min_terms=0), seed=0)
+    with pytest.raises(ValueError, match=r"data.prompts.options is .*colour"):
+        load_rows(gym(colour=3), seed=0)
+
+
+def test_templates_render_what_the_model_expects():
+    tokenizer = byte_tokenizer()
+
+    def text(*arguments):
+        (ids,) = render_questions(tokenizer, ["1+1"], *arguments)
+        return tokenizer.decode(ids)
+
+    assert text(None, None, False) == "1+1"
+    assert text("Be short.", r"Put {question} in \boxed{}", False) == "Be short.\n\nPut 1+1 in \\boxed{}"
+    assert text(None, None, True) == "<|user|>1+1<|turn_end|><|assistant|>"
+    assert text("S", "{question}=", True) == "<|system|>S<|turn_end|><|user|>1+1=<|turn_end|><|assistant|>"
+    with pytest.raises(ValueError, match="data.prompt_template is 'What'"):
+        text(None, "What", False)
+    with pytest.raises(ValueError, match="data.chat_template is true"):
+        render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
+
+
+def test_stop_tokens_come_from_all_three_sources(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    end, turn_end = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn_end|>"])
+    assert stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path))) == tuple(sorted({end, turn_end}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({7, 9, end, turn_end}))
+    nothing = byte_tokenizer(chat_template=None)
+    nothing.eos_token = None
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="names no end token"):
+        stop_token_ids(str(tmp_path), nothing)
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model.path is '.*', from which no tokenizer loads"):
+        load_tokenizer(str(tmp_path))
+
+
+def as_tuples(prompts):
+    return [(p.index, p.question, p.answer, p.token_ids.tolist()) for p in prompts]
+
+
+def test_a_stream_that_seeks_continues_like_one_that_never_stopped(sums):
+    tokenizer = byte_tokenizer()
+    whole = as_tuples(PromptStream(section(jsonl(sums)), 3, tokenizer).take(37))
+    for position in (0, 4, 10, 29):
+        resumed = PromptStream(section(jsonl(sums)), 3, tokenizer)
+        resumed.seek(position)
+        assert as_tuples(resumed.take(8)) == whole[position : position + 8]
+        assert resumed.position == position + 8
+
+
+def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(sums):
+    stream = PromptStream(section(jsonl(sums)), 3, byte_tokenizer())
+    epochs = [[p.question for p in stream.take(stream.num_rows)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    other = PromptStream(section(jsonl(sums)), 4, byte_tokenizer())
+    assert [p.question for p in other.take(10)] != epochs[0]
+    unshuffled = PromptStream(section(jsonl(sums), shuffle=False), 3, byte_tokenizer())
+    assert [p.question for p in unshuffled.take(20)] == [f"{n} + 1 =" for n in range(10)] * 2
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9, 5, 12)))
+    stream = PromptStream(section(jsonl(path), max_prompt_tokens=5), 0, byte_tokenizer())
+    assert (stream.num_rows, stream.num_dropped) == (2, 2)
+    first = stream.take(1)[0]
+    assert first.token_ids.dtype == np.int32 and len(first.token_ids) in (3, 5)
+    with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 prompts has 3"):
+        PromptStream(section(jsonl(path), max_prompt_tokens=2), 0, byte_tokenizer())
