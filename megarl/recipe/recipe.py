@@ -1,0 +1,140 @@
+"""The recipe as a whole, and what follows from it without looking at a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megarl.recipe.sections import (
+    ActorSection,
+    AlgorithmSection,
+    CriticSection,
+    DataSection,
+    ForwardPhaseSection,
+    ModelSection,
+    PhasesSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    TrainerSection,
+    UpdatePhaseSection,
+    WeightSyncSection,
+)
+from megarl.reshard.boxes import Layout
+from megarl.schedule.schedule import Schedule
+
+# Phases an engine runs by micro-batches; each has a section of its own under `phases`.
+FORWARD_PHASES = ("actor_logprob", "reference_logprob", "critic_value")
+UPDATE_PHASES = ("critic_update", "actor_update")
+ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
+
+
+class Recipe(Section):
+    """One run. Frozen; a loaded recipe has passed every rule of `rules.py`."""
+
+    run: RunSection
+    """Name, length and seed of the run."""
+    model: ModelSection
+    """The model to train."""
+    algorithm: AlgorithmSection
+    """Advantages and losses."""
+    data: DataSection
+    """Prompts."""
+    reward: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)]
+    """Parts of the reward; it is their weighted sum."""
+    trainer: TrainerSection
+    """Trainer processes."""
+    actor: ActorSection
+    """The model that is trained."""
+    critic: CriticSection | None = None
+    """The value model; with `algorithm.advantage: gae` only."""
+    rollout: RolloutSection
+    """Rollout engines."""
+    phases: PhasesSection
+    """How each phase cuts its batch."""
+    weight_sync: WeightSyncSection = WeightSyncSection()
+    """How new weights reach the rollout engines."""
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of every role over the trainer ranks."""
+        cut = self.actor.layout
+        return Layout(cut.tensor, cut.pipeline, self.data_parallel)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold different samples."""
+        return self.trainer.ranks // (self.actor.layout.tensor * self.actor.layout.pipeline)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one step."""
+        return self.phases.rollout.prompts * self.algorithm.group_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest possible sequence: prompt and completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates of the actor in one step."""
+        update = self.phases.actor_update
+        return self.num_sequences // update.mini_batch * update.epochs
+
+    @property
+    def rollout_precision(self) -> str:
+        """Number format in the rollout engines."""
+        return self.rollout.precision or self.trainer.precision
+
+    @property
+    def critic_path(self) -> str:
+        """Where the critic's weights start; read it only with a critic."""
+        assert self.critic is not None, "critic_path of a recipe without a critic"
+        return self.critic.path or self.model.path
+
+    @property
+    def needs_actor_logprob(self) -> bool:
+        """With one update per batch the training forward itself gives the old log-probabilities."""
+        kl = self.algorithm.kl
+        return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1
+
+    @property
+    def running_phases(self) -> tuple[str, ...]:
+        """Phases of one step, in order; a phase that nothing needs does not run."""
+        with_critic = self.algorithm.advantage == "gae"
+        runs = {
+            "rollout": True,
+            "reward": True,
+            "actor_logprob": self.needs_actor_logprob,
+            "reference_logprob": self.algorithm.kl is not None,
+            "critic_value": with_critic,
+            "advantage": True,
+            "critic_update": with_critic,
+            "actor_update": True,
+            "weight_sync": True,
+        }
+        return tuple(phase for phase, needed in runs.items() if needed)
+
+    def phase_section(self, phase: str) -> ForwardPhaseSection | UpdatePhaseSection | None:
+        """The section of an engine phase; no phase reads another's."""
+        sections = {
+            "actor_logprob": self.phases.actor_logprob,
+            "reference_logprob": self.phases.reference_logprob,
+            "critic_value": self.phases.critic_value,
+            "critic_update": self.phases.critic_update,
+            "actor_update": self.phases.actor_update,
+        }
+        return sections[phase]
+
+    def schedule(self, phase: str) -> Schedule:
+        """The schedule of an engine phase. Raises ValueError for a phase without a section."""
+        section = self.phase_section(phase)
+        if section is None:
+            raise ValueError(f"phases.{phase} is not in the recipe; add the section")
+        rule = section.micro_batch
+        if isinstance(section, UpdatePhaseSection):
+            return Schedule(phase, rule.sequences, rule.max_tokens, section.mini_batch, section.epochs)
+        return Schedule(phase, rule.sequences, rule.max_tokens)

@@ -1,0 +1,304 @@
+"""What can be written in a recipe: one frozen model per section, each field explained under it.
+
+No torch here: `megarl check` reads these in a fraction of a second. Types are strict, so that `steps: "3"` or
+`steps: true` is a violation and never a silent conversion. What spans several fields is in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class UnknownField(LookupError):
+    """A field without a legal value was read; only a recipe with violations has such fields (see `load.py`)."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only when the instance has no such attribute. Not an AttributeError, which a property would swallow.
+        if name in type(self).model_fields:
+            raise UnknownField(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its directory: letters, digits, `.`, `_` and `-`."""
+    steps: Positive
+    """Steps to train."""
+    seed: Count = 1
+    """Seeds prompt order, sampling, mini-batch order and new weights (a value head)."""
+    dir: str = "runs"
+    """Directory that holds run directories, from the working directory."""
+    checkpoint_every: Count = 0
+    """Write a checkpoint after every that many steps; 0 writes none."""
+    dump_rollouts: bool = False
+    """Write every step's rollouts into the run directory, for `rollout.replay`."""
+
+
+class ModelSection(Section):
+    path: Annotated[str, Field(min_length=1)]
+    """Hugging Face directory or hub name the actor, the reference and the rollout engines start from."""
+
+
+class PolicyLossSection(Section):
+    kind: Literal["clip"] = "clip"
+    """PPO's clipped surrogate."""
+    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 - low."""
+    high: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio is clipped above at 1 + high."""
+
+
+class KlSection(Section):
+    place: Literal["loss", "reward"]
+    """Add the KL term to the loss, or subtract it from the reward of each token."""
+    coefficient: Weight
+    """Factor of the KL term."""
+    estimator: Literal["k1", "k2", "k3"]
+    """Estimator of the KL divergence from the reference, by Schulman's names."""
+
+
+class GaeSection(Section):
+    discount: Share = 1.0
+    """Discount of later rewards (gamma)."""
+    smoothing: Share = 0.95
+    """Trade of bias against variance (lambda)."""
+    whiten: bool = True
+    """Whiten advantages over all completion tokens of the step."""
+
+
+class ValueLossSection(Section):
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """New values are clipped to this distance from the old ones."""
+
+
+class AlgorithmSection(Section):
+    advantage: Literal["grpo", "gae"]
+    """`grpo` compares the completions of one group, `gae` needs a critic."""
+    group_size: Positive
+    """Completions of one prompt."""
+    policy_loss: PolicyLossSection = PolicyLossSection()
+    """How the policy ratio enters the loss."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all completion tokens of a mini-batch, or the mean over sequences of each sequence's mean."""
+    entropy_coefficient: Weight = 0.0
+    """Factor of the entropy bonus."""
+    kl: KlSection | None = None
+    """The KL term against the reference; null for none, and then no reference runs."""
+    gae: GaeSection | None = None
+    """Generalized advantage estimation; with `advantage: gae` only."""
+    value_loss: ValueLossSection | None = None
+    """The critic's loss; with `advantage: gae` only."""
+
+
+class FilePromptsSection(Section):
+    kind: Literal["jsonl", "parquet"]
+    """Format of the file."""
+    path: Annotated[str, Field(min_length=1)]
+    """The file, from the working directory."""
+    prompt_field: Annotated[str, Field(min_length=1)]
+    """Column that holds the question."""
+    answer_field: Annotated[str, Field(min_length=1)]
+    """Column that holds the answer."""
+
+
+class ReasoningGymPromptsSection(Section):
+    kind: Literal["reasoning_gym"]
+    """Generated questions of the reasoning-gym package."""
+    task: Annotated[str, Field(min_length=1)]
+    """reasoning-gym's name of the task."""
+    size: Positive
+    """Questions to generate."""
+    seed: Count | None = None
+    """Seed of the generator; null takes `run.seed`."""
+    options: dict[str, Any] = {}
+    """Options of the task, as reasoning-gym names them."""
+
+
+PromptsSection = Annotated[FilePromptsSection | ReasoningGymPromptsSection, Field(discriminator="kind")]
+
+
+class DataSection(Section):
+    prompts: PromptsSection
+    """Where questions and answers come from."""
+    max_prompt_tokens: Positive
+    """Longer prompts are dropped when the data is loaded, and counted."""
+    system_prompt: str | None = None
+    """System message of the chat; null leaves it to the chat template."""
+    prompt_template: str | None = None
+    """Text around the question, with `{question}` in it; null gives the question alone."""
+    chat_template: bool = True
+    """Render the prompt as a chat with the model's own template."""
+    shuffle: bool = True
+    """A new order of the prompts in each epoch."""
+
+
+class VerifierSection(Section):
+    kind: Literal["exact", "last_number", "math_verify"]
+    """Named verifier; it scores 1 for a correct completion and 0 for any other."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
+class FunctionRewardSection(Section):
+    kind: Literal["function"]
+    """A Python function of yours."""
+    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+    """The function as `module:function`."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
+RewardSection = Annotated[VerifierSection | FunctionRewardSection, Field(discriminator="kind")]
+
+
+class TrainerSection(Section):
+    ranks: Positive
+    """Trainer processes; the data-parallel size is what the layout leaves of them."""
+    precision: Literal["fp32", "bf16"]
+    """Number format of weights and activations in the trainer."""
+    collective_timeout_s: Seconds = 600.0
+    """Deadline of every collective."""
+    threads: Positive = 1
+    """CPU threads of each trainer process."""
+    compile_entropy: bool = False
+    """Compile the entropy kernel with torch.compile."""
+
+
+class LayoutSection(Section):
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+
+
+class OptimizerSection(Section):
+    kind: Literal["adam"] = "adam"
+    """Adam with decoupled weight decay."""
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    weight_decay: Weight = 0.0
+    """Decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; a larger one is scaled down to it."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, over the steps of the run."""
+
+
+class ActorSection(Section):
+    layout: LayoutSection = LayoutSection()
+    """How the model is cut; the reference and the critic are cut the same way."""
+    optimizer: OptimizerSection
+    """The actor's optimizer."""
+
+
+class CriticSection(Section):
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Hugging Face directory or hub name the critic starts from; null takes `model.path`."""
+    optimizer: OptimizerSection
+    """The critic's optimizer."""
+
+
+class RolloutSection(Section):
+    max_new_tokens: Positive
+    """Longest completion, in tokens."""
+    engines: Positive = 1
+    """vLLM engines, each a process of its own."""
+    tensor: Positive = 1
+    """Tensor-parallel ranks of one engine."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Number format in the engines; null takes `trainer.precision`."""
+    timeout_s: Seconds = 600.0
+    """Deadline of one step's rollouts and of every other call to an engine."""
+    max_restarts: Count = 2
+    """How often a dead engine is started again before the run ends."""
+    kv_cache_bytes: Positive = 268435456
+    """Memory of one engine's key-value cache, per tensor rank."""
+    replay: str | None = None
+    """Directory of dumped rollouts to read in place of running engines."""
+
+
+class MicroBatchSection(Section):
+    sequences: Positive | None = None
+    """Exactly that many sequences in each micro-batch (fewer in the last)."""
+    max_tokens: Positive | None = None
+    """As many sequences as fit under this cap."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> MicroBatchSection:
+        if (self.sequences is None) == (self.max_tokens is None):
+            raise ValueError("exactly one of sequences and max_tokens")
+        return self
+
+
+class RolloutPhaseSection(Section):
+    prompts: Positive
+    """Prompts of one step."""
+    max_concurrent: Positive = 64
+    """Sequences one engine decodes at a time."""
+
+
+class RewardPhaseSection(Section):
+    sequences: Positive = 32
+    """Sequences scored by one task."""
+    timeout_s: Seconds = 60.0
+    """Deadline of one task; sequences it leaves unscored are masked and counted."""
+
+
+class ForwardPhaseSection(Section):
+    micro_batch: MicroBatchSection
+    """How the batch is cut into forward passes."""
+
+
+class UpdatePhaseSection(Section):
+    mini_batch: Positive
+    """Sequences of one optimizer update, over all data-parallel ranks."""
+    micro_batch: MicroBatchSection
+    """How a mini-batch is cut into forward and backward passes."""
+    epochs: Positive = 1
+    """How often each sequence is used."""
+
+
+class PhasesSection(Section):
+    rollout: RolloutPhaseSection
+    """Prompts to engines, completions back."""
+    reward: RewardPhaseSection = RewardPhaseSection()
+    """Completions to scores."""
+    actor_logprob: ForwardPhaseSection | None = None
+    """Log-probabilities before the first update; runs with more than one update per batch or a KL term in the reward."""
+    reference_logprob: ForwardPhaseSection | None = None
+    """Log-probabilities under the reference; runs with a KL term."""
+    critic_value: ForwardPhaseSection | None = None
+    """Values of every token; runs with a critic."""
+    critic_update: UpdatePhaseSection | None = None
+    """Updates of the critic; runs with a critic."""
+    actor_update: UpdatePhaseSection
+    """Updates of the actor."""
+
+
+class WeightSyncSection(Section):
+    transport: Literal["auto", "shared_memory"] = "auto"
+    """How new weights reach the engines; `auto` takes the fastest that works here."""
