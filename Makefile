@@ -1,6 +1,6 @@
 # Every target does its own set-up; a second set-up is instant.
 PYTHON := .venv/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=10
 MODEL := models/SmolLM2-135M-Instruct
 MEGATRON_019 := .venv-megatron-0.19
 
