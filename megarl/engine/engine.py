@@ -1,0 +1,242 @@
+"""One role on this rank: a Megatron model, its optimizer, and the two ways a phase runs it.
+
+`forward` runs a plan's only mini-batch without gradients; `update` runs one mini-batch and takes an optimizer step.
+Both execute exactly the micro-batches they are given and report what they executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.engine.batch import Batch, PackedMicroBatch, pack
+from megarl.engine.model import build_model, named_shards
+from megarl.engine.parallel import Place
+from megarl.engine.vocab_parallel import LogProbabilities
+from megarl.engine.weights import load_shards
+from megarl.recipe import Optimizer
+from megarl.reshard.boxes import ModelShape
+from megarl.reshard.megatron import rank_segments
+from megarl.schedule import Executed, MiniBatch
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+# What the last stage gets for one micro-batch: log-probabilities and entropy, or values; each [completion tokens].
+Outputs = dict[str, Tensor]
+# Loss of one micro-batch (already weighted for the whole mini-batch) and sums for the metrics.
+Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+    executed: Executed
+
+
+class Engine:
+    """A role (actor, reference or critic) under one layout.
+
+    `optimizer` is None for a role that is never updated. `total_updates` is the length of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        shape: ModelShape,
+        directory: str | Path,
+        place: Place,
+        precision: str,
+        temperature: float,
+        compile_entropy: bool,
+        optimizer: Optimizer | None = None,
+        total_updates: int = 1,
+        seed: int = 1,
+    ) -> None:
+        self.role, self.shape, self.place = role, shape, place
+        self.model = build_model(shape, place.layout, precision, role)
+        self.config = self.model.config
+        segments = rank_segments(
+            shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"
+        )
+        load_shards(directory, segments, named_shards(self.model))
+        if role == "critic" and self.model.post_process:
+            _initialise_value_head(self.model.output_layer.weight, shape, seed)
+        self.head = LogProbabilities(
+            shape.vocab, temperature, parallel_state.get_tensor_model_parallel_group(), compile_entropy
+        )
+        self.chunk: Any = self.model
+        self.optimizer: Any = None
+        if optimizer is None:
+            self.model.requires_grad_(False)
+        else:
+            self._make_trainable(optimizer, total_updates, precision)
+
+    def _make_trainable(self, settings: Optimizer, total_updates: int, precision: str) -> None:
+        data = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
+        )
+        self.chunk = DistributedDataParallel(config=self.config, ddp_config=data, module=self.model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.epsilon,
+                clip_grad=settings.grad_clip,
+                bf16=precision == "bf16",
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.chunk],
+        )
+        # The decay ends one update after the last one, so that the last update still moves.
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=0.0,
+            lr_warmup_steps=settings.warmup_steps,
+            lr_decay_steps=max(total_updates, settings.warmup_steps) + 1,
+            lr_decay_style=settings.decay,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.no_sync_func = self.chunk.no_sync
+
+    # The two ways to run a phase ---------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, mini_batch: MiniBatch) -> tuple[dict[str, dict[int, Tensor]], Executed]:
+        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [completion tokens].
+
+        Empty but on the last pipeline stage. Returns what was executed as well.
+        """
+        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
+        self.model.eval()
+        with torch.no_grad():
+            stored = self._run(packed, lambda micro, output, **_: (micro, self._outputs(micro, output)), forward_only=True)
+        results: dict[str, dict[int, Tensor]] = {}
+        for micro, outputs in stored:
+            for name, flat in outputs.items():
+                parts = flat.float().cpu().split(micro.completion_lengths)
+                results.setdefault(name, {}).update(zip(micro.samples, parts, strict=True))
+        return results, _executed(packed)
+
+    def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
+        """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite."""
+        assert self.optimizer is not None, f"the {self.role} has no optimizer"
+        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
+        self.model.train()
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks; the
+        # objective's weights already are those of the whole mini-batch, so both are undone here.
+        scale = len(packed) * self.place.layout.data
+
+        def loss(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            value, sums = objective(micro, self._outputs(micro, output))
+            return value * scale, sums
+
+        stored = self._run(packed, loss, forward_only=False)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded or not torch.isfinite(torch.as_tensor(grad_norm)):
+            raise RuntimeError(f"the {self.role}'s gradient norm is {grad_norm}: no update was taken; lower the learning rate")
+        self.scheduler.step(1)
+        sums: dict[str, float] = {}
+        for part in stored:
+            for name, value in part.items():
+                sums[name] = max(sums[name], float(value)) if name.endswith("max") and name in sums else (
+                    float(value) if name.endswith("max") else sums.get(name, 0.0) + float(value))  # fmt: skip
+        return Update(sums, float(grad_norm), float(learning_rate), _executed(packed))
+
+    def _run(self, packed: list[PackedMicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Drive megatron-core's pipeline schedule over the micro-batches; what `finish` returned, on the last stage."""
+
+        def step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            self.model.head_positions = micro.head_positions
+            packing = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=micro.bounds,
+                cu_seqlens_kv=micro.bounds,
+                max_seqlen_q=micro.longest,
+                max_seqlen_kv=micro.longest,
+            )
+            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
+            # finish(micro, output, non_loss_data=True) when forward-only, finish(micro, output) in training
+            return output, partial(finish, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(packed),
+            model=[self.chunk],
+            num_microbatches=len(packed),
+            seq_length=packed[0].num_tokens,  # read only without a pipeline: shapes travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _outputs(self, micro: PackedMicroBatch, output: Tensor) -> Outputs:
+        # output [1, completion tokens, vocabulary / tensor] or, of a critic, [1, completion tokens, 1]
+        if self.role == "critic":
+            return {"values": output.float().flatten()}
+        logprobs, entropy = self.head(output.squeeze(0), micro.targets)
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's weights by local name, for the weight sync and the export."""
+        return {name: parameter.detach() for name, parameter in named_shards(self.model).items()}
+
+
+def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None:
+    """The same small head on every rank and under every layout: values start near 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
+
+
+def _executed(packed: list[PackedMicroBatch]) -> Executed:
+    """Read off the tensors that ran, not off the plan."""
+    return Executed(
+        sequences=tuple(len(micro.bounds) - 1 for micro in packed), tokens=tuple(micro.num_tokens for micro in packed)
+    )
+
+
+def share_results(results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place) -> list[Tensor]:
+    """Per-token results of every sequence, on every rank, in sample order: one broadcast a data-parallel rank."""
+    shared: dict[int, Tensor] = {}
+    for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
+        order = [sample for micro in micro_batches for sample in micro.samples]
+        lengths = [int(batch.completion_lengths[sample]) for sample in order]
+        source = place.source_of(data_rank)
+        if place.rank == source:
+            flat = torch.cat([results[sample] for sample in order]).to(place.device)
+        else:
+            flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
+        dist.broadcast(flat, src=source)
+        shared.update(zip(order, flat.cpu().split(lengths), strict=True))
+    return [shared[sample] for sample in range(len(batch.completion_lengths))]

@@ -1,0 +1,84 @@
+"""The modules megarl puts into megatron-core's local layer spec, where Transformer Engine is absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, output in the input's type (Zhang & Sennrich 2019, eq. 4).
+
+    megatron-core's own torch wrapper refuses sequence parallelism; this one marks its weight instead, so that
+    `finalize_model_grads` sums its gradient over the tensor group.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        # x [..., hidden]
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PackedAttention(nn.Module):
+    """Causal attention over sequences laid end to end, through torch's scaled-dot-product attention.
+
+    Each sequence attends to itself only, so the cost is the sum of the squared lengths, not the square of the sum.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        # query [tokens, heads, head_dim], key and value [tokens, groups, head_dim] -> [tokens, heads * head_dim]
+        assert packed_seq_params is not None, "every micro-batch of megarl is packed"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        outputs = []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            q, k, v = (part[start:stop].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+class ValueHead(nn.Module):
+    """A critic's output layer: one value a token, replicated over the tensor group."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        # hidden [tokens, 1, hidden] -> [tokens, 1, 1]
+        return F.linear(hidden, self.weight), None

@@ -1,0 +1,147 @@
+"""Build the Megatron model of a role from a `ModelShape` and a layout."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.engine.layers import PackedAttention, RMSNorm, ValueHead
+from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.megatron import padded_vocab
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.models.gpt import gpt_layer_specs  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class DecoderModel(GPTModel):
+    """A GPTModel whose head sees only the positions that a phase asks for.
+
+    Set `head_positions` [n] before a forward: prompts need no logits, and logits are the largest activation.
+    """
+
+    head_positions: Tensor | None = None
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.post_process and self.head_positions is not None:
+            hidden_states = hidden_states.index_select(0, self.head_positions)
+        return super()._postprocess(hidden_states, *args, **kwargs)
+
+
+def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> TransformerConfig:
+    """megatron-core's configuration of a dense decoder. `precision` is "fp32" or "bf16" (weights and activations)."""
+    dtype = DTYPES[precision]
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        # Not only in the spec: without it the q/k-norm gradients are silently not summed over the tensor group.
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        perform_initialization=False,  # every weight is read from the checkpoint
+        variable_seq_lengths=layout.pipeline > 1,
+        # variable_seq_lengths is refused under any other dispatcher, for dense models too (megatron-core 0.16 and 0.19).
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str) -> ModuleSpec:
+    """The block spec for "transformer_engine" or "local" (megarl's own norm and packed attention)."""
+    if spec == "transformer_engine":
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def build_model(shape: ModelShape, layout: Layout, precision: str, role: str) -> DecoderModel:
+    """This rank's stage of a role, weights not read yet. A critic gets a value head in place of the vocabulary."""
+    config = transformer_config(shape, layout, precision)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    critic = role == "critic"
+    model = DecoderModel(
+        config=config,
+        transformer_layer_spec=layer_spec(shape, config, platform.current.layer_spec),
+        vocab_size=padded_vocab(shape, layout.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=first,
+        # A critic's stages share nothing: its head is not an embedding.
+        share_embeddings_and_output_weights=shape.tied and not critic,
+        post_process=last,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    if critic and last:
+        model.output_layer = ValueHead(config)
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+    device = platform.current.device(torch.cuda.current_device() if platform.current.kind == "cuda" else 0)
+    return model.to(device=device, dtype=DTYPES[precision])
+
+
+def inverse_frequencies(shape: ModelShape) -> Tensor:
+    """RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2), with Llama 3.1's scaling where asked."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+    inverse = 1.0 / shape.rope_theta**exponents
+    if not shape.rope_scaling:
+        return inverse
+    scaling = dict(shape.rope_scaling)
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    # 0 where the wavelength is longer than the original context over `low`, 1 where shorter than over `high`.
+    ramp = ((scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * inverse / factor + ramp * inverse
+
+
+_TRANSFORMER_ENGINE_NAMES = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+)
+
+
+def local_name(name: str) -> str:
+    """The parameter's name under the local spec, whichever spec built the model (Transformer Engine fuses the norms)."""
+    for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the names that `megatron_segments` uses."""
+    return {local_name(name): parameter for name, parameter in model.named_parameters()}

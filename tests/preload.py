@@ -1,0 +1,9 @@
+"""Imported once in the fork server of `ranks.py`: what every rank would import."""
+
+import numpy  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch  # noqa: F401
+
+import megarl.engine.model  # noqa: F401
+
+torch.set_num_threads(1)

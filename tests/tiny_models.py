@@ -1,0 +1,42 @@
+"""Tiny random models saved as Hugging Face directories, the independent reference of the engine tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3")
+
+
+def save_tiny_model(
+    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, vocab: int = 131, layers: int = 4
+) -> Path:
+    """Write a random model of about 50 thousand weights: 4 heads, 2 groups, an odd vocabulary.
+
+    `llama3` is Llama with Llama 3.1's rotary scaling. Norms and biases are random too, so that a swapped or dropped one
+    shows.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    if family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=12))
+    else:
+        scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
+        extra = {"rope_parameters": scaling} if family == "llama3" else {}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **extra))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory, safe_serialization=True)
+    return Path(directory)
