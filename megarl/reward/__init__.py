@@ -1,0 +1,1 @@
+"""Verifiers and the workers that score completions with them."""

@@ -1,0 +1,163 @@
+"""What a completion's text is worth: named verifiers, and functions given as `module:function`.
+
+A verifier says how right a text is, from the text and its prompt. It answers or raises; it never guesses
+0 for what it could not judge. It keeps no time: whoever calls it does (see `megarl.reward.process`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from megarl.data.sample import Prompt
+
+Verifier = Callable[[str, Prompt], float]
+
+# A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
+NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def numbers(text: str) -> list[Decimal]:
+    """The decimal numbers in a text, in order; knows thousands separators and the typographic minus."""
+    return [Decimal(match.replace(",", "")) for match in NUMBER.findall(text.replace("\u2212", "-"))]
+
+
+def exact(text: str, prompt: Prompt) -> float:
+    """1 where the whole text is the answer, blanks at both ends aside."""
+    return float(text.strip() == prompt.answer.strip())
+
+
+def last_number(text: str, prompt: Prompt) -> float:
+    """1 where the last number in the text equals the answer as a number; 0 without any number."""
+    found = numbers(text)
+    return float(bool(found) and found[-1] == _number_answer(prompt))
+
+
+def _number_answer(prompt: Prompt) -> Decimal:
+    found = numbers(prompt.answer)
+    if len(found) != 1:
+        raise ValueError(
+            f"reward kind last_number: the answer of prompt {prompt.index} ({prompt.question!r}) is "
+            f"{prompt.answer!r}; one number is needed, or another reward kind"
+        )
+    return found[0]
+
+
+def math_verify(text: str, prompt: Prompt) -> float:
+    """1 where math-verify finds the text's expression equal to the answer's.
+
+    Its own time limits are switched off: they are signals, which raise in any thread but the main one, and
+    what they interrupt it reports as "not equal", which would be a reward of 0.
+    """
+    import math_verify as library
+
+    gold = _math_answer(prompt)
+    found = library.parse(text, parsing_timeout=None)
+    return float(library.verify(gold, found, timeout_seconds=None))
+
+
+def _math_answer(prompt: Prompt) -> list:
+    import math_verify as library
+
+    # A gold answer must be an expression; the library's fallback would take any text for one. Bare LaTeX is
+    # only recognised between dollar signs.
+    strict = {"fallback_mode": "no_fallback", "parsing_timeout": None}
+    gold = library.parse(prompt.answer, **strict) or library.parse(f"${prompt.answer}$", **strict)
+    if not gold:
+        raise ValueError(
+            f"reward kind math_verify: the answer of prompt {prompt.index} ({prompt.question!r}) is "
+            f"{prompt.answer!r}, in which math-verify finds no expression; repair it, or use another kind"
+        )
+    return gold
+
+
+def load_function(target: str) -> Verifier:
+    """The function behind `module:function`; raises ValueError naming `reward.target`."""
+    module_name, _, function_name = target.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"reward.target is {target!r}; it is written module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"reward.target is {target!r}, whose module does not import: {error}; "
+            "run from the directory that holds it, or install it"
+        ) from error
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise ValueError(f"reward.target is {target!r}, but {module_name} has no function {function_name!r}")
+    return function
+
+
+VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
+# What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
+# no time limit of its own, so it may only run where a deadline is kept.
+ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of the reward, named as in the metrics."""
+
+    name: str
+    kind: str
+    weight: float
+    verifier: Verifier
+
+
+def load_terms(specs: Sequence[Any]) -> list[Term]:
+    """The terms of the recipe's `reward` list; a repeated name gets its position added.
+
+    Raises ValueError for an unknown kind and for a function that does not load.
+    """
+    terms: list[Term] = []
+    for position, spec in enumerate(specs):
+        if spec.kind == "function":
+            name, verifier = spec.target.rpartition(":")[2], load_function(spec.target)
+        elif spec.kind in VERIFIERS:
+            name, verifier = spec.kind, VERIFIERS[spec.kind]
+        else:
+            raise ValueError(
+                f"reward[{position}].kind is {spec.kind!r}; it is one of {sorted(VERIFIERS)}, function"
+            )
+        if name in [term.name for term in terms]:
+            name = f"{name}_{position}"
+        terms.append(Term(name, spec.kind, spec.weight, verifier))
+    return terms
+
+
+def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError for the first prompt whose answer a term could not judge anything by."""
+    checks = [ANSWER_CHECKS[term.kind] for term in terms if term.kind in ANSWER_CHECKS]
+    for prompt in prompts:
+        for check in checks:
+            check(prompt)
+
+
+def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> dict[str, float]:
+    """What each term says, before weighting. Raises what a verifier raises, and ValueError for no number."""
+    said: dict[str, float] = {}
+    for term in terms:
+        value = float(term.verifier(text, prompt))
+        if not math.isfinite(value):
+            raise ValueError(
+                f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed"
+            )
+        said[term.name] = value
+    return said
+
+
+def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
+    """The reward: sum of weight * what the term says."""
+    return sum(term.weight * said[term.name] for term in terms)
+
+
+def score(specs: Sequence[Any], text: str, prompt: Prompt) -> float:
+    """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
+    terms = load_terms(specs)
+    return weighted_sum(terms, score_terms(terms, text, prompt))

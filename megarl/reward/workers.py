@@ -1,0 +1,182 @@
+"""The reward phase: tokens to texts to rewards, off the trainer where Ray runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.data.sample import Prompt
+from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
+from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
+
+# Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
+TASK_GRACE_S = 2 * START_TIMEOUT_S
+MAX_WORKER_RESTARTS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class RewardResult:
+    """Rewards of a batch, in sample order.
+
+    `rewards` float32 [n] and each of `parts` float32 [n] (what a term said, before its weight) are NaN where
+    `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
+    each masked sample; `task_sequences` is how many sequences each task scored.
+    """
+
+    rewards: np.ndarray
+    valid: np.ndarray
+    parts: dict[str, np.ndarray]
+    failures: dict[int, str]
+    num_timeouts: int
+    task_sequences: tuple[int, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the valid samples (NaN if there are none) and counts of the masked ones."""
+        masked = int((~self.valid).sum())
+        figures = {
+            "reward/mean": _mean(self.rewards[self.valid]),
+            "reward/deviation": _std(self.rewards[self.valid]),
+        }
+        figures |= {f"reward/{name}": _mean(part[self.valid]) for name, part in self.parts.items()}
+        return figures | {"reward/num_masked": masked, "reward/num_timeouts": self.num_timeouts}
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _std(values: np.ndarray) -> float:
+    return float(values.std()) if len(values) else float("nan")
+
+
+class Scorer:
+    """Scores tasks with one verifier process: here in `local` mode, or inside a Ray actor."""
+
+    def __init__(self, specs: Sequence[Any], model_path: str, import_path: Sequence[str]) -> None:
+        from megarl.data.tokenizer import load_tokenizer
+
+        self._tokenizer = load_tokenizer(model_path)
+        self._verifiers = VerifierProcess(specs, import_path)
+
+    def ready(self) -> bool:
+        """Answers once the scorer is up."""
+        return True
+
+    def score_task(
+        self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float
+    ) -> list[Verdict]:
+        """Verdicts on `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
+        fetched = payload.fetch(list(samples))
+        texts = [
+            self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
+            for sample in samples
+        ]
+        return self._verifiers.score_task(texts, prompts, timeout_s)
+
+    def close(self) -> None:
+        """Stop the verifier process."""
+        self._verifiers.close()
+
+
+class RewardWorkers:
+    """Scores whole batches, cut into tasks of `phases.reward.sequences`.
+
+    `specs` is the recipe's `reward` list, `section` its `phases.reward`. With `local` the scorer lives in
+    this process (its verifiers do not); otherwise in `num_workers` Ray actors of the connected cluster, which
+    fetch and decode the tokens there. Raises ValueError for reward terms that do not load.
+    """
+
+    def __init__(
+        self, specs: Sequence[Any], model_path: str, section: Any, local: bool, num_workers: int = 1
+    ) -> None:
+        self._terms = load_terms(specs)
+        self._sequences: int = section.sequences
+        self._timeout_s: float = section.timeout_s
+        self._local = Scorer(specs, model_path, sys.path) if local else None
+        self._actors = [] if local else _start_actors(specs, model_path, num_workers)
+
+    def score(
+        self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int
+    ) -> RewardResult:
+        """Rewards of samples 0 … num_sequences - 1; sample s answers prompts[s // group_size].
+
+        Raises ValueError for an answer that a verifier cannot judge by, TimeoutError when a worker is silent.
+        """
+        check_answers(self._terms, prompts)
+        tasks = [
+            range(first, min(first + self._sequences, num_sequences))
+            for first in range(0, num_sequences, self._sequences)
+        ]
+        arguments = [
+            (payload, list(task), [prompts[sample // group_size] for sample in task], self._timeout_s)
+            for task in tasks
+        ]
+        if self._local is not None:
+            scored = [self._local.score_task(*argument) for argument in arguments]
+        else:
+            scored = self._score_remotely(arguments)
+        verdicts = [verdict for task in scored for verdict in task]
+        return self._result(verdicts, tuple(len(task) for task in tasks))
+
+    def close(self) -> None:
+        """Stop every scorer."""
+        if self._local is not None:
+            self._local.close()
+        if self._actors:
+            import ray
+
+            for actor in self._actors:
+                ray.kill(actor)
+            self._actors = []
+
+    def _score_remotely(self, arguments: list[tuple]) -> list[list[Verdict]]:
+        import ray
+
+        references = [
+            self._actors[i % len(self._actors)].score_task.remote(*argument)
+            for i, argument in enumerate(arguments)
+        ]
+        rounds = -(-len(references) // len(self._actors))
+        deadline_s = rounds * (self._timeout_s + TASK_GRACE_S)
+        try:
+            return ray.get(references, timeout=deadline_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(
+                f"phase reward: {len(references)} tasks on {len(self._actors)} workers gave no answer "
+                f"within {deadline_s:.0f} s"
+            ) from error
+
+    def _result(self, verdicts: list[Verdict], task_sequences: tuple[int, ...]) -> RewardResult:
+        num = len(verdicts)
+        rewards = np.full(num, np.nan, dtype=np.float32)
+        parts = {term.name: np.full(num, np.nan, dtype=np.float32) for term in self._terms}
+        failures: dict[int, str] = {}
+        for sample, verdict in enumerate(verdicts):
+            if verdict.said is None:
+                failures[sample] = verdict.failure
+                continue
+            rewards[sample] = weighted_sum(self._terms, verdict.said)
+            for name, value in verdict.said.items():
+                parts[name][sample] = value
+        num_timeouts = sum(verdict.timed_out for verdict in verdicts)
+        return RewardResult(rewards, ~np.isnan(rewards), parts, failures, num_timeouts, task_sequences)
+
+
+def _start_actors(specs: Sequence[Any], model_path: str, num_workers: int) -> list[Any]:
+    """Ray actors that have answered once, so that a reward that does not load shows when the run starts."""
+    import ray
+
+    # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
+    remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(
+        Scorer
+    )
+    actors = [remote.remote(list(specs), model_path, sys.path) for _ in range(num_workers)]
+    try:
+        ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(f"phase reward: no worker was up within {TASK_GRACE_S:.0f} s") from error
+    return actors

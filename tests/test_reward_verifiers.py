@@ -1,0 +1,121 @@
+"""What each verifier calls right, and that whatever it cannot judge is refused and not guessed."""
+
+import threading
+from decimal import Decimal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.sample import Prompt
+from megarl.reward.verifiers import check_answers, load_function, load_terms, numbers, score, score_terms
+
+
+def prompt(answer, row=None):
+    return Prompt(5, np.zeros(1, dtype=np.int32), "the question", answer, row or {})
+
+
+def spec(kind, weight=1.0, target=None):
+    return SimpleNamespace(kind=kind, weight=weight, target=target)
+
+
+def generous(text, prompt):
+    return len(text) + prompt.row["bonus"]
+
+
+def not_a_number(text, prompt):
+    return float("nan")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("3 + 4 = 7.", ["3", "4", "7"]),
+        ("5-3 is 2", ["5", "3", "2"]),
+        ("it is -3", ["-3"]),
+        ("it is \u22123, or (+2)", ["-3", "2"]),
+        ("1,234,567.50 or 1,2", ["1234567.50", "1", "2"]),
+        ("no digits", []),
+        ("x2=10%", ["2", "10"]),
+    ],
+)
+def test_numbers_in_a_text(text, found):
+    assert numbers(text) == [Decimal(number) for number in found]
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 999))
+def test_every_number_written_is_read_back(whole, thousandths):
+    assert numbers(f"so {whole:,}.{thousandths:03d}, surely") == [Decimal(f"{whole}.{thousandths:03d}")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer", "reward"),
+    [
+        ("exact", " 7\n", "7", 1.0),
+        ("exact", "7.", "7", 0.0),
+        ("last_number", "3 + 4 = 7.", "7", 1.0),
+        ("last_number", "7, since 3 + 4", "7", 0.0),
+        ("last_number", "seven", "7", 0.0),
+        ("last_number", "it is 7.0", "7", 1.0),
+        ("last_number", "it is 1,000", "1000", 1.0),
+        ("math_verify", r"So the answer is $\frac{2}{4}$.", "0.5", 1.0),
+        ("math_verify", r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
+        ("math_verify", r"\boxed{3}", r"\frac{1}{2}", 0.0),
+        ("math_verify", "no idea", "7", 0.0),
+    ],
+)
+def test_what_counts_as_right(kind, text, answer, reward):
+    assert score([spec(kind)], text, prompt(answer)) == reward
+
+
+def test_math_verify_works_outside_the_main_thread():
+    said = []
+    thread = threading.Thread(
+        target=lambda: said.append(score([spec("math_verify")], "$1/2$", prompt("0.5")))
+    )
+    thread.start()
+    thread.join(timeout=60)
+    assert said == [1.0]
+
+
+def test_an_answer_that_cannot_be_judged_by_is_named():
+    terms = load_terms([spec("exact"), spec("last_number")])
+    check_answers(terms, [prompt("7")])
+    with pytest.raises(ValueError, match=r"last_number: the answer of prompt 5 .*'the question'.* 'seven'"):
+        check_answers(terms, [prompt("7"), prompt("seven")])
+    with pytest.raises(ValueError, match=r"math_verify: the answer of prompt 5"):
+        score([spec("math_verify")], "7", prompt("?"))
+
+
+def test_terms_add_up_by_weight_and_keep_their_names():
+    here = f"{__name__}:generous"
+    specs = [spec("exact", 0.5), spec("function", 0.1, here), spec("exact", 2.0)]
+    assert score(specs, "abc", prompt("abc", {"bonus": 7})) == pytest.approx(0.5 + 1.0 + 2.0)
+    assert [term.name for term in load_terms(specs)] == ["exact", "generous", "exact_2"]
+
+
+def test_a_function_that_says_no_number_is_not_taken_for_one():
+    terms = load_terms([spec("function", 1.0, f"{__name__}:not_a_number")])
+    with pytest.raises(ValueError, match="not_a_number said nan for prompt 5"):
+        score_terms(terms, "", prompt("1"))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("math", "is 'math'; it is written module:function"),
+        ("no_such_module:f", "whose module does not import: No module named 'no_such_module'"),
+        ("math:no_such_function", "math has no function 'no_such_function'"),
+        ("math:pi", "math has no function 'pi'"),
+    ],
+)
+def test_a_function_that_does_not_load_is_named(target, said):
+    with pytest.raises(ValueError, match=said):
+        load_function(target)
+
+
+def test_an_unknown_kind_is_named_with_its_place():
+    with pytest.raises(ValueError, match=r"reward\[1\].kind is 'guess'"):
+        load_terms([spec("exact"), spec("guess")])

@@ -1,0 +1,161 @@
+"""A reward that cannot be had is masked and counted, alone, and never a 0; the rest is scored in order."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data.sample import Completion, Prompt, Sample
+from megarl.reward.process import VerifierProcess
+from megarl.reward.workers import RewardWorkers
+
+OWN_REWARDS = """
+import os, time
+
+def judge(text, prompt):
+    if text == "loop":
+        while True:
+            pass
+    if text == "raise":
+        raise KeyError("what")
+    if text == "die":
+        os._exit(3)
+    return float(text == prompt.answer)
+
+def pid(text, prompt):
+    return os.getpid()
+"""
+
+
+class Payload:
+    """What a rollout hands over: samples by id."""
+
+    def __init__(self, texts, tokenizer):
+        self.token_ids = [np.asarray(tokenizer(text)["input_ids"] + [0], dtype=np.int32) for text in texts]
+
+    def fetch(self, sample_ids):
+        def sample(i):
+            ids = self.token_ids[i]
+            completion = Completion(ids, np.zeros(len(ids), dtype=np.float32), "stop", 0, 0)
+            return Sample(i // 2, np.zeros(1, dtype=np.int32), completion)
+
+        return {i: sample(i) for i in sample_ids}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a byte tokenizer whose token 0 is the end token."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return str(path)
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return [SimpleNamespace(kind="function", target="own_rewards:judge", weight=2.0)]
+
+
+def prompts(*answers):
+    return [Prompt(i, np.zeros(1, dtype=np.int32), "?", answer, {}) for i, answer in enumerate(answers)]
+
+
+def payload(model, texts):
+    from megarl.data.tokenizer import load_tokenizer
+
+    return Payload(texts, load_tokenizer(model))
+
+
+def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
+    process = VerifierProcess(own_rewards)
+    try:
+        texts = ["a", "raise", "b", "die", "a"]
+        verdicts = process.score_task(texts, prompts("a", "a", "a", "a", "a"), timeout_s=60)
+    finally:
+        process.close()
+    assert [v.said for v in verdicts] == [{"judge": 1.0}, None, {"judge": 0.0}, None, {"judge": 1.0}]
+    assert "KeyError: 'what'" in verdicts[1].failure
+    assert "exit status 3 on prompt 3" in verdicts[3].failure
+    assert not any(v.timed_out for v in verdicts)
+
+
+def test_a_looping_verifier_is_stopped_and_the_next_task_is_scored(own_rewards):
+    process = VerifierProcess(own_rewards)
+    try:
+        verdicts = process.score_task(["a", "loop", "a"], prompts("a", "a", "a"), timeout_s=2)
+        later = process.score_task(["a"], prompts("a"), timeout_s=60)
+    finally:
+        process.close()
+    assert [v.timed_out for v in verdicts] == [False, True, True]
+    assert verdicts[0].said == {"judge": 1.0} and verdicts[1].said is None and verdicts[2].said is None
+    assert later[0].said == {"judge": 1.0}
+
+
+def test_functions_run_outside_this_process(own_rewards):
+    own_rewards[0].target = "own_rewards:pid"
+    process = VerifierProcess(own_rewards)
+    try:
+        (verdict,) = process.score_task(["a"], prompts("a"), timeout_s=60)
+    finally:
+        process.close()
+    assert verdict.said is not None and verdict.said["pid"] != os.getpid()
+
+
+def check_batch(workers, model):
+    """Seven samples of groups of two in tasks of three; one looping, one dying, tasks of their own."""
+    texts = ["a", "b", "b", "die", "c", "raise", "loop"]
+    result = workers.score(payload(model, texts), prompts("a", "b", "c", "d"), 7, group_size=2)
+    assert result.task_sequences == (3, 3, 1)
+    assert result.valid.tolist() == [True, True, True, False, True, False, False]
+    # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
+    np.testing.assert_array_equal(result.rewards, np.float32([2, 0, 2, np.nan, 2, np.nan, np.nan]))
+    np.testing.assert_array_equal(result.parts["judge"], np.float32([1, 0, 1, np.nan, 1, np.nan, np.nan]))
+    assert sorted(result.failures) == [3, 5, 6] and result.num_timeouts == 1
+    metrics = result.metrics()
+    assert metrics["reward/mean"] == 1.5 and metrics["reward/judge"] == 0.75
+    assert metrics["reward/num_masked"] == 3 and metrics["reward/num_timeouts"] == 1
+
+
+def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
+    section = SimpleNamespace(sequences=3, timeout_s=3.0)
+    workers = RewardWorkers(own_rewards, model, section, local=True)
+    try:
+        check_batch(workers, model)
+    finally:
+        workers.close()
+
+
+def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
+    specs = [SimpleNamespace(kind="last_number", weight=1.0)]
+    workers = RewardWorkers(specs, model, SimpleNamespace(sequences=2, timeout_s=60.0), local=True)
+    try:
+        with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
+            workers.score(payload(model, ["1"] * 4), prompts("1", "x"), 4, group_size=2)
+    finally:
+        workers.close()
+
+
+@pytest.mark.slow
+def test_the_same_batch_through_ray(model, own_rewards):
+    ray = pytest.importorskip("ray")
+    # The actor cannot import this module, so the payload's class travels by value.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    try:
+        section = SimpleNamespace(sequences=3, timeout_s=3.0)
+        workers = RewardWorkers(own_rewards, model, section, local=False)
+        check_batch(workers, model)
+        workers.close()
+    finally:
+        ray.shutdown()
