@@ -1,0 +1,175 @@
+"""Every second is in one phase, every step is one line, and a report shows what the lines say."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, read_metrics
+from megarl.telemetry.report import plot_lines, report, summary
+
+
+class Time:
+    """A clock that only moves when told to."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@given(st.lists(st.tuples(st.sampled_from(["rollout", "reward", None]), st.integers(0, 50)), max_size=20))
+def test_phases_and_the_rest_sum_to_the_step(parts):
+    time = Time()
+    clock = PhaseClock(now=time)
+    expected: dict = {}
+    for name, seconds in parts:
+        if name is None:
+            time.seconds += seconds
+        else:
+            with clock.phase(name):
+                time.seconds += seconds
+        key = f"time/{name or 'unaccounted'}"
+        expected[key] = expected.get(key, 0) + seconds
+    times = clock.take()
+    total = times.pop("time/step")
+    assert total == sum(seconds for _, seconds in parts) == sum(times.values())
+    assert {k: v for k, v in times.items() if v} == {k: v for k, v in expected.items() if v}
+    assert clock.take() == {"time/unaccounted": 0, "time/step": 0}
+
+
+def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
+    time, heard = Time(), []
+    clock = PhaseClock(rank=3, on_phase=heard.append, now=time)
+    with pytest.raises(RuntimeError) as caught, clock.phase("weight_sync"):
+        time.seconds += 4
+        raise RuntimeError("lost")
+    assert caught.value.__notes__ == ["in phase weight_sync on rank 3"]
+    assert heard == ["weight_sync", None] and clock.current is None
+    assert clock.take()["time/weight_sync"] == 4
+
+
+def test_phases_do_not_nest():
+    clock = PhaseClock()
+    said = pytest.raises(AssertionError, match="phase reward starts inside phase rollout")
+    with said, clock.phase("rollout"), clock.phase("reward"):
+        pass
+
+
+def test_a_step_is_one_line_readable_at_once(tmp_path):
+    writer = MetricsWriter(tmp_path / "run" / "metrics.jsonl")
+    figures = {
+        "reward/mean": np.float32(0.5),
+        "actor/grad_norm": torch.tensor(2.0),
+        "sync/received_bytes": np.int64(7),
+        "kl/mean": float("nan"),
+        "rollout/finish": "stop",
+        "schedule/actor_update/useful_share": 1,
+    }
+    writer.write(1, figures)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert text.count("\n") == 1
+    assert json.loads(text) == {
+        "step": 1,
+        "reward/mean": 0.5,
+        "actor/grad_norm": 2.0,
+        "sync/received_bytes": 7,
+        "kl/mean": None,
+        "rollout/finish": "stop",
+        "schedule/actor_update/useful_share": 1,
+    }
+    with pytest.raises(ValueError, match="'reward' is not named area/name"):
+        writer.write(2, {"reward": 1.0})
+    with pytest.raises(ValueError, match="'reward/all' is a list"):
+        writer.write(2, {"reward/all": [1.0]})
+
+
+def test_a_resumed_file_equals_one_that_never_stopped(tmp_path):
+    whole = MetricsWriter(tmp_path / "whole.jsonl")
+    for step in range(1, 7):
+        whole.write(step, {"reward/mean": step / 7})
+    killed = MetricsWriter(tmp_path / "killed.jsonl")
+    for step in range(1, 6):
+        killed.write(step, {"reward/mean": step / 7})
+    killed.close()
+    with (tmp_path / "killed.jsonl").open("a") as file:
+        file.write('{"step": 6, "rewa')
+    resumed = MetricsWriter(tmp_path / "killed.jsonl")
+    resumed.truncate_after(3)
+    for step in range(4, 7):
+        resumed.write(step, {"reward/mean": step / 7})
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
+
+
+def test_a_metrics_file_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(ValueError, match="metrics.jsonl is no file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2: not JSON"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def run_two_steps(console):
+    with ProgressLine(12, console=console) as progress:
+        clock = PhaseClock(on_phase=progress.phase)
+        for step in (1, 2):
+            with clock.phase("critic_update"):
+                pass
+            progress.step(step, {"reward/mean": 0.25 * step, "time/step": 3.0, "actor/entropy": None})
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_plain_line():
+    text = run_two_steps(Console(file=io.StringIO(), force_terminal=False, width=80))
+    assert text.splitlines() == [
+        "step  1/12  reward 0.250  seconds 3.0",
+        "step  2/12  reward 0.500  seconds 3.0",
+    ]
+
+
+def test_on_a_terminal_the_running_phase_shows():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    text = run_two_steps(console)
+    assert "critic_update" in text and "reward 0.500" in text
+
+
+def test_a_rank_that_is_not_enabled_says_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with ProgressLine(3, enabled=False, console=console) as progress:
+        progress.phase("rollout")
+        progress.step(1, {"reward/mean": 1.0})
+    assert console.file.getvalue() == ""
+
+
+def test_a_report_shows_the_curve_and_writes_a_picture(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 9):
+        writer.write(step, {"reward/mean": 0.1 * step})
+    console = Console(file=io.StringIO(), width=100)
+    png = report(tmp_path, console)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = console.file.getvalue()
+    assert "first 3 steps 0.200, last 3 steps 0.700, change +0.500" in text and "█" in text
+    with pytest.raises(ValueError, match="metrics.jsonl is no file"):
+        report(tmp_path / "elsewhere")
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=300))
+def test_a_plot_fits_and_its_highest_column_is_the_highest_value(values):
+    lines = plot_lines(range(1, len(values) + 1), values)
+    assert len(lines) == 12 and all(len(line) <= 84 for line in lines)
+    if len(values) <= 72 and max(values) - min(0.0, min(values)) > 0.5:
+        top = lines[0][10:]
+        wide = max(1, 72 // len(values))
+        assert top[values.index(max(values)) * wide] == "█"
+
+
+def test_summary_of_a_run_shorter_than_its_ends():
+    assert summary([0.25, 0.75]) == "first 2 steps 0.500, last 2 steps 0.500, change +0.000"
