@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megarl
+from megarl.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -150,6 +152,29 @@ def test_quickstart_reports_the_run_that_its_recipe_names() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert f"megarl report {recipe['run'].get('dir', 'runs')}/{recipe['run']['name']}\n" in makefile
     assert f"MODEL := {recipe['model']['path']}\n" in makefile
+
+
+def test_recipe_of_the_readme_is_accepted(tmp_path: Path) -> None:
+    """With the shape of the model it names, which a machine without a hub cannot look up."""
+    smollm2 = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(smollm2))
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "recipe.yaml", [f"model.path={tmp_path}"])
+    assert recipe.running_phases
 
 
 def test_second_setup_has_nothing_to_do() -> None:
