@@ -21,7 +21,7 @@ from megarl.engine.model import build_model, named_shards
 from megarl.engine.parallel import Place
 from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
-from megarl.recipe import Optimizer
+from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import ModelShape
 from megarl.reshard.megatron import rank_segments
 from megarl.schedule import Executed, MiniBatch
@@ -64,7 +64,7 @@ class Engine:
         precision: str,
         temperature: float,
         compile_entropy: bool,
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerSection | None = None,
         total_updates: int = 1,
         seed: int = 1,
     ) -> None:
@@ -87,7 +87,7 @@ class Engine:
         else:
             self._make_trainable(optimizer, total_updates, precision)
 
-    def _make_trainable(self, settings: Optimizer, total_updates: int, precision: str) -> None:
+    def _make_trainable(self, settings: OptimizerSection, total_updates: int, precision: str) -> None:
         data = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
         )

@@ -39,6 +39,11 @@ class DecoderModel(GPTModel):
         return super()._postprocess(hidden_states, *args, **kwargs)
 
 
+def _leave(weight: Tensor) -> Tensor:
+    """An initialisation that costs nothing."""
+    return weight
+
+
 def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> TransformerConfig:
     """megatron-core's configuration of a dense decoder. `precision` is "fp32" or "bf16" (weights and activations)."""
     dtype = DTYPES[precision]
@@ -70,7 +75,10 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
-        perform_initialization=False,  # every weight is read from the checkpoint
+        # Every weight is read from the checkpoint. Not perform_initialization=False: that leaves out the attributes which
+        # tell a tensor-parallel shard from a replica, and the gradient norm then counts one rank's shards only.
+        init_method=_leave,
+        output_layer_init_method=_leave,
         variable_seq_lengths=layout.pipeline > 1,
         # variable_seq_lengths is refused under any other dispatcher, for dense models too (megatron-core 0.16 and 0.19).
         moe_token_dispatcher_type="alltoall",

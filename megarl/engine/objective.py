@@ -1,0 +1,96 @@
+"""The losses of the two updates, per micro-batch, from pure functions and whole-mini-batch weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithm.kl import kl
+from megarl.algorithm.loss import loss_weights, policy_loss, value_loss
+from megarl.engine.batch import Batch, PackedMicroBatch
+from megarl.recipe.sections import AlgorithmSection
+from megarl.schedule import MiniBatch
+
+Sums = dict[str, Tensor]
+
+
+def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str) -> dict[int, float]:
+    """Weight of each token of a sequence, with denominators over the whole mini-batch: however it is cut, the loss is
+    the same."""
+    order = list(mini_batch.samples)
+    weights = loss_weights(
+        torch.from_numpy(batch.completion_lengths[order]), torch.from_numpy(batch.valid[order]), aggregation
+    )
+    return dict(zip(order, weights.tolist(), strict=True))
+
+
+@dataclass
+class PolicyObjective:
+    """Clipped policy loss, entropy bonus and, where the recipe says so, KL in the loss."""
+
+    settings: AlgorithmSection
+    batch: Batch
+    weights: dict[int, float]
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [completion tokens]
+        device = logprobs.device
+        weight = _spread(self.weights, micro, device)
+        fields = {
+            name: self.batch.gather(name, micro.samples).to(device)
+            for name in ("advantages", "logprobs", "reference_logprobs")
+            if name in self.batch.fields
+        }
+        # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
+        old = fields.get("logprobs", logprobs.detach())
+        bounds = self.settings.policy_loss
+        losses, clipped = policy_loss(logprobs, old, fields["advantages"], bounds.low, bounds.high)
+        loss = (weight * losses).sum()
+        sums = {"policy_loss": loss.detach()}
+        if self.settings.entropy_coefficient:
+            loss = loss - self.settings.entropy_coefficient * (weight * entropy).sum()
+        if "reference_logprobs" in fields and self.settings.kl is not None:
+            divergence = kl(logprobs, fields["reference_logprobs"], self.settings.kl.estimator)
+            if self.settings.kl.place == "loss":
+                loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
+            sums["kl_sum"] = divergence.detach().sum()
+        rollout = torch.cat([torch.from_numpy(self.batch.samples[sample].completion.logprobs) for sample in micro.samples])
+        difference = (old - rollout.to(device)).abs()
+        log_ratio = (logprobs - old).detach()
+        sums |= {
+            "loss": loss.detach(),
+            "entropy_sum": entropy.detach().sum(),
+            "clipped_sum": clipped.sum(),
+            "drift_sum": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "mismatch_sum": difference.sum(),
+            "mismatch_max": difference.max(),
+            "tokens": torch.tensor(float(len(micro.targets))),
+        }
+        return loss, sums
+
+
+@dataclass
+class ValueObjective:
+    """Clipped value loss (half the squared error)."""
+
+    settings: AlgorithmSection
+    batch: Batch
+    weights: dict[int, float]
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        values = outputs["values"]  # [completion tokens]
+        weight = _spread(self.weights, micro, values.device)
+        old, returns = (self.batch.gather(name, micro.samples).to(values.device) for name in ("values", "returns"))
+        assert self.settings.value_loss is not None
+        losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
+        loss = (weight * losses).sum()
+        tokens = torch.tensor(float(len(micro.targets)))
+        return loss, {"loss": loss.detach(), "clipped_sum": clipped.sum(), "tokens": tokens}
+
+
+def _spread(weights: dict[int, float], micro: PackedMicroBatch, device: torch.device) -> Tensor:
+    """Per-sequence weights, one a token: [completion tokens]."""
+    per_sequence = torch.tensor([weights[sample] for sample in micro.samples], device=device)
+    return per_sequence.repeat_interleave(torch.tensor(micro.completion_lengths, device=device))

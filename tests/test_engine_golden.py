@@ -1,0 +1,32 @@
+"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank and TP2 x PP2."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine_cases import full_logits, random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import FAMILIES, save_tiny_model
+
+pytestmark = pytest.mark.golden
+LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_hugging_face(tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    directory = save_tiny_model(tmp_path, family, tied)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = []
+    for sample in random_batch(model.config.vocab_size, LENGTHS).samples.values():
+        tokens = np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0]
+        rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
+    expected = np.concatenate(rows)
+    for layout in ((1, 1, 1), (2, 2, 1)):
+        found = run_ranks(full_logits, layout[0] * layout[1], str(directory), layout, LENGTHS)[-1]
+        assert np.abs(found - expected).max() <= 1e-4
+        assert np.abs(expected).max() > 0.5  # the model says something
