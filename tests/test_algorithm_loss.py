@@ -23,7 +23,7 @@ def test_a_clipped_token_has_no_gradient_and_an_equal_one_the_policy_gradient():
     logprobs = torch.tensor([0.5, 0.0], requires_grad=True)
     loss, _ = policy_loss(logprobs, torch.zeros(2), torch.tensor([1.0, 3.0]), low=0.2, high=0.2)
     loss.sum().backward()
-    assert logprobs.grad.tolist() == [0.0, -3.0]
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, -3.0]
 
 
 def test_policy_loss_stays_finite_for_a_wild_token():
@@ -107,7 +107,8 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
         return float(total.detach()), {i: leaf.grad for i, leaf in zip(samples, leaves, strict=True)}
 
     whole, whole_gradient = aggregate(range(len(lengths)))
-    cut_total, cut_gradient = 0.0, {}
+    cut_total = 0.0
+    cut_gradient: dict[int, torch.Tensor] = {}
     for part in range(6):
         total, gradient = aggregate([i for i, p in enumerate(parts) if p == part])
         cut_total += total

@@ -1,7 +1,6 @@
 """Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
+from megarl.recipe.sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
@@ -33,24 +33,16 @@ def byte_tokenizer(chat_template=CHAT):
     return tokenizer
 
 
-def jsonl(path, fields=("prompt", "answer")):
-    return SimpleNamespace(kind="jsonl", path=str(path), prompt_field=fields[0], answer_field=fields[1])
+def jsonl(path, kind="jsonl"):
+    return FilePromptsSection(kind=kind, path=str(path), prompt_field="prompt", answer_field="answer")
 
 
 def gym(task="chain_sum", size=8, seed=None, **options):
-    return SimpleNamespace(kind="reasoning_gym", task=task, size=size, seed=seed, options=options)
+    return ReasoningGymPromptsSection(kind="reasoning_gym", task=task, size=size, seed=seed, options=options)
 
 
 def section(prompts, **changes):
-    fields = {
-        "prompts": prompts,
-        "max_prompt_tokens": 200,
-        "system_prompt": None,
-        "prompt_template": None,
-        "chat_template": False,
-        "shuffle": True,
-    }
-    return SimpleNamespace(**(fields | changes))
+    return DataSection(**({"prompts": prompts, "max_prompt_tokens": 200, "chat_template": False} | changes))
 
 
 @pytest.fixture
@@ -65,9 +57,7 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path, sums):
     assert [(row.question, row.answer) for row in rows[:2]] == [("0 + 1 =", "1"), ("1 + 1 =", "2")]
     table = pyarrow.Table.from_pylist([row.fields for row in rows])
     pyarrow.parquet.write_table(table, tmp_path / "sums.parquet")
-    parquet = jsonl(tmp_path / "sums.parquet")
-    parquet.kind = "parquet"
-    assert load_rows(parquet, seed=0) == rows
+    assert load_rows(jsonl(tmp_path / "sums.parquet", "parquet"), seed=0) == rows
 
 
 @pytest.mark.parametrize(
@@ -95,10 +85,8 @@ def test_missing_empty_and_mistaken_files_are_named(tmp_path):
     empty.write_text("\n")
     with pytest.raises(ValueError, match=r"data.prompts has no rows \(.*empty.jsonl\)"):
         load_rows(jsonl(empty), seed=0)
-    mistaken = jsonl(empty)
-    mistaken.kind = "parquet"
     with pytest.raises(ValueError, match=r"empty.jsonl: not a Parquet file"):
-        load_rows(mistaken, seed=0)
+        load_rows(jsonl(empty, "parquet"), seed=0)
 
 
 def test_generated_rows_follow_the_seed_and_their_own_seed_wins():

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.sample import Completion, Prompt, Sample
+from megarl.recipe.sections import FunctionRewardSection, RewardPhaseSection, VerifierSection
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers
 
@@ -64,7 +64,7 @@ def model(tmp_path_factory):
 def own_rewards(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    return [SimpleNamespace(kind="function", target="own_rewards:judge", weight=2.0)]
+    return [FunctionRewardSection(kind="function", target="own_rewards:judge", weight=2.0)]
 
 
 def prompts(*answers):
@@ -103,8 +103,7 @@ def test_a_looping_verifier_is_stopped_and_the_next_task_is_scored(own_rewards):
 
 
 def test_functions_run_outside_this_process(own_rewards):
-    own_rewards[0].target = "own_rewards:pid"
-    process = VerifierProcess(own_rewards)
+    process = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:pid")])
     try:
         (verdict,) = process.score_task(["a"], prompts("a"), timeout_s=60)
     finally:
@@ -119,8 +118,8 @@ def check_batch(workers, model):
     assert result.task_sequences == (3, 3, 1)
     assert result.valid.tolist() == [True, True, True, False, True, False, False]
     # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
-    np.testing.assert_array_equal(result.rewards, np.float32([2, 0, 2, np.nan, 2, np.nan, np.nan]))
-    np.testing.assert_array_equal(result.parts["judge"], np.float32([1, 0, 1, np.nan, 1, np.nan, np.nan]))
+    np.testing.assert_array_equal(result.rewards, [2, 0, 2, np.nan, 2, np.nan, np.nan])
+    np.testing.assert_array_equal(result.parts["judge"], [1, 0, 1, np.nan, 1, np.nan, np.nan])
     assert sorted(result.failures) == [3, 5, 6] and result.num_timeouts == 1
     metrics = result.metrics()
     assert metrics["reward/mean"] == 1.5 and metrics["reward/judge"] == 0.75
@@ -128,7 +127,7 @@ def check_batch(workers, model):
 
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
-    section = SimpleNamespace(sequences=3, timeout_s=3.0)
+    section = RewardPhaseSection(sequences=3, timeout_s=3.0)
     workers = RewardWorkers(own_rewards, model, section, local=True)
     try:
         check_batch(workers, model)
@@ -137,8 +136,8 @@ def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
 
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
-    specs = [SimpleNamespace(kind="last_number", weight=1.0)]
-    workers = RewardWorkers(specs, model, SimpleNamespace(sequences=2, timeout_s=60.0), local=True)
+    specs = [VerifierSection(kind="last_number")]
+    workers = RewardWorkers(specs, model, RewardPhaseSection(sequences=2, timeout_s=60.0), local=True)
     try:
         with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
             workers.score(payload(model, ["1"] * 4), prompts("1", "x"), 4, group_size=2)
@@ -153,7 +152,7 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
-        section = SimpleNamespace(sequences=3, timeout_s=3.0)
+        section = RewardPhaseSection(sequences=3, timeout_s=3.0)
         workers = RewardWorkers(own_rewards, model, section, local=False)
         check_batch(workers, model)
         workers.close()

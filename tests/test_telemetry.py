@@ -45,7 +45,8 @@ def test_phases_and_the_rest_sum_to_the_step(parts):
 
 
 def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
-    time, heard = Time(), []
+    time = Time()
+    heard: list[str | None] = []
     clock = PhaseClock(rank=3, on_phase=heard.append, now=time)
     with pytest.raises(RuntimeError) as caught, clock.phase("weight_sync"):
         time.seconds += 4
@@ -116,18 +117,20 @@ def test_a_metrics_file_that_is_missing_or_broken_is_named(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def run_two_steps(console):
+def run_two_steps(terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100)
     with ProgressLine(12, console=console) as progress:
         clock = PhaseClock(on_phase=progress.phase)
         for step in (1, 2):
             with clock.phase("critic_update"):
                 pass
             progress.step(step, {"reward/mean": 0.25 * step, "time/step": 3.0, "actor/entropy": None})
-    return console.file.getvalue()
+    return output.getvalue()
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():
-    text = run_two_steps(Console(file=io.StringIO(), force_terminal=False, width=80))
+    text = run_two_steps(terminal=False)
     assert text.splitlines() == [
         "step  1/12  reward 0.250  seconds 3.0",
         "step  2/12  reward 0.500  seconds 3.0",
@@ -135,27 +138,28 @@ def test_without_a_terminal_each_step_is_one_plain_line():
 
 
 def test_on_a_terminal_the_running_phase_shows():
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    text = run_two_steps(console)
+    text = run_two_steps(terminal=True)
     assert "critic_update" in text and "reward 0.500" in text
 
 
 def test_a_rank_that_is_not_enabled_says_nothing():
-    console = Console(file=io.StringIO(), force_terminal=True)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True)
     with ProgressLine(3, enabled=False, console=console) as progress:
         progress.phase("rollout")
         progress.step(1, {"reward/mean": 1.0})
-    assert console.file.getvalue() == ""
+    assert output.getvalue() == ""
 
 
 def test_a_report_shows_the_curve_and_writes_a_picture(tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in range(1, 9):
         writer.write(step, {"reward/mean": 0.1 * step})
-    console = Console(file=io.StringIO(), width=100)
+    output = io.StringIO()
+    console = Console(file=output, width=100)
     png = report(tmp_path, console)
     assert png.read_bytes().startswith(b"\x89PNG")
-    text = console.file.getvalue()
+    text = output.getvalue()
     assert "first 3 steps 0.200, last 3 steps 0.700, change +0.500" in text and "█" in text
     with pytest.raises(ValueError, match="metrics.jsonl is no file"):
         report(tmp_path / "elsewhere")

@@ -9,6 +9,7 @@ import numpy as np
 from megarl.data.sample import Prompt
 from megarl.data.sources import Row, load_rows
 from megarl.data.tokenizer import render_questions
+from megarl.recipe.sections import DataSection
 
 
 class PromptStream:
@@ -19,7 +20,7 @@ class PromptStream:
     how many. Raises ValueError for data that cannot be used and where no row is left.
     """
 
-    def __init__(self, data: Any, seed: int, tokenizer: Any) -> None:
+    def __init__(self, data: DataSection, seed: int, tokenizer: Any) -> None:
         rows = load_rows(data.prompts, seed)
         questions = [row.question for row in rows]
         tokens = render_questions(
@@ -36,7 +37,7 @@ class PromptStream:
         self._rows: list[Row] = [rows[i] for i in kept]
         self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
         self._seed = seed
-        self._shuffle: bool = data.shuffle
+        self._shuffle = data.shuffle
         self._epoch = -1
         self._order = np.arange(len(kept))
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.recipe.sections import FilePromptsSection, ReasoningGymPromptsSection
+
 
 @dataclass(frozen=True)
 class Row:
@@ -22,26 +24,23 @@ class Row:
     fields: dict
 
 
-def load_rows(prompts: Any, seed: int) -> list[Row]:
+def load_rows(prompts: FilePromptsSection | ReasoningGymPromptsSection, seed: int) -> list[Row]:
     """All rows of `data.prompts`, in source order; `seed` is for a generator whose section gives none.
 
     Raises ValueError naming the file, the row and the key for bad data, or the recipe key for a bad request.
     """
-    if prompts.kind == "jsonl":
-        rows = _read_jsonl(Path(prompts.path), prompts.prompt_field, prompts.answer_field)
-    elif prompts.kind == "parquet":
-        rows = _read_parquet(Path(prompts.path), prompts.prompt_field, prompts.answer_field)
-    elif prompts.kind == "reasoning_gym":
+    if prompts.kind == "reasoning_gym":
         own_seed = seed if prompts.seed is None else prompts.seed
-        rows = _generate(prompts.task, prompts.size, own_seed, dict(prompts.options))
+        rows = _generate(prompts.task, prompts.size, own_seed, prompts.options)
     else:
-        raise ValueError(f"data.prompts.kind is {prompts.kind!r}; it is one of jsonl, parquet, reasoning_gym")
+        read = {"jsonl": _read_jsonl, "parquet": _read_parquet}[prompts.kind]
+        rows = read(Path(prompts.path), prompts.prompt_field, prompts.answer_field)
     if not rows:
         raise ValueError(f"data.prompts has no rows ({_origin(prompts)}); give at least one question")
     return rows
 
 
-def _origin(prompts: Any) -> str:
+def _origin(prompts: FilePromptsSection | ReasoningGymPromptsSection) -> str:
     return f"task {prompts.task}" if prompts.kind == "reasoning_gym" else str(prompts.path)
 
 

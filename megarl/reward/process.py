@@ -17,10 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from megarl.data.sample import Prompt
-from megarl.reward.verifiers import load_terms, score_terms
+from megarl.reward.verifiers import RewardSpec, load_terms, score_terms
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -43,7 +42,7 @@ class VerifierProcess:
     Raises ValueError where the terms do not load there, and RuntimeError where the process does not come up.
     """
 
-    def __init__(self, specs: Sequence[Any], import_path: Sequence[str] | None = None) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], import_path: Sequence[str] | None = None) -> None:
         self._specs = list(specs)
         self._import_path = list(sys.path if import_path is None else import_path)
         self._start()

@@ -15,8 +15,10 @@ from decimal import Decimal
 from typing import Any
 
 from megarl.data.sample import Prompt
+from megarl.recipe.sections import FunctionRewardSection, VerifierSection
 
 Verifier = Callable[[str, Prompt], float]
+RewardSpec = VerifierSection | FunctionRewardSection
 
 # A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
@@ -110,21 +112,17 @@ class Term:
     verifier: Verifier
 
 
-def load_terms(specs: Sequence[Any]) -> list[Term]:
+def load_terms(specs: Sequence[RewardSpec]) -> list[Term]:
     """The terms of the recipe's `reward` list; a repeated name gets its position added.
 
-    Raises ValueError for an unknown kind and for a function that does not load.
+    Raises ValueError for a function that does not load.
     """
     terms: list[Term] = []
     for position, spec in enumerate(specs):
         if spec.kind == "function":
             name, verifier = spec.target.rpartition(":")[2], load_function(spec.target)
-        elif spec.kind in VERIFIERS:
-            name, verifier = spec.kind, VERIFIERS[spec.kind]
         else:
-            raise ValueError(
-                f"reward[{position}].kind is {spec.kind!r}; it is one of {sorted(VERIFIERS)}, function"
-            )
+            name, verifier = spec.kind, VERIFIERS[spec.kind]
         if name in [term.name for term in terms]:
             name = f"{name}_{position}"
         terms.append(Term(name, spec.kind, spec.weight, verifier))
@@ -157,7 +155,7 @@ def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
     return sum(term.weight * said[term.name] for term in terms)
 
 
-def score(specs: Sequence[Any], text: str, prompt: Prompt) -> float:
+def score(specs: Sequence[RewardSpec], text: str, prompt: Prompt) -> float:
     """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
     terms = load_terms(specs)
     return weighted_sum(terms, score_terms(terms, text, prompt))

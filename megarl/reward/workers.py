@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Prompt
+from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
-from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
+from megarl.reward.verifiers import RewardSpec, check_answers, load_terms, weighted_sum
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
@@ -56,7 +57,7 @@ def _std(values: np.ndarray) -> float:
 class Scorer:
     """Scores tasks with one verifier process: here in `local` mode, or inside a Ray actor."""
 
-    def __init__(self, specs: Sequence[Any], model_path: str, import_path: Sequence[str]) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], model_path: str, import_path: Sequence[str]) -> None:
         from megarl.data.tokenizer import load_tokenizer
 
         self._tokenizer = load_tokenizer(model_path)
@@ -91,11 +92,16 @@ class RewardWorkers:
     """
 
     def __init__(
-        self, specs: Sequence[Any], model_path: str, section: Any, local: bool, num_workers: int = 1
+        self,
+        specs: Sequence[RewardSpec],
+        model_path: str,
+        section: RewardPhaseSection,
+        local: bool,
+        num_workers: int = 1,
     ) -> None:
         self._terms = load_terms(specs)
-        self._sequences: int = section.sequences
-        self._timeout_s: float = section.timeout_s
+        self._sequences = section.sequences
+        self._timeout_s = section.timeout_s
         self._local = Scorer(specs, model_path, sys.path) if local else None
         self._actors = [] if local else _start_actors(specs, model_path, num_workers)
 
@@ -166,7 +172,7 @@ class RewardWorkers:
         return RewardResult(rewards, ~np.isnan(rewards), parts, failures, num_timeouts, task_sequences)
 
 
-def _start_actors(specs: Sequence[Any], model_path: str, num_workers: int) -> list[Any]:
+def _start_actors(specs: Sequence[RewardSpec], model_path: str, num_workers: int) -> list[Any]:
     """Ray actors that have answered once, so that a reward that does not load shows when the run starts."""
     import ray
 

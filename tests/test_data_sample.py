@@ -1,0 +1,23 @@
+"""The records of a step stay light, and a completion's tokens and log-probabilities go together."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megarl.data.sample import Completion, Sample
+
+
+def test_records_need_numpy_alone():
+    heavy = "{'torch', 'transformers', 'datasets', 'ray', 'pydantic'}"
+    code = f"import sys, megarl.data.sample; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_completion_has_one_log_probability_a_token():
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="3 token ids but 2 log-probabilities"):
+        Completion(ids, np.zeros(2, dtype=np.float32), "stop", 0, 0)
+    completion = Completion(ids, np.zeros(3, dtype=np.float32), "stop", 0, 0)
+    assert Sample(0, np.arange(4, dtype=np.int32), completion).num_tokens == 7
