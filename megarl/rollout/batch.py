@@ -1,0 +1,152 @@
+"""What a rollout hands to the pipeline: metadata of every sample at once, the tokens only to who fetches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megarl.data.sample import Completion, Sample
+
+
+class Payload(Protocol):
+    """Access to the tokens of a batch; picklable, so that rank 0 can send it to any rank."""
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        """The samples with these ids (positions in the batch)."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupResult:
+    """All completions of one prompt, as flat arrays.
+
+    `token_ids` int32 and `logprobs` float32 are [completion tokens of all members], cut by `lengths` int32 [members].
+    """
+
+    group: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    lengths: np.ndarray
+    finish_reasons: tuple[str, ...]
+    first_versions: np.ndarray
+    last_versions: np.ndarray
+
+    def sample(self, member: int) -> Sample:
+        start = int(self.lengths[:member].sum())
+        part = slice(start, start + int(self.lengths[member]))
+        completion = Completion(
+            token_ids=self.token_ids[part],
+            logprobs=self.logprobs[part],
+            finish_reason=self.finish_reasons[member],
+            first_version=int(self.first_versions[member]),
+            last_version=int(self.last_versions[member]),
+        )
+        return Sample(self.group, self.prompt_ids, completion)
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What rank 0 learns about one group."""
+
+    group: int
+    prompt_length: int
+    lengths: tuple[int, ...]
+    finish_reasons: tuple[str, ...]
+    first_versions: tuple[int, ...]
+    last_versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, result: GroupResult) -> GroupFacts:
+        return cls(
+            result.group,
+            len(result.prompt_ids),
+            tuple(map(int, result.lengths)),
+            result.finish_reasons,
+            tuple(map(int, result.first_versions)),
+            tuple(map(int, result.last_versions)),
+        )
+
+
+@dataclass(frozen=True)
+class RolloutExecuted:
+    """What the engines ran, for comparison with the recipe."""
+
+    prompts: int
+    group_size: int
+    max_concurrent: int
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size."""
+
+    payload: Payload
+    groups: np.ndarray
+    prompt_lengths: np.ndarray
+    completion_lengths: np.ndarray
+    finish_reasons: list[str]
+    first_version: np.ndarray
+    last_version: np.ndarray
+    executed: RolloutExecuted
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Prompt and completion tokens of each sample, int [samples]."""
+        return self.prompt_lengths + self.completion_lengths
+
+    @classmethod
+    def of(cls, facts: Sequence[GroupFacts], payload: Payload, executed: RolloutExecuted) -> RolloutBatch:
+        """Put the groups, in prompt order, together."""
+        members = [len(group.lengths) for group in facts]
+
+        def flat(values: Iterable[tuple[int, ...]]) -> np.ndarray:
+            return np.array([value for group in values for value in group], dtype=np.int64)
+
+        return cls(
+            payload=payload,
+            groups=np.repeat([group.group for group in facts], members),
+            prompt_lengths=np.repeat([group.prompt_length for group in facts], members),
+            completion_lengths=flat(group.lengths for group in facts),
+            finish_reasons=[reason for group in facts for reason in group.finish_reasons],
+            first_version=flat(group.first_versions for group in facts),
+            last_version=flat(group.last_versions for group in facts),
+            executed=executed,
+        )
+
+
+def dump_file(directory: str | Path, step: int) -> Path:
+    """Where a step's rollouts are dumped."""
+    return Path(directory) / f"step-{step:06d}.npz"
+
+
+def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
+    """Write one step's rollouts so that `ReplayPool` can read them; atomic, returns the file."""
+    samples = batch.payload.fetch(range(len(batch)))
+    ordered = [samples[s] for s in range(len(batch))]
+    file = dump_file(directory, step)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("wb") as stream:
+        np.savez(
+            stream,
+            group_size=np.int64(batch.executed.group_size),
+            groups=batch.groups,
+            prompt_lengths=batch.prompt_lengths,
+            completion_lengths=batch.completion_lengths,
+            finish_reasons=np.array(batch.finish_reasons),
+            first_version=batch.first_version,
+            last_version=batch.last_version,
+            prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
+            token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
+            logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
+        )
+    partial.rename(file)
+    return file

@@ -1,0 +1,73 @@
+"""Ray for one run: a small local cluster, or the one the launcher made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+NAMESPACE = "megarl"
+OBJECT_STORE_BYTES = 256 << 20
+
+# What torchrun says about a trainer rank. vLLM would take it for its own in any process that inherits it.
+TORCHRUN_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+
+
+def start_cluster(address: str | None = None) -> str:
+    """Start Ray on this machine, or join the cluster at `address`; the address other processes join by."""
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    if address is not None:
+        return join_cluster(address)
+    with _without_torchrun():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+    return ray.get_runtime_context().gcs_address
+
+
+def join_cluster(address: str) -> str:
+    """Connect this process (a trainer rank) to a running cluster; returns its address."""
+    if not ray.is_initialized():
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+    return address
+
+
+def stop_cluster() -> None:
+    """Leave the cluster, and end it where this process started it."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+@contextmanager
+def _without_torchrun() -> Iterator[None]:
+    """Ray's daemons, and all workers they start, inherit the environment as it is in here."""
+    kept = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+        for name in added:
+            del os.environ[name]

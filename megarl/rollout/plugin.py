@@ -1,0 +1,13 @@
+"""Entry point in the group `vllm.general_plugins`: vLLM calls it in each of its processes."""
+
+from __future__ import annotations
+
+BACKEND = "megarl"
+
+
+def register() -> None:
+    """Make `weight_transfer_config={"backend": "megarl"}` a valid choice; safe to call more than once."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises
+        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.receiver", "WeightReceiver")

@@ -1,0 +1,103 @@
+"""Rollouts read from files in place of engines: for tests across layouts and for debugging one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.data.sample import Completion, Prompt, Sample
+from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file
+from megarl.sync.manifest import WeightManifest
+
+
+@dataclass(frozen=True)
+class FilePayload:
+    """Samples of a dumped step; every rank reads the file itself."""
+
+    file: str
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        with np.load(self.file) as dump:
+            columns = {name: dump[name] for name in dump.files}
+        prompt_ends = np.cumsum(columns["prompt_lengths"])
+        ends = np.cumsum(columns["completion_lengths"])
+        samples = {}
+        for s in sample_ids:
+            part = slice(int(ends[s] - columns["completion_lengths"][s]), int(ends[s]))
+            prompt = slice(int(prompt_ends[s] - columns["prompt_lengths"][s]), int(prompt_ends[s]))
+            completion = Completion(
+                token_ids=columns["token_ids"][part],
+                logprobs=columns["logprobs"][part],
+                finish_reason=str(columns["finish_reasons"][s]),
+                first_version=int(columns["first_version"][s]),
+                last_version=int(columns["last_version"][s]),
+            )
+            samples[s] = Sample(int(columns["groups"][s]), columns["prompt_ids"][prompt], completion)
+        return samples
+
+
+class ReplayPool:
+    """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at."""
+
+    address: str | None = None
+
+    def __init__(self, directory: str, group_size: int, max_concurrent: int) -> None:
+        self._directory = Path(directory).absolute()
+        self._group_size, self._max_concurrent = group_size, max_concurrent
+
+    def start(self) -> None:
+        """Raises ValueError for a directory without dumps."""
+        if not any(self._directory.glob("step-*.npz")):
+            raise ValueError(
+                f"rollout.replay = {str(self._directory)!r} holds no step-*.npz; "
+                "a run with run.dump_rollouts = true writes them"
+            )
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+        """The dumped rollouts of a step. Raises ValueError where they are not of these prompts."""
+        file = dump_file(self._directory, step)
+        if not file.is_file():
+            raise ValueError(
+                f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}"
+            )
+        with np.load(file) as dump:
+            columns = {name: dump[name] for name in dump.files}
+        self._check(file, columns, prompts)
+        return RolloutBatch(
+            payload=FilePayload(str(file)),
+            groups=columns["groups"],
+            prompt_lengths=columns["prompt_lengths"],
+            completion_lengths=columns["completion_lengths"],
+            finish_reasons=[str(reason) for reason in columns["finish_reasons"]],
+            first_version=columns["first_version"],
+            last_version=columns["last_version"],
+            executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
+        )
+
+    def apply(self, manifest: WeightManifest) -> dict[str, float]:
+        """Takes nothing: there is no engine."""
+        return {}
+
+    def shutdown(self) -> None:
+        pass
+
+    def _check(self, file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt]) -> None:
+        size = int(columns["group_size"])
+        if size != self._group_size or len(columns["groups"]) != size * len(prompts):
+            raise ValueError(
+                f"{file}: {len(columns['groups'])} samples in groups of {size}; the recipe asks for "
+                f"{len(prompts)} groups of {self._group_size} (phases.rollout.prompts, algorithm.group_size)"
+            )
+        starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
+        for position, prompt in enumerate(prompts):
+            s = position * size
+            start = int(starts[s])
+            dumped = columns["prompt_ids"][start : start + int(columns["prompt_lengths"][s])]
+            if not np.array_equal(dumped, prompt.token_ids):
+                raise ValueError(
+                    f"{file}: prompt {position} is not the one the recipe gives in this step; "
+                    "replay with the data section and the seed that the dump was made with"
+                )
