@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.prompts import PromptStream
@@ -121,6 +121,17 @@ def test_templates_render_what_the_model_expects():
         text(None, "What", False)
     with pytest.raises(ValueError, match="data.chat_template is true"):
         render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
+
+
+def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
+    tokenizer = byte_tokenizer("<|system|>" + CHAT)
+    start = tokenizer.convert_tokens_to_ids("<|system|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", start)]
+    )
+    for chat in (True, False):
+        (ids,) = render_questions(tokenizer, ["1+1"], None, None, chat)
+        assert ids[0] == start and ids.count(start) == 1
 
 
 def test_stop_tokens_come_from_all_three_sources(tmp_path):
