@@ -95,3 +95,35 @@ def train(directory: str, layout: tuple[int, int, int], role: str, steps: int, m
         dist.all_gather_object(losses, update.sums.get("loss", 0.0) if place.is_source else 0.0)
         figures.append((sum(losses), update.grad_norm, torch.cat(shared).numpy()))
     return figures
+
+
+def train_with_checkpoints(
+    directory: str, layout: tuple[int, int, int], folder: str, updates: int, save_at: int | None, resume: bool
+) -> Any:
+    """Actor and critic side by side: losses and gradient norms of `updates` updates, the weights' sum at the end."""
+    from megarl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+    place = start(layout)
+    roles = {role: engine(directory, place, role, lr=1e-2) for role in ("actor", "critic")}
+    batch = random_batch(roles["actor"].shape.vocab, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(8)])
+    schedule = Schedule("update", max_tokens=40, mini_batch=8)
+    mini_batch = plan_phase(schedule, batch.lengths.tolist(), place.layout.data, 0).mini_batches[0]
+    done, figures = 0, []
+    if resume:
+        latest = latest_checkpoint(folder)
+        assert latest is not None
+        done = load_checkpoint(latest, roles)["updates"]
+    for update in range(done, updates):
+        for role, trained in roles.items():
+
+            def objective(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                loss = sum(((output - 0.5) ** 2).sum() for output in outputs.values()) / 100
+                return loss, {"loss": loss.detach()}  # type: ignore[union-attr, return-value]
+
+            result = trained.update(batch, mini_batch, objective)
+            losses = [0.0] * place.layout.ranks
+            dist.all_gather_object(losses, result.sums.get("loss", 0.0) if place.is_source else 0.0)
+            figures.append((update, role, sum(losses), result.grad_norm, result.learning_rate))
+        if save_at == update + 1:
+            save_checkpoint(folder, update + 1, roles, {"updates": update + 1})
+    return figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import queue
 import socket
@@ -27,7 +28,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_rank, args=(answers, function, rank, ranks, port, args), daemon=True) for rank in range(ranks)
+        context.Process(target=_rank, args=(answers, function, rank, ranks, port, args)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -67,4 +68,5 @@ def _rank(answers: Any, function: Callable[..., Any], rank: int, ranks: int, por
         answers.put((rank, None, traceback.format_exc()))
     answers.close()
     answers.join_thread()
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # the manager process a checkpoint started
     os._exit(0)  # skip the teardown of process groups whose peers may be gone

@@ -1,0 +1,107 @@
+"""Save and load the trained roles with megatron-core's distributed checkpoints: any layout can load what another saved.
+
+A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
+already saved.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.engine.engine import Engine
+
+from megatron.core import dist_checkpointing  # isort: skip
+
+_NAME = re.compile(r"step-(\d{6})$")
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step under `directory`; None if there is none."""
+    found = {int(match[1]): path for path in Path(directory).glob("step-*") if (match := _NAME.match(path.name))}
+    return found[max(found)] if found else None
+
+
+def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:
+    """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory."""
+    target = Path(directory) / f"step-{step:06d}"
+    partial = target.with_name(target.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    content = {role: _sharded(engine, is_loading=False) for role, engine in engines.items()}
+    dist_checkpointing.save({**content, "state": dict(state)}, str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    dist.barrier()
+    return target
+
+
+def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """Fill every role's weights, optimizer and learning-rate schedule; returns the saved `state`. Collective."""
+    for engine in engines.values():
+        for optimizer in _optimizers(engine):
+            # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
+            # what does not exist (megatron-core 0.16 and 0.19).
+            optimizer._init_optimizer_states_with_dummy_values()
+    wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
+    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    for role, engine in engines.items():
+        engine.model.load_state_dict(loaded[role]["model"])
+        for optimizer in _optimizers(engine):
+            optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
+        engine.optimizer.load_state_dict(loaded[role]["optimizer"])
+        engine.scheduler.load_state_dict(loaded[role]["scheduler"])
+        for optimizer in _optimizers(engine):
+            # megatron-core gives every parameter the same `step` tensor, which Adam then raises once a parameter: the
+            # first update after a resume is right and the second is not.
+            for entry in optimizer.optimizer.state.values():
+                if isinstance(entry.get("step"), torch.Tensor):
+                    entry["step"] = entry["step"].clone()
+    state = loaded["state"] if "state" in loaded else dist_checkpointing.load_common_state_dict(str(checkpoint))["state"]
+    return dict(state)
+
+
+def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
+    model = engine.model.sharded_state_dict(prefix=f"{engine.role}.")
+    prefixed = len(engine.role) + 1
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+    for part in _tensors(optimizer):
+        if not part.key.startswith(f"{engine.role}/"):
+            part.key = f"{engine.role}/{part.key}"
+    return {
+        "model": {name[prefixed:]: part for name, part in model.items()},
+        "optimizer": optimizer,
+        "scheduler": engine.scheduler.state_dict(),
+    }
+
+
+def _set_states(optimizer: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """megarl's stand-in for the method of that name: it asks for torch Adam's `step`, which the loader took out and has
+    already set from the parameter groups (megatron-core 0.16 and 0.19)."""
+    present = optimizer._get_main_param_and_optimizer_states(parameter)
+    if "step" in present:
+        tensors = {**tensors, "step": present["step"]}
+    type(optimizer)._set_main_param_and_optimizer_states(optimizer, parameter, tensors)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    return [value for value in nested_values(tree) if isinstance(value, ShardedBase)]
+
+
+def _optimizers(engine: Engine) -> list[Any]:
+    return list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
