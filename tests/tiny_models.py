@@ -40,3 +40,18 @@ def save_tiny_model(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return Path(directory)
+
+
+def save_tiny_tokenizer(directory: Path) -> None:
+    """One token a printable character: 0 pads, 1 ends, 2 … 96 are ASCII 32 … 126; with a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<end>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<pad>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"  # noqa: E501
+    fast.save_pretrained(directory)

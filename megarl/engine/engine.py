@@ -120,6 +120,9 @@ class Engine:
             end_wd=settings.weight_decay,
             wd_incr_steps=1,
             wd_incr_style="constant",
+            # After a resume the recipe's schedule holds, not the checkpoint's.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -168,8 +171,8 @@ class Engine:
         sums: dict[str, float] = {}
         for part in stored:
             for name, value in part.items():
-                sums[name] = max(sums[name], float(value)) if name.endswith("max") and name in sums else (
-                    float(value) if name.endswith("max") else sums.get(name, 0.0) + float(value))  # fmt: skip
+                merged = (sums[name], float(value)) if name in sums else (float(value),)
+                sums[name] = max(merged) if name.endswith("_max") else sum(merged)
         return Update(sums, float(grad_norm), float(learning_rate), _executed(packed))
 
     def _run(self, packed: list[PackedMicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:

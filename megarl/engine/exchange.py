@@ -1,0 +1,53 @@
+"""How a step's metadata and tokens reach the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megarl.data.sample import Sample
+from megarl.engine.parallel import Place
+from megarl.schedule import Plan
+
+from megatron.core import parallel_state  # isort: skip
+
+Value = TypeVar("Value")
+_control: dist.ProcessGroup | None = None
+
+
+def start_control(timeout_s: float) -> dist.ProcessGroup:
+    """The gloo group for metadata. Its deadline is that of a rollout, not of a collective: while rank 0 waits for the
+    engines, all others wait for rank 0."""
+    global _control
+    _control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _control
+
+
+def broadcast_from_first(value: Value | None) -> Value:
+    """Rank 0's value, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
+    """The tokens of every sequence that some phase runs on this data-parallel rank.
+
+    Its leader fetches them from where the engines left them and passes them on inside its model-parallel group: no rank
+    holds the tokens of the whole batch unless it runs them.
+    """
+    wanted = {
+        sample
+        for plan in plans
+        for mini_batch in plan.mini_batches
+        for micro_batch in mini_batch.micro_batches[place.data_rank]
+        for sample in micro_batch.samples
+    }
+    box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
+    group = parallel_state.get_model_parallel_group()
+    leader = place.layout.rank(0, 0, place.data_rank)
+    dist.broadcast_object_list(box, src=leader, group=group, device=place.device)
+    return box[0]

@@ -1,0 +1,207 @@
+"""One step of a run, top to bottom. The same loop serves GRPO and PPO, one update a batch or many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.algorithm.advantage import gae, grpo_advantages, token_rewards, whiten
+from megarl.algorithm.kl import kl
+from megarl.engine.batch import Batch
+from megarl.engine.engine import Engine, share_results
+from megarl.engine.exchange import broadcast_from_first, distribute_samples
+from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
+from megarl.engine.parallel import Place
+from megarl.figures import forward_figures, rollout_figures, update_figures
+from megarl.platform import current as platform
+from megarl.recipe import ENGINE_PHASES, Recipe
+from megarl.schedule import Plan, compare, plan_phase
+from megarl.telemetry import PhaseClock
+
+Figures = dict[str, Any]
+
+
+@dataclass
+class Parts:
+    """What a step works with. Rollouts, rewards and prompts live on rank 0 and are None elsewhere."""
+
+    actor: Engine
+    reference: Engine | None
+    critic: Engine | None
+    prompts: Any
+    rollouts: Any
+    rewards: Any
+    weights: Any  # None where rollouts are replayed: nobody takes new weights
+    dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
+
+    @property
+    def trained(self) -> dict[str, Engine]:
+        """Roles that have an optimizer, and so go into a checkpoint."""
+        engines = {"actor": self.actor, "critic": self.critic}
+        return {role: engine for role, engine in engines.items() if engine is not None}
+
+
+class Pipeline:
+    """Runs steps. `version` counts weight syncs; it and the prompt position are what a resume needs besides the roles."""
+
+    def __init__(self, recipe: Recipe, place: Place, parts: Parts, clock: PhaseClock) -> None:
+        self.recipe, self.place, self.parts, self.clock = recipe, place, parts, clock
+        self.runs = frozenset(recipe.running_phases)
+        self.version = 0
+        self.figures: Figures = {}
+
+    def step(self, number: int) -> Figures:
+        """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
+        self.figures = {}
+        with self._phase("rollout"):
+            rollouts, prompts = self._rollout(number)
+        with self._phase("reward"):
+            batch = self._reward(rollouts, prompts)
+        plans = {
+            phase: plan_phase(
+                self.recipe.schedule(phase),
+                batch.lengths.tolist(),
+                self.place.layout.data,
+                # A new order of mini-batches in every step, the same one after a resume.
+                seed=self.recipe.run.seed * 1_000_003 + number,
+            )
+            for phase in ENGINE_PHASES
+            if phase in self.runs
+        }
+        with self._phase("rollout"):
+            batch.samples = distribute_samples(rollouts.payload, plans.values(), self.place)
+        if "actor_logprob" in self.runs:
+            with self._phase("actor_logprob"):
+                batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
+        if self.parts.reference is not None:
+            with self._phase("reference_logprob"):
+                plan = plans["reference_logprob"]
+                batch.fields["reference_logprobs"] = self._forward(self.parts.reference, plan, batch, "logprobs")
+        if self.parts.critic is not None:
+            with self._phase("critic_value"):
+                batch.fields["values"] = self._forward(self.parts.critic, plans["critic_value"], batch, "values")
+        with self._phase("advantage"):
+            self._advantages(batch)
+        if self.parts.critic is not None:
+            with self._phase("critic_update"):
+                self._update(self.parts.critic, plans["critic_update"], batch, ValueObjective)
+        with self._phase("actor_update"):
+            self._update(self.parts.actor, plans["actor_update"], batch, PolicyObjective)
+        with self._phase("weight_sync"):
+            self.sync(self.version + 1)
+        return self.figures
+
+    # The phases ---------------------------------------------------------------------------------------------------
+
+    def _rollout(self, number: int) -> tuple[Any, Any]:
+        """Rank 0 has the engines complete the next prompts; every rank learns the metadata."""
+        message = None
+        if self.place.rank == 0:
+            prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
+            rollouts = self.parts.rollouts.generate(prompts, number)
+            if self.parts.dump is not None:
+                self.parts.dump(number, rollouts)
+            message = (rollouts, prompts)
+        rollouts, prompts = broadcast_from_first(message)
+        self.figures |= rollout_figures(rollouts, self.recipe)
+        return rollouts, prompts
+
+    def _reward(self, rollouts: Any, prompts: Any) -> Batch:
+        """Rank 0 has the completions scored; every rank learns the rewards."""
+        scored = None
+        if self.place.rank == 0:
+            group_size = self.recipe.algorithm.group_size
+            scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
+        scored = broadcast_from_first(scored)
+        self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
+        return Batch(
+            prompt_lengths=rollouts.prompt_lengths,
+            completion_lengths=rollouts.completion_lengths,
+            groups=rollouts.groups,
+            rewards=scored.rewards,
+            valid=scored.valid,
+        )
+
+    def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
+        (mini_batch,) = plan.mini_batches
+        results, executed = engine.forward(batch, mini_batch)
+        compare(mini_batch, self.place.data_rank, executed)
+        self.figures |= forward_figures(plan.phase, executed)
+        return share_results(results.get(name, {}), mini_batch, batch, self.place)
+
+    def _advantages(self, batch: Batch) -> None:
+        """Every rank computes them for every sequence: the same sum in the same order under every layout."""
+        settings = self.recipe.algorithm
+        rewards = torch.from_numpy(np.where(batch.valid, batch.rewards, 0.0).astype(np.float32))
+        lengths = batch.completion_lengths.tolist()
+        penalties = [torch.zeros(length) for length in lengths]
+        coefficient = 0.0
+        if settings.kl is not None and settings.kl.place == "reward":
+            coefficient = settings.kl.coefficient
+            pairs = zip(batch.fields["logprobs"], batch.fields["reference_logprobs"], strict=True)
+            penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
+        if settings.advantage == "grpo":
+            scores = rewards - coefficient * torch.stack([penalty.sum() for penalty in penalties])
+            advantages = grpo_advantages(scores, torch.from_numpy(batch.groups), torch.from_numpy(batch.valid))
+            batch.fields["advantages"] = [one.expand(length) for one, length in zip(advantages, lengths, strict=True)]
+            return
+        assert settings.gae is not None
+        found = [
+            gae(token_rewards(float(reward), penalty, coefficient), values, settings.gae.discount, settings.gae.smoothing)
+            for reward, penalty, values in zip(rewards, penalties, batch.fields["values"], strict=True)
+        ]
+        estimates = [advantage for advantage, _ in found]
+        if settings.gae.whiten:
+            counted = [sample for sample, valid in enumerate(batch.valid) if valid]
+            for sample, white in zip(counted, whiten([estimates[sample] for sample in counted]), strict=True):
+                estimates[sample] = white
+        batch.fields["advantages"] = estimates
+        batch.fields["returns"] = [returns for _, returns in found]
+        self.figures["critic/value_mean"] = float(torch.cat(batch.fields["values"]).mean())
+
+    def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
+        settings = self.recipe.algorithm
+        updates = []
+        for mini_batch in plan.mini_batches:
+            weights = token_weights(batch, mini_batch, settings.aggregation)
+            update = engine.update(batch, mini_batch, objective(settings, batch, weights))
+            compare(mini_batch, self.place.data_rank, update.executed)
+            updates.append(update)
+        self.figures |= update_figures(engine.role, plan, updates, self.place)
+
+    def sync(self, version: int) -> None:
+        """Publish the actor's weights as `version`; rank 0 has the engines take them."""
+        if self.parts.weights is not None:
+            manifest = self.parts.weights.publish(version, self.parts.actor.shards())
+            metrics = self.parts.rollouts.apply(manifest) if manifest is not None else None
+            self.figures |= broadcast_from_first(metrics)
+        self.version = version
+        self.figures["sync/version"] = version
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A phase ends when the device has finished it, so that its seconds are not found in the next one."""
+        with self.clock.phase(name):
+            yield
+            platform.synchronize()
+
+    # What a resume needs -------------------------------------------------------------------------------------------
+
+    def state(self, number: int) -> dict[str, Any]:
+        """Everything a resume needs besides the trained roles; collective."""
+        position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.position)
+        return {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue behind the step that `state` was taken after."""
+        self.version = state["version"]
+        torch.set_rng_state(state["random"])
+        if self.parts.prompts is not None:
+            self.parts.prompts.seek(state["prompts"])
+
+
