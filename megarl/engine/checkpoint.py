@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.engine.engine import Engine
+from megarl.engine.model import DecoderModel
 
 from megatron.core import dist_checkpointing  # isort: skip
 
@@ -73,15 +74,22 @@ def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> di
     return dict(state)
 
 
+def load_weights(checkpoint: str | Path, role: str, model: DecoderModel) -> None:
+    """Fill a role's weights alone, under this process group's layout."""
+    prefix = f"{role}."
+    wanted = model.sharded_state_dict(prefix=prefix)
+    loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))["model"]
+    model.load_state_dict({name.removeprefix(prefix): value for name, value in loaded.items()})
+
+
 def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     model = engine.model.sharded_state_dict(prefix=f"{engine.role}.")
-    prefixed = len(engine.role) + 1
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"
     return {
-        "model": {name[prefixed:]: part for name, part in model.items()},
+        "model": {name.removeprefix(f"{engine.role}."): part for name, part in model.items()},
         "optimizer": optimizer,
         "scheduler": engine.scheduler.state_dict(),
     }

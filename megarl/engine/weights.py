@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megarl.reshard.boxes import Segment
 
-_MAX_FILE_BYTES = 4 << 30
 _WEIGHTS = "*.safetensors"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt",
          "chat_template*", "added_tokens.json")  # fmt: skip

@@ -1,0 +1,101 @@
+"""From a run's checkpoint to a Hugging Face directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.data.model_files import model_directory
+from megarl.engine.checkpoint import latest_checkpoint, load_weights
+from megarl.engine.model import build_model, named_shards
+from megarl.engine.parallel import start_parallel
+from megarl.engine.weights import box, copy_model_files
+from megarl.recipe import load_recipe
+from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.reshard.megatron import rank_segments
+
+MAX_FILE_BYTES = 4 << 30
+_PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def export(run_dir: str | Path, target: str | Path) -> Path:
+    """Write the actor of a run's latest checkpoint to `target`, in the trainer's precision; returns the checkpoint used.
+
+    Runs in one process without a device, whatever layout trained. Raises ValueError where there is nothing to export
+    or `target` is not empty.
+    """
+    run_dir, target = Path(run_dir), Path(target)
+    if not (run_dir / "recipe.yaml").is_file():
+        raise ValueError(f"{str(run_dir)!r} is no run directory: it has no recipe.yaml")
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    if checkpoint is None:
+        raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint; set run.checkpoint_every in the recipe")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{str(target)!r} is not empty; export to another directory")
+    recipe = load_recipe(run_dir / "recipe.yaml", [])
+    source = model_directory(recipe.model.path)
+    shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
+    with tempfile.TemporaryDirectory() as rendezvous:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1, timeout=timedelta(minutes=5)
+        )
+        try:
+            place = start_parallel(Layout(), recipe.run.seed, 300.0, local_rank=0)
+            model = build_model(shape, place.layout, precision, "actor")
+            load_weights(checkpoint, "actor", model)
+            target.mkdir(parents=True, exist_ok=True)
+            write_tensors(target, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))
+        finally:
+            dist.destroy_process_group()
+    copy_model_files(source, target)
+    config = json.loads((target / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config | {"dtype": _PRECISION[precision]}, indent=2) + "\n")
+    return checkpoint
+
+
+def assembled(segments: Iterator[Segment], shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint tensors, one after the other, from a rank that holds all their boxes."""
+    boxes: dict[str, list[Segment]] = {}
+    for segment in segments:
+        boxes.setdefault(segment.name, []).append(segment)
+    for name, parts in boxes.items():
+        rows, columns = max(part.row1 for part in parts), max(part.col1 for part in parts)
+        tensor = torch.empty(rows, columns, dtype=shards[parts[0].parameter].dtype)
+        for part in parts:
+            tensor[part.row0 : part.row1, part.col0 : part.col1] = box(shards[part.parameter], part)
+        vector = shards[parts[0].parameter].dim() == 1
+        yield name, tensor.flatten() if vector else tensor
+
+
+def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Safetensors files of at most `MAX_FILE_BYTES` and their index."""
+    files: list[dict[str, Tensor]] = [{}]
+    held = total = 0
+    index: dict[str, str] = {}
+
+    def file_name(number: int) -> str:
+        return f"model-{number:05d}.safetensors"
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held and held + size > MAX_FILE_BYTES:
+            save_file(files[-1], directory / file_name(len(files)), metadata={"format": "pt"})
+            files[-1] = {}  # written: let it go
+            files.append({})
+            held = 0
+        files[-1][name] = tensor
+        index[name] = file_name(len(files))
+        held += size
+        total += size
+    save_file(files[-1], directory / file_name(len(files)), metadata={"format": "pt"})
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
