@@ -1,18 +1,33 @@
-"""The engines of a run, seen from rank 0."""
+"""The engines of a run, seen from rank 0: deals prompts out, brings dead engines back, hands weights on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
 
 from megarl.data.sample import Prompt
 from megarl.recipe.recipe import Recipe
-from megarl.rollout.batch import RolloutBatch
+from megarl.reshard.boxes import ModelShape
+from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
+from megarl.rollout.cluster import start_cluster, stop_cluster
+from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
+from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
-from megarl.sync.manifest import WeightManifest
+from megarl.rollout.store import GroupStore, StoredPayload
+from megarl.sync.manifest import SyncError, WeightManifest
+
+STORE_NAME = "megarl-rollouts"
 
 
 class EnginePool:
-    """vLLM engines behind Ray actors; used on rank 0 only."""
+    """vLLM engines behind Ray actors; used on rank 0 only. The same seed, step and prompts give the same completions,
+    bit for bit, on fresh engines with the same weights.
+    """
 
     def __init__(
         self,
@@ -22,24 +37,189 @@ class EnginePool:
         seed: int,
         ray_address: str | None = None,
     ) -> None:
-        raise NotImplementedError
-
-    @property
-    def address(self) -> str | None:
-        """Address of the Ray cluster, for `join_cluster` in other ranks."""
-        raise NotImplementedError
+        """`model_path` is a Hugging Face directory; without `ray_address` a local Ray is started."""
+        self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
+        self._vocab = ModelShape.from_directory(model_path).vocab
+        self._manifest: WeightManifest | None = None
+        self._batches = 0
+        self._store: Any = None
+        self.address: str | None = None
+        rollout = recipe.rollout
+        self._engines = [
+            EngineHandle(
+                EngineSettings(
+                    index=index,
+                    model_path=str(model_path),
+                    precision=recipe.rollout_precision,
+                    tensor=rollout.tensor,
+                    max_model_len=recipe.max_sequence_tokens,
+                    max_new_tokens=rollout.max_new_tokens,
+                    max_concurrent=recipe.phases.rollout.max_concurrent,
+                    kv_cache_bytes=rollout.kv_cache_bytes,
+                    temperature=rollout.temperature,
+                    stop_token_ids=tuple(int(token) for token in stop_token_ids),
+                    seed=seed,
+                ),
+                rollout.timeout_s,
+                max_calls=recipe.phases.rollout.prompts + 16,
+            )
+            for index in range(rollout.engines)
+        ]
 
     def start(self) -> None:
-        raise NotImplementedError
+        """Start Ray and all engines, side by side. Raises RolloutError naming the engine that did not start."""
+        self.address = start_cluster(self._ray_address)
+        self._store = ray.remote(GroupStore).options(name=STORE_NAME, num_cpus=0).remote()
+        started = [(engine, engine.begin_start()) for engine in self._engines]
+        for engine, reference in started:
+            try:
+                engine.finish_start(reference)
+            except EngineDied as error:
+                raise RolloutError(f"{engine.name} died while it started: {error}") from error
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        raise NotImplementedError
+        """Sample a group for each prompt. Raises ValueError for a prompt no engine may see, RolloutError where engines
+        cannot finish.
+        """
+        self._check(prompts)
+        size = self._recipe.algorithm.group_size
+        work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
+        for position, prompt in enumerate(prompts):
+            seeds = tuple(request_seed(self._seed, step, prompt.index, member) for member in range(size))
+            request = GroupRequest(position, prompt.index, np.asarray(prompt.token_ids, dtype=np.int32), seeds)
+            work[position % len(self._engines)][position] = request
+        facts, tokens = self._run(work, step)
+        positions = range(len(prompts))
+        self._batches += 1
+        batch = f"{step}-{self._batches}"
+        keep = self._store.add.remote(batch, [tokens[position] for position in positions])
+        ray.get(keep, timeout=self._recipe.rollout.timeout_s)
+        processes = [engine.process for engine in self._engines if engine.process is not None]
+        executed = RolloutExecuted(len(prompts), size, max(process.max_concurrent for process in processes))
+        payload = StoredPayload(STORE_NAME, batch, size, self._recipe.rollout.timeout_s)
+        result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
+        result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
+        return result
 
     def apply(self, manifest: WeightManifest) -> dict[str, float]:
-        raise NotImplementedError
+        """Give a published version to every engine; `sync/...` figures. Raises SyncError naming the engine that refused
+        it: that engine answers nothing until a later version went through.
+        """
+        started = time.perf_counter()
+        self._manifest = manifest
+        calls = [(engine, engine.call("apply", manifest.as_dict())) for engine in self._engines]
+        reports = []
+        for engine, call in calls:
+            try:
+                reports.append(engine.get(call, "weight_sync"))
+            except EngineDied as error:
+                reports.append(self._restart(engine, "weight_sync", error))
+            except SyncError as error:
+                raise SyncError(f"{engine.name}, phase weight_sync: {error}") from error
+        return {
+            "sync/version": manifest.version,
+            "sync/received_bytes": sum(report["received_bytes"] for report in reports),
+            "sync/verify_s": max(report["verify_s"] for report in reports),
+            "sync/load_s": max(report["load_s"] for report in reports),
+            "sync/apply_s": time.perf_counter() - started,
+        }
 
     def shutdown(self) -> None:
-        raise NotImplementedError
+        """End all engines and leave Ray; safe after a failure and more than once."""
+        if self.address is None:
+            return
+        for engine in self._engines:
+            engine.stop()
+        if self._store is not None:
+            ray.kill(self._store)
+        stop_cluster()
+        self.address = None
+
+    def _run(self, work: dict[int, dict[int, GroupRequest]], step: int) -> tuple[dict[int, GroupFacts], dict[int, Any]]:
+        """Facts and token references of every position; groups of an engine that dies are submitted again."""
+        facts: dict[int, GroupFacts] = {}
+        tokens: dict[int, Any] = {}
+        calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
+        for engine in self._engines:
+            calls |= self._submit(engine, work[engine.settings.index])
+        deadline = time.monotonic() + self._recipe.rollout.timeout_s
+        while calls:
+            ready, _ = ray.wait(list(calls), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted({engine.name for engine, _, _ in calls.values()})
+                raise RolloutError(
+                    f"{', '.join(late)}: {len(calls)} of {sum(map(len, work.values()))} groups of step {step} not "
+                    f"finished in phase rollout within rollout.timeout_s = {self._recipe.rollout.timeout_s:g}"
+                )
+            engine, position, token_reference = calls.pop(ready[0])
+            try:
+                facts[position] = engine.get(ready[0], "rollout")
+                tokens[position] = token_reference
+                del work[engine.settings.index][position]
+            except EngineDied as error:
+                self._restart(engine, "rollout", error)
+                calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
+                calls |= self._submit(engine, work[engine.settings.index])
+                deadline = time.monotonic() + self._recipe.rollout.timeout_s
+            except RolloutError as error:
+                raise RolloutError(f"{engine.name}, phase rollout, step {step}: {error}") from error
+        return facts, tokens
+
+    def _submit(self, engine: EngineHandle, requests: dict[int, GroupRequest]) -> dict[Any, tuple[EngineHandle, int, Any]]:
+        """Queue an engine's groups; for each, what its facts' reference stands for."""
+        if not requests:
+            return {}
+        while True:
+            try:
+                engine.get(engine.call("submit", list(requests.values())), "rollout")
+                break
+            except EngineDirty as error:
+                raise RolloutError(f"{engine.name} refuses phase rollout: {error}") from error
+            except EngineDied as error:
+                self._restart(engine, "rollout", error)
+        results = {}
+        for position in requests:
+            facts, tokens = engine.call("result", position, num_returns=2)
+            results[facts] = (engine, position, tokens)
+        return results
+
+    def _restart(self, engine: EngineHandle, phase: str, cause: Exception) -> dict[str, float]:
+        """A fresh engine with the last published weights; what its sync reported. Raises RolloutError when the engine
+        has been restarted often enough.
+        """
+        limit = self._recipe.rollout.max_restarts
+        while True:
+            engine.kill()
+            if engine.restarts >= limit:
+                raise RolloutError(
+                    f"{engine.name} died in phase {phase} after {engine.restarts} restarts "
+                    f"(rollout.max_restarts = {limit}); cause: {cause}"
+                ) from cause
+            engine.restarts += 1
+            try:
+                engine.finish_start(engine.begin_start())
+                if self._manifest is None:
+                    return {}
+                return engine.get(engine.call("apply", self._manifest.as_dict()), phase)
+            except (EngineDied, RolloutError) as error:
+                cause = error
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """A token id outside the vocabulary ends vLLM's engine process, so it must not get there."""
+        if not prompts:
+            raise ValueError("no prompts to generate for")
+        longest = self._recipe.data.max_prompt_tokens
+        for prompt in prompts:
+            ids = np.asarray(prompt.token_ids)
+            if not 0 < len(ids) <= longest:
+                raise ValueError(
+                    f"prompt {prompt.index} has {len(ids)} tokens; 1 to data.max_prompt_tokens = {longest} are allowed"
+                )
+            if ids.min() < 0 or ids.max() >= self._vocab:
+                raise ValueError(
+                    f"prompt {prompt.index} has token ids {ids.min()} to {ids.max()}, but model.path has a vocabulary "
+                    f"of {self._vocab}; give the tokenizer that belongs to the model"
+                )
 
 
 def open_pool(

@@ -60,9 +60,7 @@ class ReplayPool:
         """The dumped rollouts of a step. Raises ValueError where they are not of these prompts."""
         file = dump_file(self._directory, step)
         if not file.is_file():
-            raise ValueError(
-                f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}"
-            )
+            raise ValueError(f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}")
         with np.load(file) as dump:
             columns = {name: dump[name] for name in dump.files}
         self._check(file, columns, prompts)

@@ -53,7 +53,8 @@ class WeightManifest:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WeightManifest:
         """Also takes what JSON or msgpack made of `as_dict` (lists for tuples)."""
-        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        exact: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return cls(**exact)
 
 
 def sync_plan(shape: ModelShape, layout: Layout, rollout_tensor: int) -> ReshardPlan:

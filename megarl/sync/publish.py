@@ -43,9 +43,7 @@ class WeightSync:
         if (group is None) != (layout.ranks == 1):
             raise ValueError(f"a layout of {layout.ranks} ranks needs a group of as many")
         if dtype not in PRECISIONS:
-            raise ValueError(
-                f"weight sync in {dtype} is not supported; one of {list(PRECISIONS.values())} is"
-            )
+            raise ValueError(f"weight sync in {dtype} is not supported; one of {list(PRECISIONS.values())} is")
         self._layout, self._rank, self._group, self._dtype = layout, rank, group, dtype
         self._plan = sync_plan(shape, layout, rollout_tensor)
         self._held = {s.parameter for s in megatron_segments(shape, layout) if s.rank == rank}
@@ -87,7 +85,7 @@ class WeightSync:
 
     def _agree_on_names(self, run_id: str) -> list[str]:
         """Rank 0 chooses names that no other run has; everyone must be on its machine and have its plan."""
-        mine = {"names": None, "machine": _machine(), "plan": self._plan.hash}
+        mine: dict[str, Any] = {"names": None, "machine": _machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
             mine["names"] = [f"{unique}-{s}" for s in range(len(self._wires))]
@@ -96,9 +94,7 @@ class WeightSync:
             if other["plan"] != everyone[0]["plan"]:
                 raise SyncError(f"weight_sync: rank {rank} computed another reshard plan than rank 0")
             if other["machine"] != everyone[0]["machine"]:
-                raise SyncError(
-                    f"weight_sync.transport = shared_memory: rank {rank} is on another machine than rank 0"
-                )
+                raise SyncError(f"weight_sync.transport = shared_memory: rank {rank} is on another machine than rank 0")
         return everyone[0]["names"]
 
     def _map_segments(self, names: list[str], owner: bool) -> None:
@@ -107,16 +103,12 @@ class WeightSync:
         if owner:
             sweep()
         for name, wire in zip(names, self._wires, strict=True):
-            self._segments.append(
-                SharedSegment.create(name, wire.num_bytes) if owner else SharedSegment.open(name)
-            )
+            self._segments.append(SharedSegment.create(name, wire.num_bytes) if owner else SharedSegment.open(name))
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())
         if odd:
-            raise ValueError(
-                f"rank holds {len(self._held)} parameters, was given {len(parameters)}; differ in {odd[:5]}"
-            )
+            raise ValueError(f"rank holds {len(self._held)} parameters, was given {len(parameters)}; differ in {odd[:5]}")
 
     @torch.no_grad()
     def _write(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -138,7 +130,7 @@ class WeightSync:
         error: Exception | None = None
         try:
             step()
-        except Exception as caught:  # noqa: BLE001  raised below, after the others know
+        except Exception as caught:  # raised below, once the others know
             error = caught
         failures = self._gather(None if error is None else f"{type(error).__name__}: {error}")
         for rank, failure in enumerate(failures):

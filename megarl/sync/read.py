@@ -41,13 +41,9 @@ class ShardReader:
         table = wire.checksums(data)
         for position, copy in enumerate(wire.copies):
             if box_checksum(wire.box(data, position)) != int(table[position]):
-                raise SyncError(
-                    f"weight version {manifest.version}: wrong bytes in {self._plan.describe(copy)}"
-                )
+                raise SyncError(f"weight version {manifest.version}: wrong bytes in {self._plan.describe(copy)}")
         if destination_checksum(table, manifest.version) != manifest.checksums[self._rank]:
-            raise SyncError(
-                f"weight version {manifest.version}: the segment {self._segment.name} holds another one"
-            )
+            raise SyncError(f"weight version {manifest.version}: the segment {self._segment.name} holds another one")
         return int(wire.sizes.sum())
 
     def boxes(self, manifest: WeightManifest) -> Iterator[Box]:
@@ -90,7 +86,5 @@ class ShardReader:
         if self._segment.num_bytes != self._wire.num_bytes:
             size = self._segment.num_bytes
             self.close()
-            raise SyncError(
-                f"weight version {manifest.version}: segment of {size} bytes, not {self._wire.num_bytes}"
-            )
+            raise SyncError(f"weight version {manifest.version}: segment of {size} bytes, not {self._wire.num_bytes}")
         self._planned = key

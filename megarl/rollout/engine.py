@@ -1,0 +1,270 @@
+"""One vLLM engine in a Ray actor: groups in, completions out, weights in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from megarl.rollout.batch import GroupFacts, GroupResult
+from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.plugin import BACKEND
+from megarl.sync.manifest import SyncError, WeightManifest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with; seconds and bytes as named, tokens otherwise."""
+
+    index: int
+    model_path: str
+    precision: str
+    tensor: int
+    max_model_len: int
+    max_new_tokens: int
+    max_concurrent: int
+    kv_cache_bytes: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRequest:
+    """One prompt and the sampling seed of each of its completions."""
+
+    position: int
+    group: int
+    prompt_ids: np.ndarray
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A started engine: its host and processes (id and start time, the actor first), what it executes at once."""
+
+    host: str
+    pids: tuple[tuple[int, float], ...]
+    max_concurrent: int
+
+
+def request_seed(run_seed: int, step: int, prompt: int, member: int) -> int:
+    """The sampling seed of one completion: a function of what is sampled, not of when or where."""
+    state = np.random.SeedSequence([run_seed, step, prompt, member]).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+
+
+class RolloutEngine:
+    """An AsyncLLM with the order of its work fixed, so that a fresh engine repeats it bit for bit.
+
+    All requests are queued while generation is paused and the prefix cache is empty; the scheduler then sees the same
+    queue in the same state each time. (Async requests that trickle in would give batches, and so roundings, by luck.)
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._engine: AsyncLLM | None = None
+        self._waiting: dict[int, asyncio.Task[GroupResult]] = {}
+        self._batches = 0
+        self._version = 0  # the checkpoint's weights
+        self._dirty: str | None = None
+
+    async def start(self) -> EngineProcess:
+        """Build the engine. Raises RolloutError with the log's last errors, where vLLM says why it failed."""
+        # Counts in whole GiB and overrides kv_cache_memory_bytes; it may come from the user's shell.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
+            await self._engine.update_weight_version(str(self._version))
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
+        max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return EngineProcess(platform.node(), _own_processes(), max_concurrent)
+
+    async def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue a batch, drop what is left of an earlier one, and start. Raises EngineDirty, EngineDied."""
+        if self._dirty is not None:
+            raise EngineDirty(f"weights are unknown: {self._dirty}")
+        engine = self._alive()
+        for task in self._waiting.values():
+            task.cancel()
+        self._waiting = {}
+        await self._guard(engine.pause_generation(mode="abort", clear_cache=True))
+        self._batches += 1
+        queues = [await self._guard(self._queue(request)) for request in requests]
+        for request, collectors in zip(requests, queues, strict=True):
+            self._waiting[request.position] = asyncio.create_task(self._collect(request, collectors))
+        await self._guard(engine.resume_generation())
+
+    async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
+        """A group's completions, as two objects: facts for rank 0, tokens for whoever fetches them."""
+        result = await self._waiting.pop(position)
+        return GroupFacts.of(result), result
+
+    async def apply(self, manifest_values: dict[str, Any]) -> dict[str, float]:
+        """Take a published version. The engine is dirty from here until all workers verified and loaded it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
+        self._dirty = f"the sync of version {manifest.version} did not finish"
+        await self._guard(engine.pause_generation(mode="wait", clear_cache=True))
+        try:
+            await self._guard(engine.start_weight_update())
+            await self._guard(engine.update_weights(WeightTransferUpdateRequest({"manifest": manifest_values})))
+            await self._guard(engine.finish_weight_update(weight_version=str(manifest.version)))
+            reports = await self._guard(engine.collective_rpc("megarl_weight_report"))
+        except EngineDied:
+            raise
+        except Exception as error:  # vLLM hands a worker's exception over as text
+            self._dirty = f"the sync of version {manifest.version} failed"
+            raise SyncError(f"{_root_cause(error)}") from error
+        await self._guard(engine.resume_generation())
+        self._version, self._dirty = manifest.version, None
+        return {
+            "received_bytes": sum(report["received_bytes"] for report in reports),
+            "verify_s": max(report["verify_s"] for report in reports),
+            "load_s": max(report["load_s"] for report in reports),
+        }
+
+    async def stop(self) -> None:
+        """End vLLM's processes; the actor itself is ended by its pool."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    async def _queue(self, request: GroupRequest) -> list[RequestOutputCollector]:
+        engine = self._alive()
+        prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
+        return [
+            await engine.add_request(f"{self._batches}-{request.position}-{member}", prompt, _sampling(self._settings, seed))
+            for member, seed in enumerate(request.seeds)
+        ]
+
+    async def _collect(self, request: GroupRequest, queues: list[RequestOutputCollector]) -> GroupResult:
+        outputs = [(await self._guard(queue.get())).outputs[0] for queue in queues]
+        for member, output in enumerate(outputs):
+            _check_output(request, member, output)
+        logprobs = [
+            [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in outputs
+        ]
+        versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
+        result = GroupResult(
+            group=request.group,
+            prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+            token_ids=np.concatenate([np.asarray(output.token_ids, dtype=np.int32) for output in outputs]),
+            logprobs=np.concatenate([np.asarray(values, dtype=np.float32) for values in logprobs]),
+            lengths=np.array([len(output.token_ids) for output in outputs], dtype=np.int32),
+            finish_reasons=tuple(output.finish_reason for output in outputs),
+            first_versions=np.array([spans[0] for spans in versions], dtype=np.int64),
+            last_versions=np.array([spans[-1] for spans in versions], dtype=np.int64),
+        )
+        if not np.isfinite(result.logprobs).all():
+            token = int(np.flatnonzero(~np.isfinite(result.logprobs))[0])
+            raise RolloutError(
+                f"a log-probability of group {request.group} is {result.logprobs[token]}: "
+                f"the weights of version {self._version} are not finite"
+            )
+        return result
+
+    def _alive(self) -> AsyncLLM:
+        if self._engine is None:
+            raise EngineDied("the engine was not started or is stopped")
+        return self._engine
+
+    async def _guard(self, call: Any) -> Any:
+        """Await a call to vLLM; a dead engine core becomes EngineDied."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}") from error
+
+
+def _engine_args(settings: EngineSettings) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(
+        model=settings.model_path,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
+        tensor_parallel_size=settings.tensor,
+        distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
+        enforce_eager=True,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_concurrent,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
+        # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(settings.max_model_len, 2048),
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied
+        disable_log_stats=True,
+        seed=settings.seed % 2**32,
+        weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls="megarl.rollout.receiver.WorkerReport",
+    )
+
+
+def _sampling(settings: EngineSettings, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=1.0,
+        max_tokens=settings.max_new_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=True,  # the checkpoint's own end tokens count only where they are among the given ones
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _check_output(request: GroupRequest, member: int, output: Any) -> None:
+    name = f"completion {member} of group {request.group}"
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineDied(f"{name} ended by {output.finish_reason!r}")
+    if not output.token_ids or output.logprobs is None or not output.weight_versions:
+        raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
+
+
+def _own_processes() -> tuple[tuple[int, float], ...]:
+    own = psutil.Process()
+    return tuple((process.pid, process.create_time()) for process in (own, *own.children(recursive=True)))
+
+
+def _log_errors(lines: int = 8) -> str:
+    """The last errors this process and its children wrote; why an engine core died stands only there."""
+    found: list[str] = []
+    for stream in (1, 2):
+        file = Path(os.readlink(f"/proc/self/fd/{stream}"))
+        if file.is_file():
+            found += [line for line in file.read_text(errors="replace").splitlines() if ERROR_LINE.search(line)]
+    return "\n".join(found[-lines:])
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)

@@ -1,0 +1,107 @@
+"""One engine seen from rank 0: its actor, its processes, its deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from typing import Any
+
+import psutil
+import ray
+
+from megarl.platform import current as device_platform
+from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
+from megarl.rollout.failure import EngineDied, RolloutError
+
+STOP_S = 10.0
+
+
+def engine_environment(tensor: int) -> dict[str, str]:
+    """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: two spinning OpenMP
+    threads under contention are ten times slower; Dynamo compiles for seconds at the first log-probability; vLLM's own
+    binding would pin every engine to the same cores.
+    """
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    if device_platform.kind != "cpu":
+        return variables
+    variables |= {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if tensor == 1:
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets engine core and worker share one process
+    return variables
+
+
+class EngineHandle:
+    """Starts, calls and ends one engine. Every call has the deadline `timeout_s`."""
+
+    def __init__(self, settings: EngineSettings, timeout_s: float, max_calls: int) -> None:
+        self.settings = settings
+        self.name = f"rollout engine {settings.index}"
+        self.restarts = 0
+        self._timeout_s = timeout_s
+        self._max_calls = max_calls
+        self._actor: Any = None
+        self.process: EngineProcess | None = None
+
+    def begin_start(self) -> Any:
+        """Create the actor and let it build its engine; the reference that `finish_start` waits for."""
+        environment = engine_environment(self.settings.tensor)
+        remote = ray.remote(RolloutEngine).options(
+            num_cpus=0,
+            num_gpus=self.settings.tensor if device_platform.kind == "cuda" else 0,
+            max_concurrency=self._max_calls,
+            max_restarts=0,  # a new actor is made instead: one way back for a dead actor and a dead engine core
+            runtime_env={"env_vars": environment},
+        )
+        self._actor = remote.remote(self.settings)
+        return self.call("start")
+
+    def finish_start(self, reference: Any) -> None:
+        """Raises RolloutError where vLLM did not start, EngineDied where its process ended."""
+        try:
+            self.process = self.get(reference, "start")
+        except RolloutError as error:
+            raise RolloutError(f"{self.name}: {error}") from error
+
+    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+        """Begin a call; its reference (or references)."""
+        return getattr(self._actor, method).options(num_returns=num_returns).remote(*arguments)
+
+    def get(self, reference: Any, phase: str) -> Any:
+        """The answer of a call. Raises EngineDied for a dead engine, RolloutError at the deadline, and what the engine
+        raised otherwise.
+        """
+        try:
+            return ray.get(reference, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise RolloutError(
+                f"no answer of {self.name} in phase {phase} within rollout.timeout_s = {self._timeout_s:g}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # with its own type and message, without Ray's frames
+        except ray.exceptions.RayActorError as error:
+            raise EngineDied(f"the actor's process is gone: {error}") from error
+
+    def kill(self) -> None:
+        """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed."""
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)
+            self._actor = None
+        if self.process is not None and self.process.host == platform.node():
+            for pid, created in self.process.pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child = psutil.Process(pid)
+                    if child.create_time() == created:  # else the number belongs to another process by now
+                        child.kill()
+        self.process = None
+
+    def stop(self) -> None:
+        """End the engine in good order if it answers, else by force."""
+        if self._actor is not None and self.process is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self.call("stop"), timeout=STOP_S)
+        self.kill()

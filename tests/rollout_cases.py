@@ -1,0 +1,142 @@
+"""Small models that vLLM's CPU attention takes, their Megatron shards, and recipes for pools over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.data.sample import Prompt, Sample
+from megarl.recipe.recipe import Recipe
+from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.reshard.megatron import megatron_segments
+from megarl.sync import WeightManifest, WeightSync
+
+VOCAB = 131
+
+
+def save_model(directory: Path, family: str, tied: bool, seed: int) -> Path:
+    """A random model with 32 values a head, the smallest that vLLM's CPU attention takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
+        initializer_range=0.08,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model: Any
+    if family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def cut(segments: Sequence[Segment], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """The local parameters that segments describe, by rank; a vector is one column. What none covers is 0."""
+    sizes: dict[tuple[int, str], tuple[int, int]] = {}
+    for s in segments:
+        rows, cols = sizes.get((s.rank, s.parameter), (0, 0))
+        end = (s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0)
+        sizes[s.rank, s.parameter] = (max(rows, end[0]), max(cols, end[1]))
+    ranks: dict[int, dict[str, torch.Tensor]] = {}
+    for (rank, parameter), size in sizes.items():
+        ranks.setdefault(rank, {})[parameter] = torch.zeros(size)
+    for s in segments:
+        content = tensors[s.name].float()
+        content = content.view(content.shape[0], -1)[s.row0 : s.row1, s.col0 : s.col1]
+        target = ranks[s.rank][s.parameter]
+        target[s.local_row : s.local_row + content.shape[0], s.local_col : s.local_col + content.shape[1]] = content
+    return ranks
+
+
+def checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+def megatron_shards(path: Path, layout: Layout) -> dict[int, dict[str, torch.Tensor]]:
+    """What the ranks of a trainer would hold of a checkpoint."""
+    return cut(megatron_segments(ModelShape.from_directory(path), layout), checkpoint(path))
+
+
+class Publisher:
+    """A trainer of one rank that publishes checkpoints; the layouts of many ranks are tested in `test_sync_shards`."""
+
+    def __init__(self, model: Path, rollout_tensor: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        shape = ModelShape.from_directory(model)
+        self._sync = WeightSync(shape, Layout(), rollout_tensor, dtype, "test", 0, None)
+
+    def publish(self, version: int, model: Path) -> WeightManifest:
+        manifest = self._sync.publish(version, megatron_shards(model, Layout())[0])
+        assert manifest is not None
+        return manifest
+
+    def close(self) -> None:
+        self._sync.close()
+
+
+def recipe(model: Path, **rollout: Any) -> Recipe:
+    """Four prompts in groups of four, up to 24 new tokens."""
+    return Recipe.model_validate(
+        {
+            "run": {"name": "pool", "steps": 1},
+            "model": {"path": str(model)},
+            "algorithm": {"advantage": "grpo", "group_size": 4},
+            "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}, "max_prompt_tokens": 16},
+            "reward": [{"kind": "last_number"}],
+            "trainer": {"ranks": 1, "precision": "fp32"},
+            "actor": {"optimizer": {"lr": 1e-3}},
+            "rollout": {"max_new_tokens": 24, "kv_cache_bytes": 32 << 20, "timeout_s": 120.0} | rollout,
+            "phases": {
+                "rollout": {"prompts": 4, "max_concurrent": 7},
+                "actor_update": {"mini_batch": 16, "micro_batch": {"sequences": 4}},
+            },
+        }
+    )
+
+
+def prompts(count: int = 4, start: int = 0) -> list[Prompt]:
+    """Random prompts of different lengths."""
+    made = []
+    for index in range(start, start + count):
+        random = np.random.default_rng(index)
+        ids = random.integers(0, VOCAB, size=3 + 2 * (index % 6)).astype(np.int32)
+        made.append(Prompt(index, ids, "", "", {}))
+    return made
+
+
+def same(first: dict[int, Sample], second: dict[int, Sample]) -> bool:
+    """Identical tokens and bitwise identical log-probabilities."""
+    return first.keys() == second.keys() and all(
+        np.array_equal(first[s].completion.token_ids, second[s].completion.token_ids)
+        and np.array_equal(first[s].completion.logprobs, second[s].completion.logprobs)
+        for s in first
+    )
+
+
+def huggingface_logprobs(path: Path, samples: dict[int, Sample], temperature: float) -> dict[int, np.ndarray]:
+    """float32 log-probability of each completion token by transformers, under the sampling distribution."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    answers = {}
+    with torch.no_grad():
+        for s, sample in samples.items():
+            ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
+            logprobs = torch.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
+            start = len(sample.prompt_ids)
+            answers[s] = logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
+    return answers
