@@ -25,6 +25,18 @@ from megarl.recipe.sections import (
 from megarl.reshard.boxes import Layout
 from megarl.schedule.schedule import Schedule
 
+# Every phase, in the order of a step.
+PHASES = (
+    "rollout",
+    "reward",
+    "actor_logprob",
+    "reference_logprob",
+    "critic_value",
+    "advantage",
+    "critic_update",
+    "actor_update",
+    "weight_sync",
+)
 # Phases an engine runs by micro-batches; each has a section of its own under `phases`.
 FORWARD_PHASES = ("actor_logprob", "reference_logprob", "critic_value")
 UPDATE_PHASES = ("critic_update", "actor_update")
@@ -96,27 +108,21 @@ class Recipe(Section):
         return self.critic.path or self.model.path
 
     @property
-    def needs_actor_logprob(self) -> bool:
-        """With one update per batch the training forward itself gives the old log-probabilities."""
-        kl = self.algorithm.kl
-        return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1
-
-    @property
     def running_phases(self) -> tuple[str, ...]:
-        """Phases of one step, in order; a phase that nothing needs does not run."""
-        with_critic = self.algorithm.advantage == "gae"
-        runs = {
-            "rollout": True,
-            "reward": True,
-            "actor_logprob": self.needs_actor_logprob,
-            "reference_logprob": self.algorithm.kl is not None,
-            "critic_value": with_critic,
-            "advantage": True,
-            "critic_update": with_critic,
-            "actor_update": True,
-            "weight_sync": True,
-        }
-        return tuple(phase for phase, needed in runs.items() if needed)
+        """Phases of one step, in order."""
+        return tuple(phase for phase in PHASES if self.runs(phase))
+
+    def runs(self, phase: str) -> bool:
+        """A phase that nothing needs does not run."""
+        kl = self.algorithm.kl
+        if phase == "actor_logprob":
+            # With one update per batch the training forward itself gives the old log-probabilities.
+            return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1
+        if phase == "reference_logprob":
+            return kl is not None
+        if phase in ("critic_value", "critic_update"):
+            return self.algorithm.advantage == "gae"
+        return True
 
     def phase_section(self, phase: str) -> ForwardPhaseSection | UpdatePhaseSection | None:
         """The section of an engine phase; no phase reads another's."""

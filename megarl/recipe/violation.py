@@ -15,12 +15,15 @@ class Violation:
     rule: str
     nearest: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def shown_value(self) -> str:
+        """The value on one line, cut where it is long."""
         shown = repr(self.value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        return shown if len(shown) <= 80 else shown[:77] + "..."
+
+    def __str__(self) -> str:
         way_out = f"; nearest: {self.nearest}" if self.nearest else ""
-        return f"{self.key} = {shown}: {self.rule}{way_out}"
+        return f"{self.key} = {self.shown_value}: {self.rule}{way_out}"
 
 
 class RecipeError(ValueError):
@@ -31,11 +34,15 @@ class RecipeError(ValueError):
         super().__init__("\n".join(str(violation) for violation in violations))
 
 
-class _Missing:
-    """Stands for the value of a key that is not there."""
+class _Marker:
+    """Stands where there is no value to show."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def __repr__(self) -> str:
-        return "(missing)"
+        return self.text
 
 
-MISSING = _Missing()
+MISSING = _Marker("(missing)")
+GIVEN = _Marker("(given)")

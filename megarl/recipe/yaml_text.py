@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megarl.recipe.violation import MISSING, Violation
+from megarl.recipe.violation import Violation
 
 
 class _Loader(yaml.SafeLoader):
@@ -21,7 +21,9 @@ class _Loader(yaml.SafeLoader):
 
     # A copy, so that the resolvers below change this class alone; YAML 1.1's float and bool are left out.
     yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")]
+        first: [
+            (tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -47,7 +49,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|Tr
 
 def parse_yaml(text: str) -> Any:
     """Plain data of one YAML document. Raises yaml.YAMLError, and ValueError for a date or number that does not exist."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+    return yaml.load(text, Loader=_Loader)
 
 
 def read_yaml(path: str | Path) -> tuple[dict[str, Any] | None, list[Violation]]:
@@ -72,7 +74,11 @@ def read_yaml(path: str | Path) -> tuple[dict[str, Any] | None, list[Violation]]
     if data is None:
         return refuse(str(path), "the file is empty; a recipe is a mapping of sections", "run: {name: ..., steps: ...}")
     if not isinstance(data, dict):
-        return refuse(str(path), f"holds a {type(data).__name__}; a recipe is a mapping of sections", "run: {name: ..., steps: ...}")
+        return refuse(
+            str(path),
+            f"holds a {type(data).__name__}; a recipe is a mapping of sections",
+            "run: {name: ..., steps: ...}",
+        )
     return data, []
 
 
@@ -123,13 +129,3 @@ def _one_line(error: Exception) -> str:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         return place + (error.problem or "unreadable")
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def shown_value(data: Any, parts: tuple[Any, ...]) -> Any:
-    """The value at a path of plain data, or MISSING."""
-    for part in parts:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return MISSING
-    return data

@@ -147,11 +147,8 @@ def _first_fit(longest_first: list[int], lengths: Sequence[int], cap: int) -> li
     bins: list[list[int]] = []
     loads: list[int] = []
     for sample in longest_first:
-        for number, load in enumerate(loads):
-            if load + lengths[sample] <= cap:
-                break
-        else:
-            number = len(bins)
+        number = next((number for number, load in enumerate(loads) if load + lengths[sample] <= cap), len(bins))
+        if number == len(bins):
             bins.append([])
             loads.append(0)
         bins[number].append(sample)

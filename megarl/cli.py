@@ -1,0 +1,145 @@
+"""The command line. Everything heavy is imported inside the command that needs it: `megarl check` loads no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from megarl.recipe import Recipe, RecipeError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train language models by reinforcement learning, Megatron-first.",
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as run.steps=3 or rollout.temperature=0.7."),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as runs/NAME.")]
+
+BAD_INPUT = 2
+
+
+@app.command()
+def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Prove a recipe without touching a device, and show what each phase will do."""
+    loaded = _load(recipe, overrides or [], download=False)
+    _print_table(loaded)
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+) -> None:
+    """Check a recipe, then train it on this machine with torchrun."""
+    loaded = _load(recipe, overrides or [], download=True)
+    command = train_command(recipe, overrides or [], loaded.trainer.ranks, resume)
+    # torchrun sets this to 1 where it is absent, silently; the recipe decides.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}
+    sys.stdout.flush()
+    # In place of this process: signals reach torchrun itself, and its exit status is ours.
+    os.execve(command[0], command, environment)
+
+
+@app.command()
+def export(
+    run_dir: RunArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, in Hugging Face format.")],
+) -> None:
+    """Write a run's last checkpoint as a Hugging Face directory."""
+    _need_run(run_dir)
+    command = [sys.executable, "-m", "megarl.engine.export", str(run_dir), str(out)]
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+@app.command()
+def report(run_dir: RunArgument) -> None:
+    """Plot a run's reward curve in the terminal and as a PNG."""
+    _need_run(run_dir)
+    from megarl.telemetry.report import report as write_report
+
+    write_report(run_dir)
+
+
+def train_command(recipe: str, overrides: list[str], ranks: int, resume: bool) -> list[str]:
+    """The torchrun command of one machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", "megarl.train", recipe, *overrides, *(["--resume"] if resume else [])]
+
+
+def _load(path: str, overrides: list[str], download: bool) -> Recipe:
+    from megarl.recipe import RecipeError, load_recipe
+
+    try:
+        return load_recipe(path, overrides, download)
+    except RecipeError as error:
+        _print_violations(path, error)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def _print_violations(path: str, error: RecipeError) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    count = len(error.violations)
+    console.print(f"[bold red]{escape(path)}: {count} violation{'s' if count > 1 else ''}[/]")
+    for violation in error.violations:
+        console.print(f"  [bold]{escape(violation.key)}[/] = {escape(violation.shown_value)}: {escape(violation.rule)}")
+        if violation.nearest:
+            console.print(f"      [green]nearest: {escape(violation.nearest)}[/]")
+
+
+def _print_table(recipe: Recipe) -> None:
+    from megarl.recipe.table import phase_table
+
+    # Not narrower than the table when the output is no terminal: a pipe has no width to wrap to.
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
+    summary = (
+        f"{recipe.run.name}: {recipe.run.steps} steps, {recipe.num_sequences} sequences a step of at most "
+        f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks"
+    )
+    console.print(escape(summary))
+    table = Table()
+    for title in ("phase", "role", "layout", "micro-batch", "mini-batch"):
+        table.add_column(title)
+    for title in ("data\nparallel", "worst-case\nmicro-batches", "bubble"):
+        table.add_column(title, justify="right")
+    for row in phase_table(recipe):
+        table.add_row(
+            row.phase,
+            row.role,
+            row.layout,
+            row.micro_batch,
+            row.mini_batch,
+            row.data_parallel,
+            row.worst_case,
+            row.bubble_share,
+        )
+    console.print(table)
+
+
+def _need_run(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        _fail(f"RUN_DIR = {str(run_dir)!r}: no such directory; give a run directory, as runs/NAME")
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,75 @@
+"""Where a model named in a recipe lies on this machine, and its shape."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from megarl.reshard.boxes import ModelShape
+
+HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+# What an engine, a tokenizer and vLLM read; no other weight formats.
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+class ModelNotFound(ValueError):
+    """A model is neither a directory nor in the hub cache; `way_out` says what to do."""
+
+    def __init__(self, path: str, way_out: str, reason: str = "") -> None:
+        self.way_out = way_out
+        super().__init__(f"not found: {path!r} is no directory with a config.json and not in the hub cache{reason}")
+
+
+def find_model(path: str, download: bool = False) -> Path:
+    """The directory of a model given as a directory (from the working directory) or as a hub name.
+
+    A hub name is looked up in the local cache, and with `download` fetched. Raises ModelNotFound.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if not HUB_NAME.match(path) or Path(path).is_dir():
+        raise ModelNotFound(path, _way_out(path))
+    from huggingface_hub import try_to_load_from_cache  # here, because most recipes name a directory
+
+    cached = try_to_load_from_cache(path, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    if not download or Path(path).parent.is_dir():
+        raise ModelNotFound(path, _way_out(path))
+    return _download(path)
+
+
+def model_shape(path: str, download: bool = False) -> ModelShape:
+    """The shape of a model. Raises ModelNotFound, and ValueError for a config.json that megarl cannot run."""
+    file = find_model(path, download) / "config.json"
+    try:
+        return ModelShape.from_directory(file.parent)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: is no config.json of a decoder: {type(error).__name__} {error}") from error
+
+
+def _download(name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = f", and its download failed: {' '.join(str(error).split())[:200]}"
+        raise ModelNotFound(name, _way_out(name), reason) from error
+
+
+def _way_out(path: str) -> str:
+    parts = Path(path).parts
+    if parts and parts[0] == "models" and "SmolLM2" in parts[-1]:
+        return "run 'make quickstart', which prepares models/SmolLM2-135M-Instruct"
+    folder = Path(path).parent
+    siblings = sorted(str(one.parent) for one in folder.glob("*/config.json")) if folder.is_dir() else []
+    close = difflib.get_close_matches(path, siblings, 1, 0.5)
+    if close:
+        return close[0]
+    if HUB_NAME.match(path) and not folder.is_dir():
+        return f"fetch it with 'hf download {path}', or let 'megarl train' do so"
+    return "a directory with a Hugging Face config.json, or a hub name like Qwen/Qwen3-0.6B"

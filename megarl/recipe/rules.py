@@ -1,0 +1,338 @@
+"""Rules over several fields, over the model's shape and over files: everything pydantic cannot see.
+
+Each rule is a generator of violations over the recipe. On a recipe that is only partly legal a rule ends where it
+reads a field without a legal value (`UnknownField`), so the rules are small and one fault hides little of the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megarl.recipe.checkpoint import ModelNotFound, model_shape
+from megarl.recipe.nearest import closest_number
+from megarl.recipe.recipe import ENGINE_PHASES, Recipe
+from megarl.recipe.sections import ReasoningGymPromptsSection, UnknownField, UpdatePhaseSection
+from megarl.recipe.violation import GIVEN, MISSING, Violation
+from megarl.reshard.boxes import ModelShape
+
+Violations = Iterator[Violation]
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+def cross_violations(recipe: Recipe, download: bool = False) -> list[Violation]:
+    """Every violation of a rule over several fields, in the order of RULES."""
+    found: list[Violation] = []
+    for rule in RULES:
+        _collect(found, rule(recipe))
+    for phase in ENGINE_PHASES:
+        for phase_rule in PHASE_RULES:
+            _collect(found, phase_rule(recipe, phase))
+    for key in ("model.path", "critic.path"):
+        _collect(found, _model(recipe, key, download))
+    return found
+
+
+def _collect(found: list[Violation], rule: Violations) -> None:
+    """Run one rule, a generator that has not started yet."""
+    try:
+        for violation in rule:
+            found.append(violation)
+    except UnknownField:
+        return  # the field it needs has a violation of its own
+
+
+def _advantage(recipe: Recipe) -> Violations:
+    """GAE needs a critic and its settings; GRPO has neither."""
+    algorithm = recipe.algorithm
+    if algorithm.advantage == "grpo" and algorithm.group_size < 2:
+        yield Violation(
+            "algorithm.group_size",
+            algorithm.group_size,
+            "grpo compares at least two completions of a prompt",
+            "2",
+        )
+    if recipe.critic is not None and algorithm.advantage != "gae":
+        yield _gae_only("critic", "a critic")
+    if recipe.critic is None and algorithm.advantage == "gae":
+        yield _with_gae("critic", "critic: {optimizer: {lr: 1.0e-5}}")
+
+
+def _gae_section(recipe: Recipe) -> Violations:
+    if recipe.algorithm.gae is not None and recipe.algorithm.advantage != "gae":
+        yield _gae_only("algorithm.gae", "gae settings")
+    if recipe.algorithm.gae is None and recipe.algorithm.advantage == "gae":
+        yield _with_gae("algorithm.gae", "gae: {discount: 1.0, smoothing: 0.95}")
+
+
+def _value_loss(recipe: Recipe) -> Violations:
+    if recipe.algorithm.value_loss is not None and recipe.algorithm.advantage != "gae":
+        yield _gae_only("algorithm.value_loss", "a value loss")
+    if recipe.algorithm.value_loss is None and recipe.algorithm.advantage == "gae":
+        yield _with_gae("algorithm.value_loss", "value_loss: {clip: 0.2}")
+
+
+def _gae_only(key: str, what: str) -> Violation:
+    return Violation(
+        key,
+        GIVEN,
+        f"{what} needs algorithm.advantage: gae (PPO)",
+        f"remove {key}, or algorithm.advantage: gae",
+    )
+
+
+def _with_gae(key: str, example: str) -> Violation:
+    return Violation(key, MISSING, "required with algorithm.advantage: gae (PPO)", example)
+
+
+def _ranks(recipe: Recipe) -> Violations:
+    cut = recipe.actor.layout.tensor * recipe.actor.layout.pipeline
+    ranks = recipe.trainer.ranks
+    if ranks % cut:
+        rule = f"must be a multiple of actor.layout.tensor x pipeline = {cut}"
+        yield Violation(
+            "trainer.ranks",
+            ranks,
+            rule,
+            closest_number(ranks, [max(1, ranks // cut) * cut, (ranks // cut + 1) * cut]),
+        )
+
+
+def _batch(recipe: Recipe) -> Violations:
+    data = _data_parallel(recipe)
+    prompts, sequences = recipe.phases.rollout.prompts, recipe.num_sequences
+    if sequences % data:
+        legal = [count for count in range(1, prompts + data + 1) if count * recipe.algorithm.group_size % data == 0]
+        group = recipe.algorithm.group_size
+        rule = f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over {data} data-parallel ranks"
+        yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, legal))
+
+
+def _data_parallel(recipe: Recipe) -> int:
+    """The data-parallel size; unknown while the ranks do not divide."""
+    layout = recipe.actor.layout
+    if recipe.trainer.ranks % (layout.tensor * layout.pipeline):
+        raise UnknownField("data_parallel")
+    return recipe.data_parallel
+
+
+def _section_fits_run(recipe: Recipe, phase: str) -> Violations:
+    """A running phase has its own section; a section of a phase that never runs is read by nothing."""
+    section = recipe.phase_section(phase)
+    key = f"phases.{phase}"
+    if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
+        return  # how many updates a batch gives is not known yet
+    if recipe.runs(phase) and section is None:
+        example = (
+            "{mini_batch: ..., micro_batch: {max_tokens: ...}}"
+            if phase.endswith("update")
+            else "{micro_batch: {max_tokens: ...}}"
+        )
+        yield Violation(key, MISSING, f"required: {_reason(phase, True)}", f"{phase}: {example}")
+    if not recipe.runs(phase) and section is not None:
+        yield Violation(key, GIVEN, f"the phase never runs: {_reason(phase, False)}", f"remove {key}")
+
+
+def _reason(phase: str, runs: bool) -> str:
+    if phase == "reference_logprob":
+        return "algorithm.kl reads the reference" if runs else "without algorithm.kl nothing reads the reference"
+    if phase == "actor_logprob":
+        if runs:
+            return "with several updates per batch, or algorithm.kl.place: reward, the phase runs"
+        return "with one update per batch the training forward gives the same numbers"
+    return "with algorithm.advantage: gae the phase runs" if runs else "it needs algorithm.advantage: gae (PPO)"
+
+
+def _cap(recipe: Recipe, phase: str) -> Violations:
+    """A hard cap must hold the longest possible sequence."""
+    section = recipe.phase_section(phase)
+    if section is None or section.micro_batch.max_tokens is None:
+        return
+    longest, cap = recipe.max_sequence_tokens, section.micro_batch.max_tokens
+    if cap < longest:
+        rule = (
+            f"the cap is under the longest possible sequence: data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
+            f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} = {longest}"
+        )
+        yield Violation(f"phases.{phase}.micro_batch.max_tokens", cap, rule, str(longest))
+
+
+def _mini_batch(recipe: Recipe, phase: str) -> Violations:
+    section = recipe.phase_section(phase)
+    if not isinstance(section, UpdatePhaseSection):
+        return
+    size, sequences = section.mini_batch, recipe.num_sequences
+    try:
+        data = _data_parallel(recipe)
+    except UnknownField:
+        data = 1  # the ranks have a violation of their own; the batch is still checked
+    legal = [count for count in range(data, sequences + 1, data) if sequences % count == 0]
+    nearest = closest_number(size, legal)
+    key = f"phases.{phase}.mini_batch"
+    if sequences % size:
+        group = recipe.algorithm.group_size
+        rule = (
+            f"must divide the {sequences} sequences of a step (prompts {recipe.phases.rollout.prompts} x group_size {group})"
+        )
+        yield Violation(key, size, rule, nearest)
+    elif size % data:
+        yield Violation(key, size, f"must be a multiple of the data-parallel size {data}", nearest)
+
+
+def _prompts(recipe: Recipe) -> Violations:
+    prompts = recipe.data.prompts
+    if isinstance(prompts, ReasoningGymPromptsSection):
+        yield from _task(prompts.task)
+    elif not Path(prompts.path).is_file():
+        folder = Path(prompts.path).parent
+        files = sorted(str(file) for file in folder.glob(f"*.{prompts.kind}")) if folder.is_dir() else []
+        close = difflib.get_close_matches(prompts.path, files, 1, 0.5) or files[:1]
+        nearest = close[0] if close else f"a .{prompts.kind} file, from the working directory"
+        yield Violation("data.prompts.path", prompts.path, "the file does not exist", nearest)
+
+
+def _task(task: str) -> Violations:
+    # Read from the sources of reasoning-gym: importing it takes longer than the whole check.
+    package = importlib.util.find_spec("reasoning_gym")
+    if package is None or not package.submodule_search_locations:
+        yield Violation(
+            "data.prompts.kind",
+            "reasoning_gym",
+            "the package reasoning-gym is not installed",
+            "pip install reasoning-gym",
+        )
+        return
+    registered = re.compile(r"^(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)[\"'](\w+)[\"']", re.MULTILINE)
+    files = Path(package.submodule_search_locations[0]).rglob("*.py")
+    tasks = sorted({name for file in files for name in registered.findall(file.read_text(encoding="utf-8"))})
+    if task not in tasks:
+        close = difflib.get_close_matches(task, tasks, 1, 0.4)
+        yield Violation("data.prompts.task", task, "is no task of reasoning-gym", (close or ["chain_sum"])[0])
+
+
+def _template(recipe: Recipe) -> Violations:
+    template = recipe.data.prompt_template
+    if template is not None and "{question}" not in template:
+        yield Violation("data.prompt_template", template, "must contain {question}", f"{template} {{question}}".strip())
+
+
+def _system_prompt(recipe: Recipe) -> Violations:
+    if recipe.data.system_prompt is not None and not recipe.data.chat_template:
+        rule = "needs data.chat_template: true; without a chat there is no system message"
+        yield Violation("data.system_prompt", recipe.data.system_prompt, rule, "put it into data.prompt_template")
+
+
+def _replay(recipe: Recipe) -> Violations:
+    replay = recipe.rollout.replay
+    if replay is not None and not Path(replay).is_dir():
+        yield Violation(
+            "rollout.replay",
+            replay,
+            "the directory does not exist",
+            "the rollouts directory of a run with run.dump_rollouts: true",
+        )
+
+
+def _warmup(recipe: Recipe) -> Violations:
+    for role, owner in (("actor", recipe.actor), ("critic", recipe.critic)):
+        if owner is not None and owner.optimizer.warmup_steps > recipe.run.steps:
+            rule = f"must not pass run.steps = {recipe.run.steps}"
+            yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(recipe.run.steps))
+
+
+def _model(recipe: Recipe, key: str, download: bool) -> Violations:
+    """The model exists, megarl knows it, and the layouts divide it."""
+    if key == "critic.path" and (recipe.critic is None or recipe.critic.path is None):
+        return
+    path = recipe.critic_path if key == "critic.path" else recipe.model.path
+    try:
+        shape = model_shape(path, download)
+    except ModelNotFound as error:
+        yield Violation(key, path, str(error), error.way_out)
+        return
+    except (ValueError, OSError) as error:
+        yield Violation(
+            key,
+            path,
+            f"cannot be used: {' '.join(str(error).split())}",
+            "a Llama, Qwen2 or Qwen3 dense decoder",
+        )
+        return
+    rules = [_tensor, _pipeline] if key == "critic.path" else [_tensor, _pipeline, _rollout_tensor, _positions, _kv_cache]
+    found: list[Violation] = []
+    for rule in rules:
+        _collect(found, rule(recipe, shape))
+    yield from found
+
+
+def tensor_divides(shape: ModelShape, tensor: int) -> bool:
+    """Heads, key-value groups (or their copies) and feed-forward rows come out even over `tensor` ranks."""
+    groups = shape.groups % tensor == 0 or tensor % shape.groups == 0
+    return shape.heads % tensor == 0 and groups and shape.ffn % tensor == 0
+
+
+def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
+    if not tensor_divides(shape, tensor):
+        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
+        rule = (
+            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them) "
+            f"and {shape.ffn} feed-forward rows; legal: {', '.join(map(str, legal))}"
+        )
+        yield Violation(key, tensor, rule, closest_number(tensor, legal))
+
+
+def _tensor(recipe: Recipe, shape: ModelShape) -> Violations:
+    yield from _tensor_size("actor.layout.tensor", recipe.actor.layout.tensor, shape)
+
+
+def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
+    yield from _tensor_size("rollout.tensor", recipe.rollout.tensor, shape)
+
+
+def _pipeline(recipe: Recipe, shape: ModelShape) -> Violations:
+    pipeline, layers = recipe.actor.layout.pipeline, shape.num_layers
+    if layers % pipeline:
+        legal = [size for size in range(1, layers + 1) if layers % size == 0]
+        yield Violation(
+            "actor.layout.pipeline",
+            pipeline,
+            f"must divide the model's {layers} layers",
+            closest_number(pipeline, legal),
+        )
+
+
+def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
+    longest = recipe.max_sequence_tokens
+    if longest > shape.max_positions:
+        room = shape.max_positions - recipe.data.max_prompt_tokens
+        prompt = recipe.data.max_prompt_tokens
+        rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, the model has {shape.max_positions} positions"
+        nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
+        yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
+
+
+def _kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
+    groups = -(-shape.groups // recipe.rollout.tensor)
+    token_bytes = 2 * shape.num_layers * groups * shape.head_dim * BYTES[recipe.rollout_precision]
+    needed = token_bytes * recipe.max_sequence_tokens
+    if recipe.rollout.kv_cache_bytes < needed:
+        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
+        yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
+
+
+RULES: tuple[Callable[[Recipe], Violations], ...] = (
+    _advantage,
+    _gae_section,
+    _value_loss,
+    _ranks,
+    _batch,
+    _prompts,
+    _template,
+    _system_prompt,
+    _replay,
+    _warmup,
+)
+PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (_section_fits_run, _cap, _mini_batch)

@@ -1,0 +1,152 @@
+"""Violations of single fields (unknown keys, missing keys, wrong types, values out of range), and what is left.
+
+pydantic finds them all; here they become violations with a dotted key and a way out. `read_sections` also returns the
+recipe as far as it is legal, so that the rules over several fields (`rules.py`) run on the rest: reading a field
+without a legal value raises `UnknownField` there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megarl.recipe.nearest import closest_text, way_out
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.sections import Section
+from megarl.recipe.violation import MISSING, Violation
+
+
+def read_sections(data: dict[str, Any]) -> tuple[Recipe, list[Violation]]:
+    """The recipe, partial if there are violations, and the violations of single fields."""
+    try:
+        return Recipe.model_validate(data), []
+    except ValidationError as error:
+        details = [dict(detail) for detail in error.errors(include_url=False)]
+    # pydantic counts the legal items of a list, so a list of one illegal item is "too short" as well
+    violations = [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
+    recipe = _legal_part(Recipe, data)
+    assert isinstance(recipe, Recipe), "a mapping always has a legal part"
+    return recipe, violations
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The section classes inside a field's annotation: none for a plain value, several for a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for argument in typing.get_args(annotation) for found in sections_of(argument)]
+
+
+def kinds(section: type[Section]) -> tuple[str, ...]:
+    """What `kind` may be in this section; () for a section without one."""
+    field = section.model_fields.get("kind")
+    return typing.get_args(field.annotation) if field else ()
+
+
+def _violation(detail: dict[str, Any], data: dict[str, Any]) -> Violation:
+    path, owners, field = _locate(detail["loc"])
+    key = ".".join(str(part) for part in path)
+    value = MISSING if detail["type"] == "missing" else detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return Violation(key, value, "unknown key", _meant_key(path, owners, _mapping_at(data, path[:-1])))
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        options = [kind for owner in sections_of(field.annotation if field else None) for kind in kinds(owner)]
+        given = value.get("kind", MISSING) if isinstance(value, dict) else value
+        rule = "required: one of " if given is MISSING else "must be one of "
+        return Violation(f"{key}.kind", given, rule + ", ".join(options), closest_text(given, options))
+    rule, nearest = way_out(detail, value, field)
+    return Violation(key, value, rule, nearest)
+
+
+def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], FieldInfo | None]:
+    """Follow pydantic's location through the sections: the path without union tags, the section and the field there."""
+    path: list[Any] = []
+    here: list[type[Section]] = [Recipe]
+    owners: list[type[Section]] = []
+    field: FieldInfo | None = None
+    for part in loc:
+        chosen = [section for section in here if len(here) > 1 and part in kinds(section)]
+        if chosen:
+            here = chosen
+            continue
+        path.append(part)
+        if isinstance(part, int):
+            continue
+        owners = here
+        field = next((one.model_fields[part] for one in here if part in one.model_fields), None)
+        here = sections_of(field.annotation) if field else []
+    return path, owners, field
+
+
+def _mapping_at(data: Any, path: list[Any]) -> dict[str, Any]:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _meant_key(path: list[Any], owners: list[type[Section]], given: dict[str, Any]) -> str:
+    """The key that was probably meant: a sibling that is not given yet, else the same name elsewhere in the recipe."""
+    name, above = str(path[-1]), ".".join(str(part) for part in path[:-1])
+    siblings = [field for owner in owners for field in owner.model_fields]
+    absent = [one for one in siblings if one not in given]
+    close = difflib.get_close_matches(name, absent, 1, 0.6) or difflib.get_close_matches(name, siblings, 1, 0.6)
+    if close:
+        return f"{above}.{close[0]}" if above else close[0]
+    elsewhere = {key.rsplit(".", 1)[-1]: key for key in reversed(list(_dotted_keys(Recipe)))}
+    found = difflib.get_close_matches(name, elsewhere, 1, 0.8)
+    return elsewhere[found[0]] if found else "one of " + ", ".join(siblings)
+
+
+def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_of(field.annotation):
+            yield from _dotted_keys(inner, f"{prefix}{name}.")
+
+
+def _legal_part(section: type[Section], data: Any) -> Section | None:
+    """The section with its legal fields only; None when nothing of it can be read."""
+    if not isinstance(data, dict):
+        return None
+    values: dict[str, Any] = {}
+    unknown = set()
+    for name, field in section.model_fields.items():
+        if name in data:
+            value = _legal_value(field, data[name])
+            if value is MISSING:
+                unknown.add(name)
+            else:
+                values[name] = value
+    # A key that was probably meant to be this one: its default would be a guess.
+    strangers = [str(key) for key in data if key not in section.model_fields]
+    for stranger in strangers:
+        unknown |= set(difflib.get_close_matches(stranger, set(section.model_fields) - set(data), 1, 0.6))
+    part = section.model_construct(**values)
+    for name in unknown:
+        part.__dict__.pop(name, None)
+    return part
+
+
+def _legal_value(field: FieldInfo, value: Any) -> Any:
+    """The value of one field, or MISSING if it is not legal. Sections may be partial."""
+    inner = sections_of(field.annotation)
+    try:
+        # the field's own rules live in its annotation and its metadata, the strictness in the sections' configuration
+        return _adapter(field, bool(inner)).validate_python(value)
+    except ValidationError:
+        pass
+    if isinstance(value, dict) and inner:
+        chosen = [one for one in inner if value.get("kind") in kinds(one)] if len(inner) > 1 else inner
+        part = _legal_part(chosen[0], value) if chosen else None
+        return MISSING if part is None else part
+    return MISSING
+
+
+def _adapter(field: FieldInfo, holds_sections: bool) -> TypeAdapter:
+    # pydantic takes no configuration for an annotation that is a model; models bring their own
+    annotation = typing.Annotated[field.annotation, field]  # type: ignore[name-defined]
+    return TypeAdapter(annotation) if holds_sections else TypeAdapter(annotation, config=Section.model_config)

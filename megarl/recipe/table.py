@@ -1,0 +1,84 @@
+"""The phase table of `megarl check`: what each phase will do at most, before a device is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.recipe.recipe import ENGINE_PHASES, UPDATE_PHASES, Recipe
+from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
+
+ROLES = {
+    "actor_logprob": "actor",
+    "reference_logprob": "reference",
+    "critic_value": "critic",
+    "critic_update": "critic",
+    "actor_update": "actor",
+}
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase; '' where a column does not apply to it.
+
+    `worst_case` counts micro-batches of one data-parallel rank (for an update: of one mini-batch) with every sequence at
+    its longest, `bubble_share` is the idle share of the pipeline at that count.
+    """
+
+    phase: str
+    role: str
+    layout: str = ""
+    micro_batch: str = ""
+    mini_batch: str = ""
+    data_parallel: str = ""
+    worst_case: str = ""
+    bubble_share: str = ""
+
+
+def phase_table(recipe: Recipe) -> list[PhaseRow]:
+    """A row for each phase that runs, in order."""
+    return [
+        _engine_row(recipe, phase) if phase in ENGINE_PHASES else _other_row(recipe, phase)
+        for phase in recipe.running_phases
+    ]
+
+
+def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
+    schedule, layout = recipe.schedule(phase), recipe.layout
+    count = worst_case_micro_batches(schedule, recipe.num_sequences, layout.data, recipe.max_sequence_tokens)
+    rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
+    cut = f"{recipe.num_sequences} (whole batch)"
+    if phase in UPDATE_PHASES:
+        assert schedule.mini_batch is not None, "an update phase has a mini-batch"
+        updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
+        cut = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
+    return PhaseRow(
+        phase=phase,
+        role=ROLES[phase],
+        layout=f"TP{layout.tensor} x PP{layout.pipeline}",
+        micro_batch=rule,
+        mini_batch=cut,
+        data_parallel=str(layout.data),
+        worst_case=str(count),
+        bubble_share=f"{bubble_share(count, layout.pipeline):.0%}",
+    )
+
+
+def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
+    rollout = recipe.rollout
+    engines = f"{rollout.engines} engine{'s' if rollout.engines > 1 else ''} x TP{rollout.tensor}"
+    if phase == "rollout":
+        source = "replay" if rollout.replay else "rollout engines"
+        section = recipe.phases.rollout
+        batch = f"{section.prompts} prompts x {recipe.algorithm.group_size}"
+        return PhaseRow(phase, source, engines, f"{section.max_concurrent} at a time", batch)
+    if phase == "reward":
+        return PhaseRow(
+            phase,
+            "reward workers",
+            "",
+            f"{recipe.phases.reward.sequences} a task",
+            f"{recipe.num_sequences} (whole batch)",
+        )
+    if phase == "weight_sync":
+        return PhaseRow(phase, "actor to engines", engines, recipe.weight_sync.transport)
+    return PhaseRow(phase, "", "", "", f"{recipe.num_sequences} (whole batch)")
