@@ -13,7 +13,8 @@ from megarl.data.sample import Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reshard.boxes import Layout, ModelShape, Segment
 from megarl.reshard.megatron import megatron_segments
-from megarl.sync import WeightManifest, WeightSync
+from megarl.sync.manifest import WeightManifest
+from megarl.sync.publish import WeightSync
 
 VOCAB = 131
 
