@@ -26,7 +26,7 @@ def rollout_figures(rollouts: Any, recipe: Recipe) -> dict[str, float]:
         "tokens/completion": int(lengths.sum()),
         "schedule/rollout/prompts": rollouts.executed.prompts,
         "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
-        **{f"rollout/{name}": value for name, value in rollouts.metrics.items()},
+        **rollouts.metrics,
     }
 
 

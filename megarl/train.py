@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 # Every rank would print them, and none is the user's to mend.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402

@@ -18,7 +18,7 @@ RUN_DEADLINE_S = 420
 
 def tiny_run(folder: Path, family: str = "qwen3", tied: bool = False, layers: int = 4) -> Path:
     """A folder with a tiny model, a tokenizer and prompts; returns the model's directory."""
-    model = save_tiny_model(folder / "model", family, tied, layers=layers)
+    model = save_tiny_model(folder / "model", family, tied, layers=layers, head_dim=32)
     save_tiny_tokenizer(model)
     rows = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,4 +113,8 @@ def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
 def figures(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without its timings."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not key.startswith("time/")} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if not _is_timing(key)} for line in lines]
+
+
+def _is_timing(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_s")

@@ -10,10 +10,11 @@ FAMILIES = ("llama", "llama3", "qwen2", "qwen3")
 
 
 def save_tiny_model(
-    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, vocab: int = 131, layers: int = 4
+    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, vocab: int = 131, layers: int = 4, head_dim: int = 12
 ) -> Path:
     """Write a random model of about 50 thousand weights: 4 heads, 2 groups, an odd vocabulary.
 
+    `head_dim` (not of qwen2, whose heads share the hidden size) must be 32 or more where vLLM runs it on a CPU.
     `llama3` is Llama with Llama 3.1's rotary scaling. Norms and biases are random too, so that a swapped or dropped one
     shows.
     """
@@ -28,12 +29,12 @@ def save_tiny_model(
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes))
     elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=12))
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim))
     else:
         scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                    "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
         extra = {"rope_parameters": scaling} if family == "llama3" else {}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **extra))
+        model = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=head_dim, **extra))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -99,3 +100,18 @@ def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
     save_file(files[-1], directory / file_name(len(files)), metadata={"format": "pt"})
     content = {"metadata": {"total_size": total}, "weight_map": index}
     (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m megarl.engine.export RUN_DIR OUT`; exit status 2 for what the caller can mend."""
+    try:
+        checkpoint = export(*arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {checkpoint.name} of {arguments[0]} to {arguments[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

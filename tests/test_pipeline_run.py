@@ -1,0 +1,91 @@
+"""Whole runs of four ranks (TP2 x PP2, fp32) with a real vLLM engine: sizes, agreement, exact resume, export."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runs import figures, megarl, tiny_recipe, tiny_run
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+STEPS = 6
+SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
+REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
+
+
+@pytest.fixture(scope="module", params=["ppo", "grpo"])
+def run(request, tmp_path_factory):
+    """A run of six steps with a checkpoint in the middle, and its recipe's arguments."""
+    folder = tmp_path_factory.mktemp(request.param)
+    ppo = request.param == "ppo"
+    tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
+    changes = {"run__checkpoint_every": 3, "run__dump_rollouts": True, "phases__reward": {"sequences": REWARD_SEQUENCES},
+               "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
+    if ppo:
+        changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
+    megarl("train", str(tiny_recipe(folder, "whole", ppo, 4, 2, 2, STEPS, **changes)))
+    return folder, ppo, changes
+
+
+def _from_the_middle(folder, name):
+    """A run directory as a run leaves it that ended after three steps."""
+    target = folder / "runs" / name
+    (target / "checkpoints").mkdir(parents=True)
+    shutil.copytree(folder / "runs" / "whole" / "checkpoints" / "step-000003", target / "checkpoints" / "step-000003")
+    lines = (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[:4]))  # one step was done after the checkpoint, and is done again
+
+
+def test_every_phase_runs_the_size_of_its_own_section(run):
+    folder, ppo, _ = run
+    if not ppo:
+        pytest.skip("the PPO run has every phase")
+    for line in figures(folder, "whole"):
+        assert {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES} == SIZES
+        assert line["schedule/reward/sequences"] == REWARD_SEQUENCES
+        assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
+
+
+def test_rollout_and_trainer_agree_after_every_sync(run):
+    folder, _, _ = run
+    lines = figures(folder, "whole")
+    assert [line["rollout/version"] for line in lines] == list(range(STEPS))
+    assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
+    assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(run):
+    folder, ppo, changes = run
+    _from_the_middle(folder, "resumed")
+    megarl("train", str(tiny_recipe(folder, "resumed", ppo, 4, 2, 2, STEPS, **changes)), "--resume")
+    assert figures(folder, "resumed") == figures(folder, "whole")
+
+
+def test_a_run_resumes_under_another_layout(run):
+    folder, ppo, changes = run
+    _from_the_middle(folder, "other")
+    # The same rollouts: one flipped last bit could sample another token.
+    changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
+    megarl("train", str(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes)), "--resume")
+    found, whole = figures(folder, "other"), figures(folder, "whole")
+    assert len(found) == STEPS
+    keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
+    assert len(keys) >= (6 if ppo else 4)
+    for line, expected in zip(found, whole, strict=True):
+        for key in keys:
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
+
+
+def test_the_export_loads_in_transformers_with_the_trained_weights(run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = run
+    megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    start = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.dtype == torch.float32
+    moved = [float((new - old).abs().max()) for new, old in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(0 < distance < 0.2 for distance in moved)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
+    assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()
