@@ -1,0 +1,84 @@
+"""A legal PPO recipe over a tiny model, and edits of it, for the tests of recipes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+PPO = {
+    "run": {"name": "ppo", "steps": 3},
+    "model": {"path": "tiny"},
+    "algorithm": {
+        "advantage": "gae",
+        "group_size": 2,
+        "kl": {"place": "loss", "coefficient": 0.1, "estimator": "k3"},
+        "gae": {},
+        "value_loss": {},
+    },
+    "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 64}, "max_prompt_tokens": 32},
+    "reward": [{"kind": "last_number"}, {"kind": "function", "target": "rewards:length", "weight": 0.1}],
+    "trainer": {"ranks": 8, "precision": "fp32"},
+    "actor": {"layout": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 1e-4}},
+    "critic": {"optimizer": {"lr": 1e-4}},
+    "rollout": {"max_new_tokens": 32},
+    "phases": {
+        "rollout": {"prompts": 8},
+        "actor_logprob": {"micro_batch": {"max_tokens": 128}},
+        "reference_logprob": {"micro_batch": {"sequences": 4}},
+        "critic_value": {"micro_batch": {"max_tokens": 256}},
+        "critic_update": {"mini_batch": 16, "micro_batch": {"sequences": 2}},
+        "actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}},
+    },
+}
+
+
+def edited(*edits: tuple[str, Any]) -> Callable[[], dict]:
+    """The good recipe with dotted keys set, or removed where the value is `...`."""
+
+    def build() -> dict:
+        data: Any = copy.deepcopy(PPO)
+        for key, value in edits:
+            *above, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+            here = data
+            for part in above:
+                here = here[part]
+            if value is ...:
+                del here[last]
+            else:
+                here[last] = value
+        return data
+
+    return build
+
+
+def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make `path` the working directory, with a good model, two bad ones and a file of questions."""
+    for name, config in (("tiny", CONFIG), ("gpt2", {"model_type": "gpt2"}), ("torn", {"model_type": "qwen3"})):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config))
+    (path / "qa.jsonl").write_text('{"q": "1+1", "a": "2"}\n')
+    monkeypatch.chdir(path)
+    return path
+
+
+def write(folder: Path, content: str | Callable[[], dict]) -> Path:
+    file = folder / "recipe.yaml"
+    file.write_text(content if isinstance(content, str) else yaml.safe_dump(content()))
+    return file

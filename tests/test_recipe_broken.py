@@ -1,0 +1,284 @@
+"""A broken recipe is answered with every fault at once, exit status 2, and never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.recipe import RecipeError, load_recipe
+from tests.recipe_cases import edited, make_folder, write
+
+# name: (what is in the file, {key of a violation: a text its rule or way out must contain})
+BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
+    "typos in keys": (
+        edited(("actor.optimizer.lrr", 1e-5), ("group_size", 4), ("data.max_prompt_token", 3), ("xyzzy", 1)),
+        {
+            "actor.optimizer.lrr": "actor.optimizer.lr",
+            "group_size": "algorithm.group_size",
+            "data.max_prompt_token": "data.max_prompt_tokens",
+            "xyzzy": "one of run, model",
+        },
+    ),
+    "wrong types": (
+        edited(
+            ("run.steps", "3"), ("trainer.ranks", 8.0), ("run.dump_rollouts", "yes"), ("run.name", 7), ("reward", "exact")
+        ),
+        {"run.steps": "3", "trainer.ranks": "8", "run.dump_rollouts": "true", "run.name": '"7"', "reward": "must be a list"},
+    ),
+    "true is no number": (
+        edited(("run.seed", True), ("rollout.engines", None)),
+        {"run.seed": "1", "rollout.engines": "number"},
+    ),
+    "out of range": (
+        edited(("run.steps", 0), ("actor.optimizer.lr", 0.0), ("actor.optimizer.beta1", 1.0), ("rollout.temperature", -1.0)),
+        {
+            "run.steps": "at least 1",
+            "actor.optimizer.lr": "above 0",
+            "actor.optimizer.beta1": "below 1",
+            "rollout.temperature": "above 0",
+        },
+    ),
+    "infinite": (edited(("algorithm.kl.coefficient", float("inf"))), {"algorithm.kl.coefficient": "finite"}),
+    "unknown words": (
+        edited(("algorithm.kl.estimator", "k4"), ("trainer.precision", "fp16"), ("algorithm.aggregation", "tokens_mean")),
+        {"algorithm.kl.estimator": "k1, k2, k3", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean"},
+    ),
+    "missing keys and sections": (
+        edited(
+            ("model", ...), ("actor.optimizer", ...), ("phases.actor_update.mini_batch", ...), ("data.prompts.task", ...)
+        ),
+        {
+            "model": "required",
+            "actor.optimizer": "required",
+            "phases.actor_update.mini_batch": "required",
+            "data.prompts.task": "required",
+        },
+    ),
+    "tensor does not divide heads": (
+        edited(("actor.layout.tensor", 3), ("trainer.ranks", 6), ("rollout.tensor", 3), ("run.steps", -1)),
+        {
+            "actor.layout.tensor": "legal: 1, 2, 4",
+            "rollout.tensor": "4 heads",
+            "run.steps": "at least 1",
+        },
+    ),
+    "pipeline does not divide layers": (
+        edited(("actor.layout.pipeline", 3), ("trainer.ranks", 12), ("phases.rollout.prompts", 8)),
+        {"actor.layout.pipeline": "4 layers"},
+    ),
+    "ranks do not divide": (
+        edited(("trainer.ranks", 6), ("phases.actor_update.mini_batch", 5)),
+        {"trainer.ranks": "multiple of", "phases.actor_update.mini_batch": "divide the 16 sequences"},
+    ),
+    "mini-batches do not divide": (
+        edited(("phases.actor_update.mini_batch", 6), ("phases.critic_update.mini_batch", 1)),
+        {"phases.actor_update.mini_batch": "divide the 16", "phases.critic_update.mini_batch": "data-parallel size 2"},
+    ),
+    "batch does not divide over the ranks": (
+        edited(("trainer.ranks", 32), ("phases.rollout.prompts", 6), ("phases.critic_update.mini_batch", 12)),
+        {
+            "phases.rollout.prompts": "12 sequences must divide over 8",
+            "phases.actor_update.mini_batch": "divide the 12",
+            "phases.critic_update.mini_batch": "multiple of the data-parallel size 8",
+        },
+    ),
+    "caps under the longest sequence": (
+        edited(("phases.actor_update.micro_batch.max_tokens", 63), ("phases.critic_value.micro_batch.max_tokens", 1)),
+        {
+            "phases.actor_update.micro_batch.max_tokens": "32 + rollout.max_new_tokens 32 = 64",
+            "phases.critic_value.micro_batch.max_tokens": "64",
+        },
+    ),
+    "both micro-batch rules and none": (
+        edited(
+            ("phases.actor_update.micro_batch.sequences", 2),
+            ("phases.critic_value.micro_batch", {}),
+            ("phases.reference_logprob.micro_batch", 4),
+        ),
+        {
+            "phases.actor_update.micro_batch": "exactly one of",
+            "phases.critic_value.micro_batch": "exactly one of",
+            "phases.reference_logprob.micro_batch": "section",
+        },
+    ),
+    "critic without PPO": (
+        edited(("algorithm.advantage", "grpo"), ("algorithm.group_size", 1), ("phases.rollout.prompts", 16)),
+        {
+            "algorithm.group_size": "at least two",
+            "critic": "gae (PPO)",
+            "algorithm.gae": "gae (PPO)",
+            "algorithm.value_loss": "gae (PPO)",
+            "phases.critic_value": "never runs",
+            "phases.critic_update": "never runs",
+        },
+    ),
+    "PPO without critic": (
+        edited(
+            ("critic", ...),
+            ("algorithm.gae", None),
+            ("algorithm.value_loss", ...),
+            ("phases.critic_value", ...),
+            ("phases.critic_update", ...),
+        ),
+        {
+            "critic": "required",
+            "algorithm.gae": "required",
+            "algorithm.value_loss": "required",
+            "phases.critic_value": "required",
+            "phases.critic_update": "required",
+        },
+    ),
+    "sections of phases that never run": (
+        edited(("algorithm.kl", None), ("phases.actor_update.mini_batch", 16)),
+        {"phases.reference_logprob": "never runs", "phases.actor_logprob": "never runs"},
+    ),
+    "no section for phases that run": (
+        edited(("phases.reference_logprob", ...), ("phases.actor_logprob", ...)),
+        {"phases.reference_logprob": "required", "phases.actor_logprob": "required"},
+    ),
+    "missing models": (
+        edited(("model.path", "models/SmolLM2-135M-Instruct"), ("critic.path", "tinyy")),
+        {"model.path": "make quickstart", "critic.path": "not found"},
+    ),
+    "models megarl cannot run": (
+        edited(("model.path", "gpt2"), ("critic.path", "torn")),
+        {"model.path": "model_type = 'gpt2'", "critic.path": "cannot be used"},
+    ),
+    "model too small for the sequences": (
+        edited(
+            ("data.max_prompt_tokens", 250),
+            ("phases.actor_update.micro_batch.max_tokens", 512),
+            ("rollout.kv_cache_bytes", 9),
+        ),
+        {
+            "rollout.max_new_tokens": "256 positions",
+            "phases.actor_logprob.micro_batch.max_tokens": "282",
+            "phases.critic_value.micro_batch.max_tokens": "282",
+            "rollout.kv_cache_bytes": "282 tokens",
+        },
+    ),
+    "unknown kinds": (
+        edited(("data.prompts.kind", "json"), ("reward.0.kind", "last_numbers"), ("reward.1.kind", ...)),
+        {"data.prompts.kind": "jsonl", "reward.0.kind": "last_number", "reward.1.kind": "required"},
+    ),
+    "prompts that are not there": (
+        edited(
+            ("data.prompts", {"kind": "jsonl", "path": "qa.json", "prompt_field": "q", "answer_field": "a"}),
+            ("data.prompt_template", "Solve it."),
+            ("data.system_prompt", "Be brief."),
+            ("data.chat_template", False),
+            ("rollout.replay", "nowhere"),
+        ),
+        {
+            "data.prompts.path": "qa.jsonl",
+            "data.prompt_template": "{question}",
+            "data.system_prompt": "chat_template",
+            "rollout.replay": "does not exist",
+        },
+    ),
+    "unknown task and no function": (
+        edited(("data.prompts.task", "chain_sums"), ("reward.1.target", "rewards.length"), ("run.name", "a/b")),
+        {"data.prompts.task": "chain_sum", "reward.1.target": "module:function", "run.name": "a-b"},
+    ),
+    "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
+    "no reward at all": (edited(("reward", [])), {"reward": "empty"}),
+    "a section that is a number": (edited(("phases", 3), ("actor", [1])), {"phases": "section", "actor": "section"}),
+    "not YAML": ("run: {name: [", {"recipe": "not valid YAML"}),
+    "empty file": ("", {"recipe": "empty"}),
+    "only a comment": ("# nothing yet\n", {"recipe": "empty"}),
+    "a list": ("- run\n- model\n", {"recipe": "list"}),
+    "one word": ("grpo", {"recipe": "str"}),
+    "a key twice": ("run: {name: a, steps: 3}\nrun: {name: b, steps: 3}\n", {"recipe": "given twice"}),
+    "a number that is no date": ("run: 2026-99-99\n", {"recipe": "not valid YAML"}),
+    "control characters": ("run: \x00\n", {"recipe": "not valid YAML"}),
+    "code in YAML": ("run: !!python/object/apply:os.getcwd []\n", {"recipe": "not valid YAML"}),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_folder(tmp_path, monkeypatch)
+
+
+def test_the_unbroken_recipe_is_legal(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited()))
+    assert recipe.data_parallel == 2
+    assert recipe.updates_per_batch == 2
+
+
+def test_at_least_twenty_recipes_are_broken() -> None:
+    assert len(BROKEN) >= 20
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_fault_is_named_at_once(name: str, folder: Path) -> None:
+    content, expected = BROKEN[name]
+    file = write(folder, content)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    found = {violation.key: f"{violation.rule} {violation.nearest}" for violation in caught.value.violations}
+    assert found.keys() == expected.keys()
+    assert len(caught.value.violations) == len(expected)
+    for key, text in expected.items():
+        assert text in found[key]
+
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    for key in expected:
+        assert f"{key} = " in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.steps", "override"),
+        ("=3", "override"),
+        ("run..steps=3", "override"),
+        ("run.steps=[1", "run.steps"),
+        ("run.name.first=x", "run.name.first"),
+        ("reward.7.kind=exact", "reward.7"),
+        ("reward.first.kind=exact", "reward.first"),
+        ("run.stepz=3", "run.stepz"),
+        ("run.steps=three", "run.steps"),
+    ],
+)
+def test_a_broken_override_is_a_violation(override: str, key: str, folder: Path) -> None:
+    file = write(folder, edited(("trainer.ranks", 6)))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, [override])
+    assert [violation.key for violation in caught.value.violations] == sorted(
+        [key, "trainer.ranks"], key=lambda one: one == "trainer.ranks"
+    )
+
+
+def test_a_missing_file_is_a_violation_with_the_file_that_was_meant(folder: Path) -> None:
+    write(folder, edited())
+    result = CliRunner().invoke(app, ["check", "recipe.yml", "bad"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output and "recipe.yaml" in result.output
+    assert "override = 'bad'" in result.output
+    assert CliRunner().invoke(app, ["check", "."]).exit_code == 2
+
+
+def test_bytes_that_are_no_text_are_a_violation(folder: Path) -> None:
+    (folder / "recipe.yaml").write_bytes(b"run: \xff\xfe\n")
+    with pytest.raises(RecipeError, match="UTF-8"):
+        load_recipe("recipe.yaml")
+
+
+def test_train_refuses_what_check_refuses(folder: Path) -> None:
+    """In a process of its own, as a user runs it."""
+    file = write(folder, edited(("trainer.ranks", 6), ("run.steps", 0)))
+    command = [sys.executable, "-m", "megarl.cli", "train", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert result.returncode == 2
+    assert "trainer.ranks" in result.stderr and "run.steps" in result.stderr
+    assert "Traceback" not in result.stderr
