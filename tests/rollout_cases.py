@@ -81,7 +81,13 @@ class Publisher:
         self._sync = WeightSync(shape, Layout(), rollout_tensor, dtype, "test", 0, None)
 
     def publish(self, version: int, model: Path) -> WeightManifest:
-        manifest = self._sync.publish(version, megatron_shards(model, Layout())[0])
+        return self.publish_shards(version, self.shards(model))
+
+    def shards(self, model: Path) -> dict[str, torch.Tensor]:
+        return megatron_shards(model, Layout())[0]
+
+    def publish_shards(self, version: int, shards: dict[str, torch.Tensor]) -> WeightManifest:
+        manifest = self._sync.publish(version, shards)
         assert manifest is not None
         return manifest
 

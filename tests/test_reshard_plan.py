@@ -94,11 +94,8 @@ def cut(segments: list[Segment], tensors: dict[str, np.ndarray]) -> dict[tuple[i
         )
     parameters = {key: np.zeros(shape, dtype=np.int64) for key, shape in sizes.items()}
     for s in segments:
-        rows, cols = (
-            slice(s.local_row, s.local_row + s.row1 - s.row0),
-            slice(s.local_col, s.local_col + s.col1 - s.col0),
-        )
-        target = parameters[s.rank, s.parameter][rows, cols]
+        end_row, end_col = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
+        target = parameters[s.rank, s.parameter][s.local_row : end_row, s.local_col : end_col]
         assert not target.any(), f"two boxes on one place: {s}"
         target[...] = tensors[s.name][s.row0 : s.row1, s.col0 : s.col1]
     return parameters

@@ -6,7 +6,7 @@ import asyncio
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+# How soon the death of an engine core is seen by a call that waits for it.
+DEATH_POLL_S = 0.25
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 
 
@@ -105,12 +107,12 @@ class RolloutEngine:
         for task in self._waiting.values():
             task.cancel()
         self._waiting = {}
-        await self._guard(engine.pause_generation(mode="abort", clear_cache=True))
+        await self._utility(engine.pause_generation(mode="abort", clear_cache=True))
         self._batches += 1
         queues = [await self._guard(self._queue(request)) for request in requests]
         for request, collectors in zip(requests, queues, strict=True):
             self._waiting[request.position] = asyncio.create_task(self._collect(request, collectors))
-        await self._guard(engine.resume_generation())
+        await self._utility(engine.resume_generation())
 
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """A group's completions, as two objects: facts for rank 0, tokens for whoever fetches them."""
@@ -123,18 +125,18 @@ class RolloutEngine:
 
         engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
         self._dirty = f"the sync of version {manifest.version} did not finish"
-        await self._guard(engine.pause_generation(mode="wait", clear_cache=True))
+        await self._utility(engine.pause_generation(mode="wait", clear_cache=True))
         try:
-            await self._guard(engine.start_weight_update())
-            await self._guard(engine.update_weights(WeightTransferUpdateRequest({"manifest": manifest_values})))
-            await self._guard(engine.finish_weight_update(weight_version=str(manifest.version)))
-            reports = await self._guard(engine.collective_rpc("megarl_weight_report"))
+            await self._utility(engine.start_weight_update())
+            await self._utility(engine.update_weights(WeightTransferUpdateRequest({"manifest": manifest_values})))
+            await self._utility(engine.finish_weight_update(weight_version=str(manifest.version)))
+            reports = await self._utility(engine.collective_rpc("megarl_weight_report"))
         except EngineDied:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
             self._dirty = f"the sync of version {manifest.version} failed"
             raise SyncError(f"{_root_cause(error)}") from error
-        await self._guard(engine.resume_generation())
+        await self._utility(engine.resume_generation())
         self._version, self._dirty = manifest.version, None
         return {
             "received_bytes": sum(report["received_bytes"] for report in reports),
@@ -188,7 +190,17 @@ class RolloutEngine:
             raise EngineDied("the engine was not started or is stopped")
         return self._engine
 
-    async def _guard(self, call: Any) -> Any:
+    async def _utility(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await a utility call to the engine core. vLLM 0.32 never answers one that the core died under, so look."""
+        engine = self._alive()
+        task = asyncio.create_task(self._guard(call))
+        while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
+            if engine.errored:
+                task.cancel()
+                raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}")
+        return task.result()
+
+    async def _guard(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a call to vLLM; a dead engine core becomes EngineDied."""
         from vllm.v1.engine.exceptions import EngineDeadError
 

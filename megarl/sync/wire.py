@@ -55,7 +55,7 @@ class WireLayout:
 
 def box_checksum(content: np.ndarray) -> int:
     """A hash of every byte and its place, so that exchanged elements are seen; xxh3 runs at memory speed."""
-    return xxhash.xxh3_64_intdigest(memoryview(content))
+    return xxhash.xxh3_64_intdigest(content.data)
 
 
 def destination_checksum(checksums: np.ndarray, version: int) -> str:

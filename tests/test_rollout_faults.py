@@ -1,0 +1,115 @@
+"""An engine that dies or hangs is brought back with its weights, or ends the run with its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
+
+pytestmark = [pytest.mark.hang, pytest.mark.slow]
+
+Faulty = tuple[EnginePool, Publisher, Path]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[Faulty]:
+    """One engine that has taken version 1, and the model of that version; completions long enough to interrupt."""
+    old, new = (save_model(tmp_path / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    pool = EnginePool(recipe(old, max_new_tokens=220, max_restarts=2), str(old), (), seed=3)
+    pool.start()
+    pool.apply(publisher.publish(1, new))
+    yield pool, publisher, new
+    pool.shutdown()
+    publisher.close()
+
+
+def processes(pool: EnginePool) -> list[psutil.Process]:
+    """The actor, then vLLM's processes."""
+    facts = pool._engines[0].process
+    assert facts is not None
+    return [psutil.Process(pid) for pid, _ in facts.pids]
+
+
+def busiest_child(pool: EnginePool) -> psutil.Process:
+    """The engine core: the child that has worked most."""
+    return max(processes(pool)[1:], key=lambda child: sum(child.cpu_times()[:2]))
+
+
+def interrupt(process: psutil.Process, worker: psutil.Process, number: signal.Signals) -> threading.Thread:
+    """Send a signal as soon as `worker` has decoded for a while."""
+    idle = sum(worker.cpu_times()[:2])
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while sum(worker.cpu_times()[:2]) < idle + 0.3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_killed_engine_comes_back_with_its_weights_until_it_died_too_often(faulty: Faulty) -> None:
+    pool, _, new = faulty
+    undisturbed = pool.generate(prompts(), 1).payload.fetch(range(16))
+
+    core = busiest_child(pool)
+    killer = interrupt(core, core, signal.SIGKILL)
+    batch = pool.generate(prompts(), 2)
+    killer.join()
+    assert batch.metrics["rollout/num_restarts"] == 1
+    assert set(batch.first_version) == {1}
+    drawn = batch.payload.fetch(range(16))
+    reference = huggingface_logprobs(new, drawn, 1.0)
+    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
+
+    assert same(undisturbed, pool.generate(prompts(), 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
+
+    family = processes(pool)
+    killer = interrupt(family[0], busiest_child(pool), signal.SIGKILL)
+    batch = pool.generate(prompts(), 3)
+    killer.join()
+    assert batch.metrics["rollout/num_restarts"] == 2 and len(batch) == 16
+    assert not [process for process in family if process.is_running()], "the dead actor's children live on"
+
+    core = busiest_child(pool)
+    killer = interrupt(core, core, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"rollout engine 0 died in phase rollout after 2 restarts.*max_restarts = 2"):
+        pool.generate(prompts(), 4)
+    killer.join()
+    assert time.monotonic() - started < 60  # the deadline the project promises
+
+
+def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(faulty: Faulty) -> None:
+    pool, publisher, new = faulty
+    manifest = publisher.publish(2, new)
+    os.kill(busiest_child(pool).pid, signal.SIGKILL)
+    assert pool.apply(manifest)["sync/version"] == 2
+    batch = pool.generate(prompts(), 1)
+    assert set(batch.first_version) == {2} and batch.metrics["rollout/num_restarts"] == 1
+
+
+def test_an_engine_that_hangs_is_named_at_the_deadline(faulty: Faulty) -> None:
+    pool, _, _ = faulty
+    patient = pool._recipe.rollout
+    impatient = pool._recipe.model_copy(update={"rollout": patient.model_copy(update={"timeout_s": 4.0})})
+    pool._recipe = impatient
+    core = busiest_child(pool)
+    stopper = interrupt(core, core, signal.SIGSTOP)
+    with pytest.raises(RolloutError, match=r"rollout engine 0: .* groups of step 1 .*phase rollout.*timeout_s = 4"):
+        pool.generate(prompts(), 1)
+    stopper.join()

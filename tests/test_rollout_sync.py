@@ -1,0 +1,221 @@
+"""After a weight sync a real vLLM engine equals one that loaded the same weights from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Sample
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from megarl.sync.manifest import SyncError
+from megarl.sync.segment import SharedSegment
+from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+
+STOP = (1, 5, 9, 20)
+
+
+def open_engines(model: Path, **rollout: object) -> EnginePool:
+    pool = EnginePool(recipe(model, **rollout), str(model), STOP, seed=3)
+    pool.start()
+    return pool
+
+
+def samples(pool: EnginePool, step: int) -> dict[int, Sample]:
+    return pool.generate(prompts(), step).payload.fetch(range(16))
+
+
+def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probabilities of its own samples and transformers'."""
+    reference = huggingface_logprobs(model, drawn, temperature)
+    return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False), ("qwen3", True)]
+)
+def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
+    old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    synced = open_engines(old, temperature=0.8)
+    try:
+        before = samples(synced, 1)
+        assert distance(old, before, 0.8) < 1e-4
+        figures = synced.apply(publisher.publish(1, new))
+        assert figures["sync/version"] == 1
+        after = samples(synced, 1)
+        assert distance(new, after, 0.8) < 1e-4
+        assert not same(before, after)
+        synced.apply(publisher.publish(2, old))
+        assert same(before, samples(synced, 1)), "a second sync did not bring the first weights back"
+    finally:
+        synced.shutdown()
+        publisher.close()
+    loaded = open_engines(new, temperature=0.8)
+    try:
+        assert same(after, samples(loaded, 1))
+    finally:
+        loaded.shutdown()
+
+
+def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
+    old, new = (save_model(tmp_path / name, "qwen3", True, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new, rollout_tensor=2)
+    pool = open_engines(old, tensor=2)
+    try:
+        assert distance(old, samples(pool, 1)) < 1e-4
+        manifest = publisher.publish(1, new)
+        figures = pool.apply(manifest)
+        assert figures["sync/received_bytes"] == sum(manifest.num_bytes)
+        assert distance(new, samples(pool, 1)) < 1e-4
+    finally:
+        pool.shutdown()
+        publisher.close()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
+    """Two engines with version 1, a publisher, and the models of version 1 and of the next."""
+    folder = tmp_path_factory.mktemp("models")
+    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
+            patch.setenv(name, value)
+        pool = open_engines(old, engines=2)
+    pool.apply(publisher.publish(1, new))
+    yield pool, publisher, new, old
+    pool.shutdown()
+    publisher.close()
+
+
+Running = tuple[EnginePool, Publisher, Path, Path]
+
+
+def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
+    pool, _, new, _ = running
+    batch = pool.generate(prompts(), 5)
+    drawn = batch.payload.fetch(range(16))
+    assert distance(new, drawn) < 1e-4
+    assert batch.groups.tolist() == np.repeat([0, 1, 2, 3], 4).tolist()
+    for s, sample in drawn.items():
+        assert np.array_equal(sample.prompt_ids, prompts()[s // 4].token_ids) and sample.group == s // 4
+        assert batch.completion_lengths[s] == len(sample.completion.token_ids)
+        assert batch.prompt_lengths[s] == len(sample.prompt_ids)
+    assert batch.executed.prompts == 4 and batch.executed.group_size == 4 and batch.executed.max_concurrent == 7
+    assert set(batch.first_version) == set(batch.last_version)
+
+
+def test_a_stop_token_stays_in_the_completion_with_its_logprob(running: Running) -> None:
+    drawn = [sample.completion for step in range(3) for sample in samples(running[0], step).values()]
+    stopped = [completion for completion in drawn if completion.finish_reason == "stop"]
+    assert stopped and len(stopped) < len(drawn)
+    for completion in drawn:
+        assert not set(completion.token_ids[:-1].tolist()) & set(STOP)
+        assert (int(completion.token_ids[-1]) in STOP) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 24
+
+
+def test_seeds_depend_on_step_prompt_and_member_alone(running: Running) -> None:
+    pool = running[0]
+    assert same(samples(pool, 7), samples(pool, 7))
+    assert not same(samples(pool, 7), samples(pool, 8))
+    tokens = {tuple(sample.completion.token_ids) for sample in samples(pool, 7).values()}
+    assert len(tokens) == 16, "members of a group drew the same completion"
+
+
+def test_wrong_prompts_never_reach_the_engine(running: Running) -> None:
+    pool = running[0]
+    good = prompts(1)[0]
+    for ids, rule in [
+        ([131], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([], "max_prompt_tokens"),
+        ([2] * 17, "max_prompt_tokens"),
+    ]:
+        wrong = type(good)(9, np.array(ids, dtype=np.int32), "", "", {})
+        with pytest.raises(ValueError, match=rf"prompt 9 .*{rule}"):
+            pool.generate([good, wrong], 1)
+    assert len(pool.generate([good], 1)) == 4
+
+
+def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
+    import psutil
+
+    for engine in running[0]._engines:
+        assert engine.process is not None
+        for pid, _ in engine.process.pids:
+            names = psutil.Process(pid).environ().keys()
+            assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE"} & names or "VLLM_DIST_IDENT" in names
+
+
+def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) -> None:
+    import pickle
+    import subprocess
+    import sys
+
+    pool = running[0]
+    batch = pool.generate(prompts(), 2)
+    (tmp_path / "payload").write_bytes(pickle.dumps((pool.address, batch.payload)))
+    code = (
+        "import pickle, sys\nfrom pathlib import Path\nfrom megarl.rollout.cluster import join_cluster\n"
+        "folder = Path(sys.argv[1])\naddress, payload = pickle.loads((folder / 'payload').read_bytes())\n"
+        "join_cluster(address)\n"
+        "(folder / 'samples').write_bytes(pickle.dumps(payload.fetch([3, 4, 15])))\n"
+        "assert 'torch' not in sys.modules, 'a payload needs no torch'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    fetched = pickle.loads((tmp_path / "samples").read_bytes())
+    own = batch.payload.fetch(range(16))
+    assert same(fetched, {s: own[s] for s in (3, 4, 15)})
+
+
+def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
+    from megarl.rollout.batch import dump_rollout
+    from megarl.rollout.pool import open_pool
+
+    batch = running[0].generate(prompts(), 4)
+    dump_rollout(tmp_path, 4, batch)
+    replay = open_pool(recipe(running[2], replay=str(tmp_path)), "unused", STOP, seed=3)
+    replay.start()
+    again = replay.generate(prompts(), 4)
+    assert same(batch.payload.fetch(range(16)), again.payload.fetch(range(16)))
+    for column in ("groups", "prompt_lengths", "completion_lengths", "first_version", "last_version"):
+        assert np.array_equal(getattr(batch, column), getattr(again, column)), column
+    assert batch.finish_reasons == again.finish_reasons
+    with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
+        replay.generate(prompts(), 5)
+    with pytest.raises(ValueError, match="prompt 0 is not the one"):
+        replay.generate(prompts(start=1), 4)
+
+
+def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:
+    pool, publisher, new, _ = running
+    manifest = publisher.publish(3, new)
+    data = SharedSegment.open(manifest.segments[0]).data
+    data[1000] ^= 1
+    with pytest.raises(SyncError, match=r"rollout engine 0, phase weight_sync: .*wrong bytes"):
+        pool.apply(manifest)
+    with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
+        pool.generate(prompts(), 1)
+    pool.apply(publisher.publish(4, new))
+    batch = pool.generate(prompts(), 1)
+    assert set(batch.first_version) == set(batch.last_version) == {4}
+    assert distance(new, batch.payload.fetch(range(16))) < 1e-4
+
+
+def test_weights_that_are_not_finite_end_the_rollout(running: Running) -> None:
+    pool, publisher, new, _ = running
+    broken = publisher.shards(new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    pool.apply(publisher.publish_shards(5, broken))
+    with pytest.raises(RolloutError, match=r"rollout engine \d, phase rollout, step 1: .*version 5 are not finite"):
+        pool.generate(prompts(), 1)
+    pool.apply(publisher.publish(6, new))
+    assert distance(new, samples(pool, 1)) < 1e-4
