@@ -2,6 +2,8 @@
 PYTHON := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=10
 MODEL := models/SmolLM2-135M-Instruct
+# A run directory of its own each time: a run never writes over another one.
+RUN := quickstart-$(shell date +%Y%m%d-%H%M%S)
 MEGATRON_019 := .venv-megatron-0.19
 
 .PHONY: setup quickstart test test-megatron-0.19 lint format
@@ -11,8 +13,8 @@ setup:
 
 quickstart: setup
 	$(PYTHON) launch/prepare_smollm2.py $(MODEL)
-	.venv/bin/megarl train recipes/quickstart.yaml
-	.venv/bin/megarl report runs/quickstart
+	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN)
+	.venv/bin/megarl report runs/$(RUN)
 
 test: setup
 	$(PYTEST) -m 'not gpu and not learning'
