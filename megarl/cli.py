@@ -14,6 +14,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
+    from megarl.recipe.checkpoint import Fetch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +36,7 @@ BAD_INPUT = 2
 @app.command()
 def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Prove a recipe without touching a device, and show what each phase will do."""
-    loaded = _load(recipe, overrides or [], download=False)
+    loaded = _load(recipe, overrides or [])
     _print_table(loaded)
 
 
@@ -46,7 +47,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
 ) -> None:
     """Check a recipe, then train it on this machine with torchrun."""
-    loaded = _load(recipe, overrides or [], download=True)
+    from megarl.data.model_files import model_directory
+
+    loaded = _load(recipe, overrides or [], fetch=model_directory)
     command = train_command(recipe, overrides or [], loaded.trainer.ranks, resume)
     # torchrun sets this to 1 where it is absent, silently; the recipe decides.
     environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}
@@ -73,7 +76,10 @@ def report(run_dir: RunArgument) -> None:
     _need_run(run_dir)
     from megarl.telemetry.report import report as write_report
 
-    write_report(run_dir)
+    try:
+        write_report(run_dir)
+    except ValueError as error:
+        _fail(str(error))
 
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: bool) -> list[str]:
@@ -82,11 +88,11 @@ def train_command(recipe: str, overrides: list[str], ranks: int, resume: bool) -
     return [*launcher, "-m", "megarl.train", recipe, *overrides, *(["--resume"] if resume else [])]
 
 
-def _load(path: str, overrides: list[str], download: bool) -> Recipe:
+def _load(path: str, overrides: list[str], fetch: Fetch | None = None) -> Recipe:
     from megarl.recipe import RecipeError, load_recipe
 
     try:
-        return load_recipe(path, overrides, download)
+        return load_recipe(path, overrides, fetch)
     except RecipeError as error:
         _print_violations(path, error)
         raise typer.Exit(BAD_INPUT) from None

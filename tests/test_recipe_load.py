@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app, train_command
 from megarl.recipe import ENGINE_PHASES, Recipe, load_recipe, parse_recipe, recipe_yaml
+from megarl.recipe.sections import Section
 from megarl.recipe.table import phase_table
 from megarl.recipe.yaml_text import parse_yaml
 from tests.recipe_cases import CONFIG, edited, make_folder, write
@@ -32,9 +33,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_is_legal_for_a_model_of_its_layout(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_recipe_is_legal_for_a_model_that_divides(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model itself may not be on this machine; a stand-in that the layouts divide takes its place."""
     monkeypatch.chdir(ROOT)
     layers = 12 * 5 * 7
@@ -96,7 +95,8 @@ def test_yaml_means_what_people_mean(text: str, value: object) -> None:
 def test_a_phase_runs_only_when_something_reads_it(folder: Path) -> None:
     ppo = load_recipe(write(folder, edited()))
     assert ppo.running_phases == (
-        "rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update", "actor_update",
+        "rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
+        "actor_update",
         "weight_sync",
     )  # fmt: skip
     gone = [("critic", None), ("algorithm.gae", None), ("algorithm.value_loss", None), ("algorithm.advantage", "grpo"),
@@ -182,7 +182,8 @@ def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:
 def test_every_field_is_explained() -> None:
     from megarl.recipe.structure import sections_of
 
-    todo, seen = [Recipe], set()
+    todo: list[type[Section]] = [Recipe]
+    seen = set()
     while todo:
         section = todo.pop()
         seen.add(section)

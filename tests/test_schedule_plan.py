@@ -134,7 +134,7 @@ def test_a_plan_depends_on_its_arguments_alone(case: Case, other: Case) -> None:
     st.integers(1, 3),
 )
 def test_packing_is_close_to_the_fewest_bins(lengths: list[int], slack: int, data_parallel: int) -> None:
-    """At most 11/9 of the optimum and one more (Johnson's bound for first-fit decreasing), before rounding up to the ranks."""
+    """At most 11/9 of the optimum and one more (Johnson's bound for first-fit decreasing), rounded up to ranks."""
     lengths = lengths * data_parallel
     lengths = lengths[:9] if data_parallel == 1 else lengths[: 9 // data_parallel * data_parallel]
     cap = max(lengths) + slack

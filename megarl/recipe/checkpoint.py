@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl.reshard.boxes import ModelShape
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-# What an engine, a tokenizer and vLLM read; no other weight formats.
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+Fetch = Callable[[str], Path]
 
 
 class ModelNotFound(ValueError):
@@ -21,10 +21,11 @@ class ModelNotFound(ValueError):
         super().__init__(f"not found: {path!r} is no directory with a config.json and not in the hub cache{reason}")
 
 
-def find_model(path: str, download: bool = False) -> Path:
+def find_model(path: str, fetch: Fetch | None = None) -> Path:
     """The directory of a model given as a directory (from the working directory) or as a hub name.
 
-    A hub name is looked up in the local cache, and with `download` fetched. Raises ModelNotFound.
+    A hub name is looked up in the local cache; `fetch`, which raises ValueError, gets what is not there.
+    Raises ModelNotFound.
     """
     if (Path(path) / "config.json").is_file():
         return Path(path)
@@ -35,30 +36,22 @@ def find_model(path: str, download: bool = False) -> Path:
     cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached).parent
-    if not download or Path(path).parent.is_dir():
+    if fetch is None or Path(path).parent.is_dir():
         raise ModelNotFound(path, _way_out(path))
-    return _download(path)
+    try:
+        return fetch(path)
+    except ValueError as error:
+        reason = f", and fetching it failed: {' '.join(str(error).split())[:200]}"
+        raise ModelNotFound(path, _way_out(path), reason) from error
 
 
-def model_shape(path: str, download: bool = False) -> ModelShape:
+def model_shape(path: str, fetch: Fetch | None = None) -> ModelShape:
     """The shape of a model. Raises ModelNotFound, and ValueError for a config.json that megarl cannot run."""
-    file = find_model(path, download) / "config.json"
+    file = find_model(path, fetch) / "config.json"
     try:
         return ModelShape.from_directory(file.parent)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: is no config.json of a decoder: {type(error).__name__} {error}") from error
-
-
-def _download(name: str) -> Path:
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        reason = f", and its download failed: {' '.join(str(error).split())[:200]}"
-        raise ModelNotFound(name, _way_out(name), reason) from error
 
 
 def _way_out(path: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megarl.recipe.checkpoint import Fetch
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
 from megarl.recipe.structure import read_sections
@@ -15,22 +16,22 @@ from megarl.recipe.violation import RecipeError, Violation
 from megarl.recipe.yaml_text import apply_overrides, read_yaml
 
 
-def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = (), download: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = (), fetch: Fetch | None = None) -> Recipe:
     """Read and prove a recipe; `overrides` are `dotted.key=value` with YAML values, later ones win.
 
-    `download` fetches models that are hub names and neither on disk nor in the hub cache; without it such a model is a
+    `fetch` gets models that are hub names and neither on disk nor in the hub cache; without it such a model is a
     violation. Raises RecipeError with every violation found.
     """
     data, violations = read_yaml(path)
     violations += apply_overrides({} if data is None else data, list(overrides))
     if data is None:
         raise RecipeError(violations)
-    return _prove(data, violations, download)
+    return _prove(data, violations, fetch)
 
 
-def parse_recipe(data: dict[str, Any], download: bool = False) -> Recipe:
+def parse_recipe(data: dict[str, Any], fetch: Fetch | None = None) -> Recipe:
     """The same for plain data that did not come from a file."""
-    return _prove(copy.deepcopy(data), [], download)
+    return _prove(copy.deepcopy(data), [], fetch)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -38,9 +39,9 @@ def recipe_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _prove(data: dict[str, Any], violations: list[Violation], download: bool) -> Recipe:
+def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
     recipe, structural = read_sections(data)
-    found = [*violations, *structural, *cross_violations(recipe, download)]
+    found = [*violations, *structural, *cross_violations(recipe, fetch)]
     if found:
         raise RecipeError(found)
     return recipe

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -20,6 +20,8 @@ TYPE_WORDS = {
     "tuple_type": "must be a list",
     "finite_number": "must be a finite number",
 }
+# How far from a wrong number a legal one is looked for; sizes in a recipe may be huge.
+SEARCH = 10_000
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -29,10 +31,14 @@ def closest_text(value: Any, options: Iterable[Any]) -> str:
     return (difflib.get_close_matches(str(value).lower(), options, 1, 0.4) or options[:1] or [""])[0]
 
 
-def closest_number(value: int, options: Iterable[int]) -> str:
-    """The option nearest to the value, the smaller of two equally near; '' without options."""
-    ordered = sorted(options, key=lambda option: (abs(option - value), option))
-    return str(ordered[0]) if ordered else ""
+def closest_number(value: int, legal: Callable[[int], bool], high: int) -> str:
+    """The legal number in 1 ... `high` nearest to the value, the smaller of two; '' where none is near."""
+    start = min(max(value, 1), high)
+    for distance in range(min(high, SEARCH) + 1):
+        for candidate in (start - distance, start + distance):
+            if 1 <= candidate <= high and legal(candidate):
+                return str(candidate)
+    return ""
 
 
 def way_out(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megarl.recipe.checkpoint import ModelNotFound, model_shape
+from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.sections import ReasoningGymPromptsSection, UnknownField, UpdatePhaseSection
@@ -23,7 +23,7 @@ Violations = Iterator[Violation]
 BYTES = {"fp32": 4, "bf16": 2}
 
 
-def cross_violations(recipe: Recipe, download: bool = False) -> list[Violation]:
+def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violation]:
     """Every violation of a rule over several fields, in the order of RULES."""
     found: list[Violation] = []
     for rule in RULES:
@@ -32,7 +32,7 @@ def cross_violations(recipe: Recipe, download: bool = False) -> list[Violation]:
         for phase_rule in PHASE_RULES:
             _collect(found, phase_rule(recipe, phase))
     for key in ("model.path", "critic.path"):
-        _collect(found, _model(recipe, key, download))
+        _collect(found, _model(recipe, key, fetch))
     return found
 
 
@@ -97,7 +97,7 @@ def _ranks(recipe: Recipe) -> Violations:
             "trainer.ranks",
             ranks,
             rule,
-            closest_number(ranks, [max(1, ranks // cut) * cut, (ranks // cut + 1) * cut]),
+            closest_number(ranks, lambda count: count % cut == 0, ranks + cut),
         )
 
 
@@ -105,10 +105,14 @@ def _batch(recipe: Recipe) -> Violations:
     data = _data_parallel(recipe)
     prompts, sequences = recipe.phases.rollout.prompts, recipe.num_sequences
     if sequences % data:
-        legal = [count for count in range(1, prompts + data + 1) if count * recipe.algorithm.group_size % data == 0]
         group = recipe.algorithm.group_size
         rule = f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over {data} data-parallel ranks"
-        yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, legal))
+        yield Violation(
+            "phases.rollout.prompts",
+            prompts,
+            rule,
+            closest_number(prompts, lambda count: count * group % data == 0, prompts + data),
+        )
 
 
 def _data_parallel(recipe: Recipe) -> int:
@@ -169,8 +173,7 @@ def _mini_batch(recipe: Recipe, phase: str) -> Violations:
         data = _data_parallel(recipe)
     except UnknownField:
         data = 1  # the ranks have a violation of their own; the batch is still checked
-    legal = [count for count in range(data, sequences + 1, data) if sequences % count == 0]
-    nearest = closest_number(size, legal)
+    nearest = closest_number(size, lambda count: count % data == 0 and sequences % count == 0, sequences)
     key = f"phases.{phase}.mini_batch"
     if sequences % size:
         group = recipe.algorithm.group_size
@@ -243,13 +246,13 @@ def _warmup(recipe: Recipe) -> Violations:
             yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(recipe.run.steps))
 
 
-def _model(recipe: Recipe, key: str, download: bool) -> Violations:
+def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     """The model exists, megarl knows it, and the layouts divide it."""
     if key == "critic.path" and (recipe.critic is None or recipe.critic.path is None):
         return
     path = recipe.critic_path if key == "critic.path" else recipe.model.path
     try:
-        shape = model_shape(path, download)
+        shape = model_shape(path, fetch)
     except ModelNotFound as error:
         yield Violation(key, path, str(error), error.way_out)
         return
@@ -281,7 +284,7 @@ def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
             f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them) "
             f"and {shape.ffn} feed-forward rows; legal: {', '.join(map(str, legal))}"
         )
-        yield Violation(key, tensor, rule, closest_number(tensor, legal))
+        yield Violation(key, tensor, rule, closest_number(tensor, lambda size: size in legal, shape.heads))
 
 
 def _tensor(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -295,12 +298,11 @@ def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
 def _pipeline(recipe: Recipe, shape: ModelShape) -> Violations:
     pipeline, layers = recipe.actor.layout.pipeline, shape.num_layers
     if layers % pipeline:
-        legal = [size for size in range(1, layers + 1) if layers % size == 0]
         yield Violation(
             "actor.layout.pipeline",
             pipeline,
             f"must divide the model's {layers} layers",
-            closest_number(pipeline, legal),
+            closest_number(pipeline, lambda size: layers % size == 0, layers),
         )
 
 
