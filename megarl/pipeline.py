@@ -203,5 +203,3 @@ class Pipeline:
         torch.set_rng_state(state["random"])
         if self.parts.prompts is not None:
             self.parts.prompts.seek(state["prompts"])
-
-

@@ -30,7 +30,9 @@ from megarl.reshard.boxes import ModelShape  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import join_cluster  # noqa: E402
+from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.pool import open_pool  # noqa: E402
+from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 
@@ -170,7 +172,8 @@ def main(arguments: list[str]) -> int:
         if first:
             print(error, file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, RolloutError, SyncError, TimeoutError) as error:
+        # These say by themselves what happened, where, and what to do; a traceback would bury it.
         if first:
             print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1

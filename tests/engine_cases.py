@@ -43,7 +43,9 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
     )
 
 
-def engine(directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any) -> Engine:
+def engine(
+    directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any
+) -> Engine:
     optimizer = None if lr is None else OptimizerSection(lr=lr)
     shape = ModelShape.from_directory(directory)
     return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, total_updates=10, **more)
@@ -68,13 +70,17 @@ def full_logits(directory: str, layout: tuple[int, int, int], lengths: list[tupl
     return found[0].numpy() if found else None
 
 
-def train(directory: str, layout: tuple[int, int, int], role: str, steps: int, max_tokens: int, precision: str = "fp32") -> Any:
+def train(
+    directory: str, layout: tuple[int, int, int], role: str, steps: int, max_tokens: int, precision: str = "fp32"
+) -> Any:
     """Forward, then `steps` updates towards fixed targets: per-token outputs, loss sums and gradient norms."""
     place = start(layout)
     trained = engine(directory, place, role, lr=1e-2, precision=precision)
     lengths = [(3 + index % 5, 2 + (index * 7) % 11) for index in range(12)]
     batch = random_batch(trained.shape.vocab, lengths)
-    plan = plan_phase(Schedule(f"{role}_update", max_tokens=max_tokens, mini_batch=12), batch.lengths.tolist(), place.layout.data, 0)
+    plan = plan_phase(
+        Schedule(f"{role}_update", max_tokens=max_tokens, mini_batch=12), batch.lengths.tolist(), place.layout.data, 0
+    )
     mini_batch = plan.mini_batches[0]
     weight = 1.0 / float(batch.completion_lengths.sum())
 

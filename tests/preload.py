@@ -2,7 +2,7 @@
 
 import numpy  # noqa: F401
 import safetensors.torch  # noqa: F401
-import torch  # noqa: F401
+import torch
 
 import megarl.engine.model  # noqa: F401
 

@@ -27,9 +27,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = [
-        context.Process(target=_rank, args=(answers, function, rank, ranks, port, args)) for rank in range(ranks)
-    ]
+    processes = [context.Process(target=_rank, args=(answers, function, rank, ranks, port, args)) for rank in range(ranks)]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}

@@ -25,7 +25,9 @@ def tiny_run(folder: Path, family: str = "qwen3", tied: bool = False, layers: in
     return model
 
 
-def tiny_recipe(folder: Path, name: str, ppo: bool, ranks: int, tensor: int, pipeline: int, steps: int, **changes: Any) -> Path:
+def tiny_recipe(
+    folder: Path, name: str, ppo: bool, ranks: int, tensor: int, pipeline: int, steps: int, **changes: Any
+) -> Path:
     """Write a recipe for `tiny_run`'s folder; `changes` are dotted keys with `__` for the dot."""
     recipe: dict[str, Any] = {
         "run": {"name": name, "steps": steps, "dir": str(folder / "runs")},

@@ -16,7 +16,9 @@ def _figures(directory, layout, role, max_tokens):
     return run_ranks(train, layout[0] * layout[1] * layout[2], str(directory), layout, role, STEPS, max_tokens)[0]
 
 
-@pytest.mark.parametrize("role,family,tied", [("actor", "qwen3", True), ("actor", "qwen2", False), ("critic", "qwen3", False)])
+@pytest.mark.parametrize(
+    "role,family,tied", [("actor", "qwen3", True), ("actor", "qwen2", False), ("critic", "qwen3", False)]
+)
 def test_updates_do_not_depend_on_the_layout_or_the_cut(tmp_path, role, family, tied):
     directory = save_tiny_model(tmp_path, family, tied)
     reference = _figures(directory, (1, 1, 1), role, 400)

@@ -147,11 +147,13 @@ def test_setup_tries_the_cpu_index_of_pytorch_once_and_says_so(tmp_path: Path, s
         assert calls[-1].endswith("--editable .")
 
 
-def test_quickstart_reports_the_run_that_its_recipe_names() -> None:
+def test_quickstart_reports_the_run_that_it_trained() -> None:
     recipe = yaml.safe_load((ROOT / "recipes/quickstart.yaml").read_text())
-    makefile = (ROOT / "Makefile").read_text()
-    assert f"megarl report {recipe['run'].get('dir', 'runs')}/{recipe['run']['name']}\n" in makefile
-    assert f"MODEL := {recipe['model']['path']}\n" in makefile
+    done = subprocess.run(["make", "-n", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True)
+    trained = re.search(r"megarl train recipes/quickstart.yaml run.name=(\S+)", done.stdout)
+    assert trained is not None
+    assert f"megarl report {recipe['run'].get('dir', 'runs')}/{trained[1]}\n" in done.stdout
+    assert f"prepare_smollm2.py {recipe['model']['path']}\n" in done.stdout
 
 
 def test_recipe_of_the_readme_is_accepted(tmp_path: Path) -> None:

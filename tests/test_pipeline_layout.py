@@ -16,7 +16,12 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path):
     tiny_run(tmp_path, "qwen3")
     replay = fake_rollouts(tmp_path, STEPS)
     found = {}
-    for name, (ranks, tensor, pipeline) in {"tp2pp2": (4, 2, 2), "one": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2)}.items():
+    for name, (ranks, tensor, pipeline) in {
+        "tp2pp2": (4, 2, 2),
+        "one": (1, 1, 1),
+        "tp2": (2, 2, 1),
+        "pp2": (2, 1, 2),
+    }.items():
         recipe = tiny_recipe(tmp_path, name, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay))
         megarl("train", str(recipe))
         found[name] = figures(tmp_path, name)

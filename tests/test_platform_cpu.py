@@ -50,6 +50,9 @@ print("unchanged")
 def test_names_of_transformer_engine_map_to_the_local_ones():
     from megarl.engine.model import local_name
 
-    assert local_name("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight") == "decoder.layers.3.input_layernorm.weight"
+    assert (
+        local_name("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
+        == "decoder.layers.3.input_layernorm.weight"
+    )
     assert local_name("decoder.layers.3.mlp.linear_fc1.layer_norm_weight") == "decoder.layers.3.pre_mlp_layernorm.weight"
     assert local_name("decoder.layers.3.mlp.linear_fc1.weight") == "decoder.layers.3.mlp.linear_fc1.weight"

@@ -10,7 +10,13 @@ FAMILIES = ("llama", "llama3", "qwen2", "qwen3")
 
 
 def save_tiny_model(
-    directory: Path, family: str = "qwen3", tied: bool = False, seed: int = 0, vocab: int = 131, layers: int = 4, head_dim: int = 12
+    directory: Path,
+    family: str = "qwen3",
+    tied: bool = False,
+    seed: int = 0,
+    vocab: int = 131,
+    layers: int = 4,
+    head_dim: int = 12,
 ) -> Path:
     """Write a random model of about 50 thousand weights: 4 heads, 2 groups, an odd vocabulary.
 

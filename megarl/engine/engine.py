@@ -166,7 +166,9 @@ class Engine:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.as_tensor(grad_norm)):
-            raise RuntimeError(f"the {self.role}'s gradient norm is {grad_norm}: no update was taken; lower the learning rate")
+            raise RuntimeError(
+                f"the {self.role}'s gradient norm is {grad_norm}: no update was taken; lower the learning rate"
+            )
         self.scheduler.step(1)
         sums: dict[str, float] = {}
         for part in stored:

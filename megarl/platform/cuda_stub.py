@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import BFloat16Tensor, FloatTensor, HalfTensor  # type: ignore[attr-defined]  # noqa: F401
-from torch import get_rng_state, manual_seed, set_rng_state  # noqa: F401
+from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401  # noqa: F401
 
 missed: set[str] = set()
 

@@ -46,7 +46,9 @@ def rank_segments(
     for local, layer in enumerate(stage_layers(shape, layout, pipeline_rank)):
         yield from _layer_segments(shape, layout.tensor, tensor_rank, rank, layer, f"decoder.layers.{local}.")
     if first:
-        yield from _vocab_rows(shape, layout.tensor, tensor_rank, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
+        yield from _vocab_rows(
+            shape, layout.tensor, tensor_rank, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight"
+        )
     if last:
         yield _whole("model.norm.weight", shape.hidden, rank, "decoder.final_layernorm.weight")
     if last and not critic and not shape.tied:
@@ -69,11 +71,17 @@ def _layer_segments(shape: ModelShape, tensor: int, t: int, rank: int, layer: in
         yield from _qkv(shape, tensor, t, rank, name, local + "self_attention.linear_qkv.bias", "bias", 1)
     attention, ffn = shape.heads * shape.head_dim // tensor, shape.ffn // tensor
     projection = local + "self_attention.linear_proj.weight"
-    yield Segment(name + "self_attn.o_proj.weight", 0, shape.hidden, t * attention, (t + 1) * attention, rank, projection, 0, 0)
+    yield Segment(
+        name + "self_attn.o_proj.weight", 0, shape.hidden, t * attention, (t + 1) * attention, rank, projection, 0, 0
+    )
     for position, part in enumerate(("gate_proj", "up_proj")):
         parameter = local + "mlp.linear_fc1.weight"
-        yield Segment(f"{name}mlp.{part}.weight", t * ffn, (t + 1) * ffn, 0, shape.hidden, rank, parameter, position * ffn, 0)
-    yield Segment(name + "mlp.down_proj.weight", 0, shape.hidden, t * ffn, (t + 1) * ffn, rank, local + "mlp.linear_fc2.weight", 0, 0)
+        yield Segment(
+            f"{name}mlp.{part}.weight", t * ffn, (t + 1) * ffn, 0, shape.hidden, rank, parameter, position * ffn, 0
+        )
+    yield Segment(
+        name + "mlp.down_proj.weight", 0, shape.hidden, t * ffn, (t + 1) * ffn, rank, local + "mlp.linear_fc2.weight", 0, 0
+    )
 
 
 def _whole(name: str, size: int, rank: int, parameter: str) -> Segment:
@@ -97,10 +105,15 @@ def _qkv(
     start, stop = t * rows, (t + 1) * rows
     for group in range(shape.groups):
         base = group * (queries + 2) * d
-        parts = (("q_proj", base, queries * d, group * queries * d), ("k_proj", base + queries * d, d, group * d),
-                 ("v_proj", base + (queries + 1) * d, d, group * d))
+        parts = (
+            ("q_proj", base, queries * d, group * queries * d),
+            ("k_proj", base + queries * d, d, group * d),
+            ("v_proj", base + (queries + 1) * d, d, group * d),
+        )
         for part, fused, size, checkpoint_row in parts:
             low, high = max(fused, start), min(fused + size, stop)
             if low < high:
                 row = checkpoint_row + low - fused
-                yield Segment(f"{name}self_attn.{part}.{kind}", row, row + high - low, 0, columns, rank, parameter, low - start, 0)
+                yield Segment(
+                    f"{name}self_attn.{part}.{kind}", row, row + high - low, 0, columns, rank, parameter, low - start, 0
+                )

@@ -1,0 +1,81 @@
+"""The vLLM engine process dies in the middle of a run: the run finishes, or ends naming it and can be resumed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.runs import figures, megarl, tiny_recipe, tiny_run
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+START_DEADLINE_S, END_DEADLINE_S, FINISH_DEADLINE_S = 240, 60, 300
+# Long completions: the run spends most of its time in rollouts.
+LONG = {
+    "data__max_prompt_tokens": 8,
+    "rollout__max_new_tokens": 300,
+    "phases__actor_update__micro_batch": {"max_tokens": 1300},
+}
+
+
+def _poll(condition, deadline_s, what):
+    end = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} not within {deadline_s} s"
+        time.sleep(0.2)
+    return found
+
+
+def _start(recipe):
+    return subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli", "train", str(recipe)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+
+def _engine_cores(run):
+    processes = psutil.Process(run.pid).children(recursive=True)
+    return [process for process in processes if "EngineCore" in " ".join(process.cmdline() or [process.name()])]
+
+
+def _kill_engine_after(run, folder, name, steps):
+    metrics = folder / "runs" / name / "metrics.jsonl"
+
+    def ready():
+        assert run.poll() is None, run.stdout.read()[-3000:]
+        return metrics.is_file() and len(metrics.read_text().splitlines()) >= steps and _engine_cores(run)
+
+    for process in _poll(ready, START_DEADLINE_S, f"step {steps} with a running engine"):
+        process.send_signal(signal.SIGKILL)
+
+
+def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
+    tiny_run(tmp_path, "qwen3")
+    steps = 6
+    run = _start(tiny_recipe(tmp_path, "restarted", False, 1, 1, 1, steps, **LONG))
+    _kill_engine_after(run, tmp_path, "restarted", 2)
+    output, _ = run.communicate(timeout=FINISH_DEADLINE_S)
+    assert run.returncode == 0, output[-3000:]
+    lines = figures(tmp_path, "restarted")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert sum(line["rollout/num_restarts"] for line in lines) + sum(line.get("sync/num_restarts", 0) for line in lines) >= 1
+    assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "the new engine has the synchronised weights"
+
+
+def test_without_restarts_left_the_run_names_the_engine_and_resumes(tmp_path):
+    tiny_run(tmp_path, "qwen3")
+    steps = 5
+    changes = LONG | {"rollout__max_restarts": 0, "run__checkpoint_every": 1}
+    recipe = tiny_recipe(tmp_path, "ended", False, 1, 1, 1, steps, **changes)
+    run = _start(recipe)
+    _kill_engine_after(run, tmp_path, "ended", 2)
+    output, _ = run.communicate(timeout=END_DEADLINE_S)
+    assert run.returncode != 0
+    assert "rollout engine 0" in output and "phase rollout" in output, output[-3000:]
+    done = len(figures(tmp_path, "ended"))
+    assert 2 <= done < steps
+    megarl("train", str(recipe), "--resume")
+    assert [line["step"] for line in figures(tmp_path, "ended")] == list(range(1, steps + 1))
