@@ -106,7 +106,7 @@ def recipe(model: Path, **rollout: Any) -> Recipe:
             "reward": [{"kind": "last_number"}],
             "trainer": {"ranks": 1, "precision": "fp32"},
             "actor": {"optimizer": {"lr": 1e-3}},
-            "rollout": {"max_new_tokens": 24, "kv_cache_bytes": 32 << 20, "timeout_s": 120.0} | rollout,
+            "rollout": {"max_new_tokens": 24, "kv_cache_bytes": 32 << 20, "timeout_s": 300.0} | rollout,
             "phases": {
                 "rollout": {"prompts": 4, "max_concurrent": 7},
                 "actor_update": {"mini_batch": 16, "micro_batch": {"sequences": 4}},

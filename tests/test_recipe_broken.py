@@ -186,6 +186,15 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("data.prompts.task", "chain_sums"), ("reward.1.target", "rewards.length"), ("run.name", "a/b")),
         {"data.prompts.task": "chain_sum", "reward.1.target": "module:function", "run.name": "a-b"},
     ),
+    # Neither fault makes the reference phase look needless, nor the critic phases look as if they lacked a critic.
+    "no rule runs on a guess": (
+        edited(("algorithm.kl", 3), ("critic", "small")),
+        {"algorithm.kl": "section", "critic": "section"},
+    ),
+    "a misspelt section is not an absent one": (
+        edited(("algorithm.kl", ...), ("algorithm.kll", {"place": "loss", "coefficient": 0.1, "estimator": "k3"})),
+        {"algorithm.kll": "algorithm.kl"},
+    ),
     "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
     "no reward at all": (edited(("reward", [])), {"reward": "empty"}),
     "a section that is a number": (edited(("phases", 3), ("actor", [1])), {"phases": "section", "actor": "section"}),

@@ -38,7 +38,7 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False), ("qwen3", True)]
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)]
 )
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
@@ -152,7 +152,7 @@ def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
         assert engine.process is not None
         for pid, _ in engine.process.pids:
             names = psutil.Process(pid).environ().keys()
-            assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE"} & names or "VLLM_DIST_IDENT" in names
+            assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE"} & names
 
 
 def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def test_packing_is_close_to_the_fewest_bins(lengths: list[int], slack: int, dat
     assert -(-fewest // data_parallel) <= count <= -(-(11 * fewest // 9 + 1) // data_parallel)
 
 
+def test_a_batch_that_only_fills_exactly_is_packed() -> None:
+    """Longest into the lightest of 3 bins ends at 8, 8 and 11 (Graham's worst case); first-fit reaches 9, 9 and 9."""
+    plan = plan_phase(Schedule("critic_value", max_tokens=9), [5, 5, 4, 4, 3, 3, 3], 1, 0)
+    assert [one.tokens for one in plan.mini_batches[0].micro_batches[0]] == [9, 9, 9]
+
+
 def fewest_bins(lengths: tuple[int, ...], cap: int) -> int:
     """By trying every assignment (up to the order of bins)."""
     best = len(lengths)
