@@ -1,4 +1,4 @@
-"""One trainer rank: `torchrun ... -m megarl.train RECIPE [key=value ...] [--resume]`; `megarl train` starts as many as needed."""
+"""One trainer rank: `torchrun ... -m megarl.train RECIPE [key=value ...] [--resume]`; `megarl train` starts them all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # Every rank would print them, and none is the user's to mend.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -36,6 +38,8 @@ from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 
+# `auto` takes the fastest transport that works here: engines and trainer share a machine, so shared memory.
+TRANSPORTS = {"auto": WeightSync, "shared_memory": WeightSync}
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
 
@@ -43,6 +47,7 @@ ENGINE_START_S = 900.0
 def train(recipe: Recipe, resume: bool) -> None:
     """Run the recipe on this rank. Raises ValueError for what a user can mend; any other error names rank and phase."""
     local_rank = int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(recipe.trainer.threads)
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     rank = int(os.environ["RANK"])
     control = start_control(_longest_wait_s(recipe))
@@ -110,7 +115,9 @@ def build_parts(recipe: Recipe, directory: Path, place: Place, control: Any, run
     if not replayed:
         dtype = DTYPES[recipe.rollout_precision]
         group = control if place.layout.ranks > 1 else None
-        weights = WeightSync(shape, place.layout, recipe.rollout.tensor, dtype, recipe.run.name, place.rank, group)
+        weights = TRANSPORTS[recipe.weight_sync.transport](
+            shape, place.layout, recipe.rollout.tensor, dtype, recipe.run.name, place.rank, group
+        )
     prompts = rollouts = rewards = dump = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))

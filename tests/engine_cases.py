@@ -97,7 +97,7 @@ def train(
         name = "values" if role == "critic" else "logprobs"
         shared = share_results(results.get(name, {}), mini_batch, batch, place)
         update = trained.update(batch, mini_batch, objective)
-        losses = [None] * place.layout.ranks
+        losses = [0.0] * place.layout.ranks
         dist.all_gather_object(losses, update.sums.get("loss", 0.0) if place.is_source else 0.0)
         figures.append((sum(losses), update.grad_norm, torch.cat(shared).numpy()))
     return figures

@@ -31,6 +31,7 @@ def _cut(compile):
     head = LogProbabilities(VOCAB, TEMPERATURE, parallel_state.get_tensor_model_parallel_group(), compile)
     logprobs, entropy = head(mine, targets)
     (weights[0] * logprobs + weights[1] * entropy).sum().backward()
+    assert mine.grad is not None
     return logprobs.detach().numpy(), entropy.detach().numpy(), mine.grad.numpy()
 
 
