@@ -11,7 +11,8 @@ import ray
 
 from megarl.platform import current as device_platform
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
-from megarl.rollout.failure import EngineDied, RolloutError
+from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
+from megarl.sync.manifest import SyncError
 
 STOP_S = 10.0
 
@@ -68,7 +69,9 @@ class EngineHandle:
             raise RolloutError(f"{self.name}: {error}") from error
 
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-        """Begin a call; its reference (or references)."""
+        """Begin a call; its reference (or references). Raises EngineDied where there is no actor any more."""
+        if self._actor is None:
+            raise EngineDied("it was ended and not started again")
         return getattr(self._actor, method).options(num_returns=num_returns).remote(*arguments)
 
     def get(self, reference: Any, phase: str) -> Any:
@@ -82,7 +85,9 @@ class EngineHandle:
                 f"no answer of {self.name} in phase {phase} within rollout.timeout_s = {self._timeout_s:g}"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # with its own type and message, without Ray's frames
+            if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
+                raise error.cause from None  # the message says all; Ray's frames around it say nothing
+            raise
         except ray.exceptions.RayActorError as error:
             raise EngineDied(f"the actor's process is gone: {error}") from error
 

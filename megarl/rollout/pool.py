@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,6 @@ from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.store import GroupStore, StoredPayload
 from megarl.sync.manifest import SyncError, WeightManifest
-
-STORE_NAME = "megarl-rollouts"
 
 
 class EnginePool:
@@ -43,6 +42,8 @@ class EnginePool:
         self._manifest: WeightManifest | None = None
         self._batches = 0
         self._store: Any = None
+        self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
+        self._owns_cluster = False
         self.address: str | None = None
         rollout = recipe.rollout
         self._engines = [
@@ -68,8 +69,9 @@ class EnginePool:
 
     def start(self) -> None:
         """Start Ray and all engines, side by side. Raises RolloutError naming the engine that did not start."""
+        self._owns_cluster = not ray.is_initialized()
         self.address = start_cluster(self._ray_address)
-        self._store = ray.remote(GroupStore).options(name=STORE_NAME, num_cpus=0).remote()
+        self._store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0).remote()
         started = [(engine, engine.begin_start()) for engine in self._engines]
         for engine, reference in started:
             try:
@@ -96,7 +98,7 @@ class EnginePool:
         ray.get(keep, timeout=self._recipe.rollout.timeout_s)
         processes = [engine.process for engine in self._engines if engine.process is not None]
         executed = RolloutExecuted(len(prompts), size, max(process.max_concurrent for process in processes))
-        payload = StoredPayload(STORE_NAME, batch, size, self._recipe.rollout.timeout_s)
+        payload = StoredPayload(self._store_name, batch, size, self._recipe.rollout.timeout_s)
         result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
@@ -125,14 +127,15 @@ class EnginePool:
         }
 
     def shutdown(self) -> None:
-        """End all engines and leave Ray; safe after a failure and more than once."""
+        """End all engines, and Ray where `start` began it; safe after a failure and more than once."""
         if self.address is None:
             return
         for engine in self._engines:
             engine.stop()
         if self._store is not None:
             ray.kill(self._store)
-        stop_cluster()
+        if self._owns_cluster:
+            stop_cluster()
         self.address = None
 
     def _run(self, work: dict[int, dict[int, GroupRequest]], step: int) -> tuple[dict[int, GroupFacts], dict[int, Any]]:
