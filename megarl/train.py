@@ -98,18 +98,17 @@ def build_parts(recipe: Recipe, directory: Path, place: Place, control: Any, run
         temperature=recipe.rollout.temperature,
         compile_entropy=recipe.trainer.compile_entropy,
         seed=recipe.run.seed,
+        steps=recipe.run.steps,
     )
-    updates = recipe.run.steps * recipe.updates_per_batch
-    actor = engine("actor", shape, directory, optimizer=recipe.actor.optimizer, total_updates=updates)
+    actor = engine("actor", shape, directory, optimizer=recipe.actor.optimizer, updates_per_step=recipe.updates_per_batch)
     reference = engine("reference", shape, directory) if "reference_logprob" in recipe.running_phases else None
     critic = None
     if recipe.critic is not None:
         values = model_directory(recipe.critic_path)
-        critic_updates = recipe.schedule("critic_update")
-        assert critic_updates.mini_batch is not None
-        updates = recipe.run.steps * recipe.num_sequences // critic_updates.mini_batch * critic_updates.epochs
+        cut = recipe.schedule("critic_update")
+        assert cut.mini_batch is not None
         critic = engine("critic", ModelShape.from_directory(values), values, optimizer=recipe.critic.optimizer,
-                        total_updates=updates)  # fmt: skip
+                        updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
     replayed = recipe.rollout.replay is not None
     weights = None
     if not replayed:

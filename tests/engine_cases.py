@@ -46,9 +46,10 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
 def engine(
     directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any
 ) -> Engine:
-    optimizer = None if lr is None else OptimizerSection(lr=lr)
+    # A warm-up and a decay, so that a schedule in the wrong place shows.
+    optimizer = None if lr is None else OptimizerSection(lr=lr, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, total_updates=10, **more)
+    return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, steps=10, **more)
 
 
 def full_logits(directory: str, layout: tuple[int, int, int], lengths: list[tuple[int, int]]) -> Any:
@@ -104,13 +105,19 @@ def train(
 
 
 def train_with_checkpoints(
-    directory: str, layout: tuple[int, int, int], folder: str, updates: int, save_at: int | None, resume: bool
+    directory: str,
+    layout: tuple[int, int, int],
+    folder: str,
+    updates: int,
+    save_at: int | None,
+    resume: bool,
+    lr: float = 1e-2,
 ) -> Any:
     """Actor and critic side by side: losses and gradient norms of `updates` updates, the weights' sum at the end."""
     from megarl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
     place = start(layout)
-    roles = {role: engine(directory, place, role, lr=1e-2) for role in ("actor", "critic")}
+    roles = {role: engine(directory, place, role, lr=lr) for role in ("actor", "critic")}
     batch = random_batch(roles["actor"].shape.vocab, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(8)])
     schedule = Schedule("update", max_tokens=40, mini_batch=8)
     mini_batch = plan_phase(schedule, batch.lengths.tolist(), place.layout.data, 0).mini_batches[0]

@@ -25,3 +25,11 @@ def test_resume_is_exact_and_may_change_the_layout(tmp_path):
         ):
             assert found[:2] == expected[:2]
             assert found[2:] == pytest.approx(expected[2:], rel=1e-4)
+
+
+def test_a_changed_learning_rate_holds_after_a_resume(tmp_path):
+    directory, folder = str(save_tiny_model(tmp_path / "model")), str(tmp_path / "checkpoints")
+    whole = run_ranks(train_with_checkpoints, 1, directory, (1, 1, 1), folder, 3, 2, False)[0]
+    resumed = run_ranks(train_with_checkpoints, 1, directory, (1, 1, 1), folder, 3, None, True, 5e-3)[0]
+    assert [line[:2] for line in resumed] == [line[:2] for line in whole[4:]]
+    assert [line[-1] for line in resumed] == pytest.approx([line[-1] / 2 for line in whole[4:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -62,3 +63,7 @@ def save_tiny_tokenizer(directory: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<pad>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"  # noqa: E501
     fast.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    save_tiny_tokenizer(save_tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32))

@@ -52,7 +52,8 @@ class Update:
 class Engine:
     """A role (actor, reference or critic) under one layout.
 
-    `optimizer` is None for a role that is never updated. `total_updates` is the length of the learning-rate schedule.
+    `optimizer` is None for a role that is never updated. `steps` and `updates_per_step` are the length of the learning-rate
+    schedule.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Engine:
         temperature: float,
         compile_entropy: bool,
         optimizer: OptimizerSection | None = None,
-        total_updates: int = 1,
+        steps: int = 1,
+        updates_per_step: int = 1,
         seed: int = 1,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
@@ -85,9 +87,9 @@ class Engine:
         if optimizer is None:
             self.model.requires_grad_(False)
         else:
-            self._make_trainable(optimizer, total_updates, precision)
+            self._make_trainable(optimizer, steps, updates_per_step, precision)
 
-    def _make_trainable(self, settings: OptimizerSection, total_updates: int, precision: str) -> None:
+    def _make_trainable(self, settings: OptimizerSection, steps: int, updates_per_step: int, precision: str) -> None:
         data = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
         )
@@ -96,6 +98,7 @@ class Engine:
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
+                min_lr=0.0,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
@@ -107,14 +110,15 @@ class Engine:
             ),
             [self.chunk],
         )
-        # The decay ends one update after the last one, so that the last update still moves.
+        warmup_updates = settings.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=settings.lr,
             min_lr=0.0,
-            lr_warmup_steps=settings.warmup_steps,
-            lr_decay_steps=max(total_updates, settings.warmup_steps) + 1,
+            lr_warmup_steps=warmup_updates,
+            # One update behind the last one, so that the last one still moves.
+            lr_decay_steps=max(steps * updates_per_step, warmup_updates) + 1,
             lr_decay_style=settings.decay,
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
