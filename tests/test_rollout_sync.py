@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megarl.data.sample import Sample
+from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncError
@@ -19,6 +21,18 @@ from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
 STOP = (1, 5, 9, 20)
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for all pools of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TORCHRUN.items():
+            patch.setenv(name, value)
+        start_cluster()
+        yield
+        stop_cluster()
 
 
 def open_engines(model: Path, **rollout: object) -> EnginePool:
@@ -43,7 +57,8 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
-    synced = open_engines(old, temperature=0.8)
+    with ThreadPoolExecutor() as threads:  # two engines start in the time of one
+        synced, loaded = threads.map(lambda model: open_engines(model, temperature=0.8), (old, new))
     try:
         before = samples(synced, 1)
         assert distance(old, before, 0.8) < 1e-4
@@ -52,16 +67,13 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
         after = samples(synced, 1)
         assert distance(new, after, 0.8) < 1e-4
         assert not same(before, after)
+        assert same(after, samples(loaded, 1))
         synced.apply(publisher.publish(2, old))
         assert same(before, samples(synced, 1)), "a second sync did not bring the first weights back"
     finally:
         synced.shutdown()
-        publisher.close()
-    loaded = open_engines(new, temperature=0.8)
-    try:
-        assert same(after, samples(loaded, 1))
-    finally:
         loaded.shutdown()
+        publisher.close()
 
 
 def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
@@ -85,10 +97,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePo
     folder = tmp_path_factory.mktemp("models")
     old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
-            patch.setenv(name, value)
-        pool = open_engines(old, engines=2)
+    pool = open_engines(old, engines=2)
     pool.apply(publisher.publish(1, new))
     yield pool, publisher, new, old
     pool.shutdown()
@@ -152,7 +161,7 @@ def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
         assert engine.process is not None
         for pid, _ in engine.process.pids:
             names = psutil.Process(pid).environ().keys()
-            assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE"} & names
+            assert not TORCHRUN.keys() & names
 
 
 def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) -> None:
