@@ -36,7 +36,8 @@ class Platform:
 
 def _detect() -> Platform:
     if torch.cuda.is_available():
-        return Platform("cuda", "nccl", "transformer_engine")
+        # gloo beside NCCL: metadata and checkpoints exchange CPU tensors.
+        return Platform("cuda", "cpu:gloo,cuda:nccl", "transformer_engine")
     return Platform("cpu", "gloo", "local")
 
 
