@@ -51,9 +51,7 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)]
-)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)])
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
@@ -80,15 +78,19 @@ def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "qwen3", True, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new, rollout_tensor=2)
     pool = open_engines(old, tensor=2)
+    assert pool._engines[0].process is not None
+    shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
         assert distance(old, samples(pool, 1)) < 1e-4
         manifest = publisher.publish(1, new)
         figures = pool.apply(manifest)
         assert figures["sync/received_bytes"] == sum(manifest.num_bytes)
         assert distance(new, samples(pool, 1)) < 1e-4
+        assert shared_files and all(file.exists() for file in shared_files)
     finally:
         pool.shutdown()
         publisher.close()
+    assert not [file for file in shared_files if file.exists()]
 
 
 @pytest.fixture(scope="module")

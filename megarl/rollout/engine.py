@@ -57,10 +57,13 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A started engine: its host and processes (id and start time, the actor first), what it executes at once."""
+    """A started engine: its host, its processes (id and start time, the actor first), the shared memory files these
+    made, and how many sequences it decodes at once.
+    """
 
     host: str
     pids: tuple[tuple[int, float], ...]
+    shared_files: tuple[str, ...]
     max_concurrent: int
 
 
@@ -97,7 +100,8 @@ class RolloutEngine:
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs
-        return EngineProcess(platform.node(), _own_processes(), max_concurrent)
+        pids = _own_processes()
+        return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
 
     async def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue a batch, drop what is left of an earlier one, and start. Raises EngineDirty, EngineDied."""
@@ -262,8 +266,19 @@ def _check_output(request: GroupRequest, member: int, output: Any) -> None:
 
 
 def _own_processes() -> tuple[tuple[int, float], ...]:
+    """Without Python's resource trackers: those end by themselves when the others have, and then remove semaphores and
+    shared memory that a killed process could not.
+    """
     own = psutil.Process()
-    return tuple((process.pid, process.create_time()) for process in (own, *own.children(recursive=True)))
+    children = [child for child in own.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    return tuple((process.pid, process.create_time()) for process in (own, *children))
+
+
+def _shared_files(pids: Sequence[int]) -> tuple[str, ...]:
+    """Named shared memory that the processes map: vLLM's, since an engine that just started took no weights yet."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+    return tuple(sorted(name for name in names if not name.endswith("(deleted)")))
 
 
 def _log_errors(lines: int = 8) -> str:

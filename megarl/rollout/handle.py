@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,16 +93,20 @@ class EngineHandle:
             raise EngineDied(f"the actor's process is gone: {error}") from error
 
     def kill(self) -> None:
-        """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed."""
+        """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their
+        shared memory (160 MB where there are two tensor ranks) outlives them.
+        """
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
         if self.process is not None and self.process.host == platform.node():
-            for pid, created in self.process.pids:
+            for pid, created in self.process.pids[1:]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child = psutil.Process(pid)
                     if child.create_time() == created:  # else the number belongs to another process by now
                         child.kill()
+            for file in self.process.shared_files:
+                Path(file).unlink(missing_ok=True)
         self.process = None
 
     def stop(self) -> None:
