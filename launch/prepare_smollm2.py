@@ -62,9 +62,7 @@ def convert(gguf: Path, directory: Path) -> None:
     if not tokenizer.chat_template:
         tokenizer.chat_template = GGUFReader(gguf).fields["tokenizer.chat_template"].contents()
     config = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, **place, quantization_config=config, dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, **place, quantization_config=config, dtype=torch.bfloat16)
     end = tokenizer.convert_tokens_to_ids(CHAT_END)
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     model.config.eos_token_id = model.config.pad_token_id = end
@@ -94,9 +92,7 @@ def verify(directory: Path) -> str:
         output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     if "2" not in answer:
-        raise SystemExit(
-            f"prepare_smollm2: the model answers {QUESTION!r} with {answer!r}; the conversion is broken"
-        )
+        raise SystemExit(f"prepare_smollm2: the model answers {QUESTION!r} with {answer!r}; the conversion is broken")
     return answer
 
 
@@ -108,9 +104,7 @@ def main() -> None:
         print(f"{directory} is prepared already")
         return
     if directory.exists() and any(directory.iterdir()):
-        raise SystemExit(
-            f"prepare_smollm2: {directory} exists, is not empty and is no prepared model; move it away"
-        )
+        raise SystemExit(f"prepare_smollm2: {directory} exists, is not empty and is no prepared model; move it away")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Built beside its place and renamed when complete: an interrupted run leaves no half model there.
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=directory.parent) as folder:

@@ -50,6 +50,12 @@ def train(
     from megarl.data.model_files import model_directory
 
     loaded = _load(recipe, overrides or [], fetch=model_directory)
+    from megarl.telemetry.run_directory import RunDirectory
+
+    try:
+        RunDirectory.of(loaded).check(loaded, resume)  # here already: torchrun would bury what it says
+    except ValueError as error:
+        _fail(f"error: {error}")
     command = train_command(recipe, overrides or [], loaded.trainer.ranks, resume)
     # torchrun sets this to 1 where it is absent, silently; the recipe decides.
     environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}

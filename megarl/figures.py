@@ -9,11 +9,10 @@ import numpy as np
 
 from megarl.engine.engine import Update
 from megarl.engine.parallel import Place, reduce_scalars
-from megarl.recipe import Recipe
 from megarl.schedule import Executed, Plan
 
 
-def rollout_figures(rollouts: Any, recipe: Recipe) -> dict[str, float]:
+def rollout_figures(rollouts: Any) -> dict[str, float]:
     """Lengths, truncation and the sizes the engines ran."""
     lengths = rollouts.completion_lengths
     return {

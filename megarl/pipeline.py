@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from megarl.engine.parallel import Place
 from megarl.figures import forward_figures, rollout_figures, update_figures
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.schedule import Plan, compare, plan_phase
+from megarl.schedule import Plan, PlanMismatch, compare, plan_phase
 from megarl.telemetry import PhaseClock
 
 Figures = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -99,16 +101,20 @@ class Pipeline:
     # The phases ---------------------------------------------------------------------------------------------------
 
     def _rollout(self, number: int) -> tuple[Any, Any]:
-        """Rank 0 has the engines complete the next prompts; every rank learns the metadata."""
-        message = None
+        """Rank 0 has the engines complete the next prompts; every rank learns the metadata, rank 0 keeps the prompts."""
+        rollouts = prompts = None
         if self.place.rank == 0:
             prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
             rollouts = self.parts.rollouts.generate(prompts, number)
             if self.parts.dump is not None:
                 self.parts.dump(number, rollouts)
-            message = (rollouts, prompts)
-        rollouts, prompts = broadcast_from_first(message)
-        self.figures |= rollout_figures(rollouts, self.recipe)
+        rollouts = broadcast_from_first(rollouts)
+        sections = self.recipe.phases.rollout
+        planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
+        ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
+        if ran != planned:
+            raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
+        self.figures |= rollout_figures(rollouts)
         return rollouts, prompts
 
     def _reward(self, rollouts: Any, prompts: Any) -> Batch:
@@ -117,6 +123,11 @@ class Pipeline:
         if self.place.rank == 0:
             group_size = self.recipe.algorithm.group_size
             scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
+            if not scored.valid.any():
+                sample, reason = next(iter(scored.failures.items()))
+                raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
+            for sample, reason in list(scored.failures.items())[:1]:
+                logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
         scored = broadcast_from_first(scored)
         self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
         return Batch(

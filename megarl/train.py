@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,16 @@ logging.getLogger("megatron.core").setLevel(logging.ERROR)
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
-from megarl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
 from megarl.engine.model import DTYPES  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
-from megarl.recipe import Recipe, RecipeError, load_recipe, recipe_yaml  # noqa: E402
+from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.reshard.boxes import ModelShape  # noqa: E402
+from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import join_cluster  # noqa: E402
@@ -37,6 +39,7 @@ from megarl.rollout.pool import open_pool  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
+from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 
 # `auto` takes the fastest transport that works here: engines and trainer share a machine, so shared memory.
 TRANSPORTS = {"auto": WeightSync, "shared_memory": WeightSync}
@@ -52,44 +55,26 @@ def train(recipe: Recipe, resume: bool) -> None:
     rank = int(os.environ["RANK"])
     control = start_control(_longest_wait_s(recipe))
     place = start_parallel(recipe.layout, recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
-    run_dir = Path(recipe.run.dir) / recipe.run.name
-    checkpoint = prepare_run_directory(recipe, run_dir, resume) if rank == 0 else None
+    directory = RunDirectory.of(recipe)
+    checkpoint = None
+    if rank == 0:
+        checkpoint = directory.check(recipe, resume)
+        directory.prepare(recipe)
     checkpoint = broadcast_from_first(checkpoint)
-    with ProgressLine(recipe.run.steps, enabled=rank == 0) as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         clock = PhaseClock(rank, on_phase=progress.phase)
         with clock.phase("start"):
-            directory = model_directory(recipe.model.path)
-            parts = build_parts(recipe, directory, place, control, run_dir)
-        try:
-            pipeline = Pipeline(recipe, place, parts, clock)
-            run_steps(pipeline, recipe, run_dir, checkpoint, progress)
-        finally:
-            for part in (parts.rewards, parts.weights):
-                if part is not None:
-                    part.close()
-            if parts.rollouts is not None:
-                parts.rollouts.shutdown()
+            parts = build_parts(recipe, place, control, directory, stack)
+        run_steps(Pipeline(recipe, place, parts, clock), recipe, directory, checkpoint, progress)
 
 
-def prepare_run_directory(recipe: Recipe, run_dir: Path, resume: bool) -> Path | None:
-    """Make the run directory with the resolved recipe; the checkpoint to resume from, if any. Rank 0 only.
+def build_parts(recipe: Recipe, place: Place, control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
+    """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective.
 
-    Raises ValueError where a run would write over another one, or has nothing to resume from.
+    What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
     """
-    checkpoint = latest_checkpoint(run_dir / "checkpoints") if resume else None
-    metrics = run_dir / "metrics.jsonl"
-    if resume and checkpoint is None:
-        raise ValueError(f"--resume: {run_dir / 'checkpoints'} holds no complete checkpoint; start without --resume")
-    if not resume and metrics.is_file() and metrics.stat().st_size:
-        raise ValueError(f"run.name = {recipe.run.name!r}: {run_dir} holds a run already; continue it with --resume, "
-                         "take another run.name, or remove the directory")  # fmt: skip
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.yaml").write_text(recipe_yaml(recipe))
-    return checkpoint
-
-
-def build_parts(recipe: Recipe, directory: Path, place: Place, control: Any, run_dir: Path) -> Parts:
-    """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective."""
+    directory = model_directory(recipe.model.path)
     shape = ModelShape.from_directory(directory)
     engine = partial(
         Engine,
@@ -117,22 +102,31 @@ def build_parts(recipe: Recipe, directory: Path, place: Place, control: Any, run
         weights = TRANSPORTS[recipe.weight_sync.transport](
             shape, place.layout, recipe.rollout.tensor, dtype, recipe.run.name, place.rank, group
         )
+        stack.callback(weights.close)
     prompts = rollouts = rewards = dump = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))
         prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
+        if prompts.num_dropped:
+            print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+        # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
+        check_answers(load_terms(recipe.reward), list(prompts.every()))
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
+        stack.callback(rollouts.shutdown)
         rollouts.start()
         rewards = RewardWorkers(recipe.reward, str(directory), recipe.phases.reward, local=replayed)
+        stack.callback(rewards.close)
         if recipe.run.dump_rollouts:
-            dump = partial(dump_rollout, run_dir / "rollouts")
+            dump = partial(dump_rollout, run.rollouts)
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
     if place.is_leader and place.rank != 0 and address is not None:
         join_cluster(address)
     return Parts(actor, reference, critic, prompts, rollouts, rewards, weights, dump)
 
 
-def run_steps(pipeline: Pipeline, recipe: Recipe, run_dir: Path, checkpoint: Path | None, progress: ProgressLine) -> None:
+def run_steps(
+    pipeline: Pipeline, recipe: Recipe, run: RunDirectory, checkpoint: Path | None, progress: ProgressLine
+) -> None:
     """From the first step, or from behind the checkpoint, to the last one."""
     place, clock, trained = pipeline.place, pipeline.clock, pipeline.parts.trained
     done = 0
@@ -141,21 +135,24 @@ def run_steps(pipeline: Pipeline, recipe: Recipe, run_dir: Path, checkpoint: Pat
             state = load_checkpoint(checkpoint, trained)
             pipeline.restore(state)
             done = state["step"]
+        progress.resumed(done)
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
-    metrics = MetricsWriter(run_dir / "metrics.jsonl") if place.rank == 0 else None
+    metrics = MetricsWriter(run.metrics) if place.rank == 0 else None
     if metrics is not None:
         metrics.truncate_after(done)
     clock.take()  # the start of a run belongs to no step
     for number in range(done + 1, recipe.run.steps + 1):
         figures = pipeline.step(number)
-        if recipe.run.checkpoint_every and number % recipe.run.checkpoint_every == 0:
-            with clock.phase("checkpoint"):
-                save_checkpoint(run_dir / "checkpoints", number, trained, pipeline.state(number))
         figures |= clock.take()
+        # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
         if metrics is not None:
             metrics.write(number, figures)
         progress.step(number, figures)
+        every = recipe.run.checkpoint_every
+        if number == recipe.run.steps or (every and number % every == 0):
+            with clock.phase("checkpoint"):  # counted in the next step's line
+                save_checkpoint(run.checkpoints, number, trained, pipeline.state(number))
     if metrics is not None:
         metrics.close()
 
@@ -170,18 +167,20 @@ def _longest_wait_s(recipe: Recipe) -> float:
 def main(arguments: list[str]) -> int:
     """Exit status 0 when the run is complete, 1 after an error, 2 for a recipe with violations."""
     resume = "--resume" in arguments
-    path, *overrides = [argument for argument in arguments if argument != "--resume"]
-    first = os.environ.get("RANK", "0") == "0"
+    words = [argument for argument in arguments if argument != "--resume"]
+    if not words or "LOCAL_RANK" not in os.environ:
+        print("usage: torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume]", file=sys.stderr)
+        return 2
+    rank = os.environ["RANK"]
     try:
-        train(load_recipe(path, overrides), resume)
+        train(load_recipe(words[0], words[1:]), resume)
     except RecipeError as error:
-        if first:
+        if rank == "0":  # all ranks read the same recipe
             print(error, file=sys.stderr)
         return 2
     except (ValueError, RolloutError, SyncError, TimeoutError) as error:
         # These say by themselves what happened, where, and what to do; a traceback would bury it.
-        if first:
-            print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
         return 1
     return 0
 

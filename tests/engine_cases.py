@@ -114,7 +114,8 @@ def train_with_checkpoints(
     lr: float = 1e-2,
 ) -> Any:
     """Actor and critic side by side: losses and gradient norms of `updates` updates, the weights' sum at the end."""
-    from megarl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
+    from megarl.telemetry.run_directory import latest_checkpoint
 
     place = start(layout)
     roles = {role: engine(directory, place, role, lr=lr) for role in ("actor", "critic")}

@@ -23,9 +23,7 @@ def test_group_advantages_by_hand():
 
 def test_a_masked_reward_changes_nothing_for_its_group():
     groups = torch.tensor([0, 0, 0, 0])
-    masked = grpo_advantages(
-        torch.tensor([1.0, math.nan, 0.0, 1.0]), groups, torch.tensor([True, False, True, True])
-    )
+    masked = grpo_advantages(torch.tensor([1.0, math.nan, 0.0, 1.0]), groups, torch.tensor([True, False, True, True]))
     alone = grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), groups[:3], torch.ones(3, dtype=torch.bool))
     torch.testing.assert_close(masked[[0, 2, 3]], alone)
     assert masked[1] == 0
@@ -44,9 +42,7 @@ def test_a_valid_reward_that_is_not_finite_is_refused_by_name():
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 4), st.floats(-3, 3, width=32), st.booleans()), min_size=1, max_size=40
-    ),
+    st.lists(st.tuples(st.integers(0, 4), st.floats(-3, 3, width=32), st.booleans()), min_size=1, max_size=40),
     st.floats(-5, 5),
     st.floats(0.5, 4),
 )
@@ -60,9 +56,7 @@ def test_group_advantages_sum_to_zero_and_forget_shift_and_order(rows, shift, sc
     moved = grpo_advantages(rewards * scale + shift, groups, valid)
     torch.testing.assert_close(moved, advantages, atol=1e-3, rtol=1e-3)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(
-        grpo_advantages(rewards[order], groups[order], valid[order]), advantages[order]
-    )
+    torch.testing.assert_close(grpo_advantages(rewards[order], groups[order], valid[order]), advantages[order])
 
 
 def test_gae_by_hand():

@@ -69,9 +69,7 @@ def test_k3_is_never_negative(pairs):
 def test_loss_weights_by_hand():
     lengths, valid = torch.tensor([1, 3, 5]), torch.tensor([True, True, False])
     torch.testing.assert_close(loss_weights(lengths, valid, "token_mean"), torch.tensor([0.25, 0.25, 0.0]))
-    torch.testing.assert_close(
-        loss_weights(lengths, valid, "sequence_mean"), torch.tensor([1 / 2, 1 / 6, 0.0])
-    )
+    torch.testing.assert_close(loss_weights(lengths, valid, "sequence_mean"), torch.tensor([1 / 2, 1 / 6, 0.0]))
     nothing = torch.tensor([False, False, False])
     for aggregation in ("token_mean", "sequence_mean"):
         assert loss_weights(lengths, nothing, aggregation).tolist() == [0, 0, 0]

@@ -181,9 +181,7 @@ def test_recipe_of_the_readme_is_accepted(tmp_path: Path) -> None:
 
 def test_second_setup_has_nothing_to_do() -> None:
     """The tests run from the environment that set-up made, so its stamps are fresh."""
-    done = subprocess.run(
-        ["bash", "launch/setup.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run(["bash", "launch/setup.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == ""
 
 

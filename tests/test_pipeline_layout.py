@@ -21,6 +21,7 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path):
         "one": (1, 1, 1),
         "tp2": (2, 2, 1),
         "pp2": (2, 1, 2),
+        "dp2": (2, 1, 1),
     }.items():
         recipe = tiny_recipe(tmp_path, name, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay))
         megarl("train", str(recipe))

@@ -41,7 +41,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "run.steps": "at least 1",
             "actor.optimizer.lr": "above 0",
             "actor.optimizer.beta1": "below 1",
-            "rollout.temperature": "above 0",
+            "rollout.temperature": "at least 0.01",
         },
     ),
     "infinite": (edited(("algorithm.kl.coefficient", float("inf"))), {"algorithm.kl.coefficient": "finite"}),

@@ -15,9 +15,7 @@ from megarl.reshard.plan import plan_reshard
 from megarl.reshard.vllm import parameter_sizes, vllm_segments
 
 
-def model(
-    family: str, layers: int, heads: int, groups: int, head_dim: int, ffn: int, vocab: int, tied: bool
-) -> ModelShape:
+def model(family: str, layers: int, heads: int, groups: int, head_dim: int, ffn: int, vocab: int, tied: bool) -> ModelShape:
     return ModelShape(
         family,
         layers,
@@ -43,9 +41,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, int]:
     """A model with a trainer layout and a rollout tensor size that both cut it."""
     tensor, rollout = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4, 8]))
     groups = draw(
-        st.sampled_from([1, 2, 3, 4, 8]).filter(
-            lambda g: all(g % cut == 0 or cut % g == 0 for cut in (tensor, rollout))
-        )
+        st.sampled_from([1, 2, 3, 4, 8]).filter(lambda g: all(g % cut == 0 or cut % g == 0 for cut in (tensor, rollout)))
     )
     unit = np.lcm.reduce([groups, tensor, rollout])
     heads = int(unit) * draw(st.integers(1, 2))
@@ -118,9 +114,7 @@ def test_replayed_plan_gives_the_shards_cut_directly_and_moves_no_byte_more(
     replayed = {key: np.zeros_like(parameter) for key, parameter in expected.items()}
     for i in range(len(plan)):
         source = held[int(plan.source_rank[i]), plan.source_parameters[plan.source_parameter[i]]]
-        target = replayed[
-            int(plan.destination_rank[i]), plan.destination_parameters[plan.destination_parameter[i]]
-        ]
+        target = replayed[int(plan.destination_rank[i]), plan.destination_parameters[plan.destination_parameter[i]]]
         rows, cols = int(plan.rows[i]), int(plan.cols[i])
         source_row, source_col = int(plan.source_row[i]), int(plan.source_col[i])
         row, col = int(plan.destination_row[i]), int(plan.destination_col[i])

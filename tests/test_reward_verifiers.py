@@ -83,9 +83,7 @@ def test_what_counts_as_right(kind, text, answer, reward):
 
 def test_math_verify_works_outside_the_main_thread():
     said = []
-    thread = threading.Thread(
-        target=lambda: said.append(score([spec("math_verify")], "$1/2$", prompt("0.5")))
-    )
+    thread = threading.Thread(target=lambda: said.append(score([spec("math_verify")], "$1/2$", prompt("0.5"))))
     thread.start()
     thread.join(timeout=60)
     assert said == [1.0]

@@ -25,9 +25,7 @@ def grpo_advantages(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Te
     known = torch.where(valid, rewards, torch.zeros_like(rewards))
     if not torch.isfinite(known).all():
         bad = torch.nonzero(~torch.isfinite(known)).flatten().tolist()
-        raise ValueError(
-            f"rewards of samples {bad} are not finite; mask them as not valid or repair the reward"
-        )
+        raise ValueError(f"rewards of samples {bad} are not finite; mask them as not valid or repair the reward")
     _, position = torch.unique(groups, return_inverse=True)
     num_groups = int(position.max()) + 1 if len(position) else 0
     weight = valid.to(rewards.dtype)
@@ -50,9 +48,7 @@ def token_rewards(reward: float, kl: torch.Tensor, coefficient: float) -> torch.
     return rewards
 
 
-def gae(
-    rewards: torch.Tensor, values: torch.Tensor, discount: float, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(rewards: torch.Tensor, values: torch.Tensor, discount: float, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantages of one sequence, and the returns its values should have predicted.
 
     rewards [tokens], values [tokens]; returns (advantages [tokens], returns [tokens]). The state after the

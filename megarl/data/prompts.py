@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,7 @@ class PromptStream:
     def __init__(self, data: DataSection, seed: int, tokenizer: Any) -> None:
         rows = load_rows(data.prompts, seed)
         questions = [row.question for row in rows]
-        tokens = render_questions(
-            tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template
-        )
+        tokens = render_questions(tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template)
         kept = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= data.max_prompt_tokens]
         if not kept:
             raise ValueError(
@@ -45,6 +44,11 @@ class PromptStream:
     def num_rows(self) -> int:
         """Prompts in one epoch."""
         return len(self._rows)
+
+    def every(self) -> Iterator[Prompt]:
+        """Each row's prompt once, in the order of the data; the position stays."""
+        for i, row in enumerate(self._rows):
+            yield Prompt(i, self._tokens[i], row.question, row.answer, row.fields)
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; the position moves on by as many."""

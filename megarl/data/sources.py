@@ -46,9 +46,7 @@ def _origin(prompts: FilePromptsSection | ReasoningGymPromptsSection) -> str:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise ValueError(
-            f"data.prompts.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}"
-        )
+        raise ValueError(f"data.prompts.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
     return path
 
 
@@ -100,8 +98,7 @@ def _read_parquet(path: Path, prompt_field: str, answer_field: str) -> list[Row]
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
     return [
-        _row(fields, f"{path}, row {number}", prompt_field, answer_field)
-        for number, fields in enumerate(table.to_pylist())
+        _row(fields, f"{path}, row {number}", prompt_field, answer_field) for number, fields in enumerate(table.to_pylist())
     ]
 
 
@@ -117,9 +114,5 @@ def _generate(task: str, size: int, seed: int, options: dict) -> list[Row]:
     try:
         dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
     except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(
-            f"data.prompts.options is {options!r}, which reasoning-gym's {task} refuses: {error}"
-        ) from error
-    return [
-        _row(dict(dataset[i]), f"reasoning-gym {task}, row {i}", "question", "answer") for i in range(size)
-    ]
+        raise ValueError(f"data.prompts.options is {options!r}, which reasoning-gym's {task} refuses: {error}") from error
+    return [_row(dict(dataset[i]), f"reasoning-gym {task}, row {i}", "question", "answer") for i in range(size)]

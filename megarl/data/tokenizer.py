@@ -72,9 +72,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
         stops.add(tokenizer.eos_token_id)
     stops.update(_chat_end(tokenizer))
     if not stops:
-        raise ValueError(
-            f"model.path is {path!r}, which names no end token; set eos_token_id in generation_config.json"
-        )
+        raise ValueError(f"model.path is {path!r}, which names no end token; set eos_token_id in generation_config.json")
     return tuple(sorted(int(stop) for stop in stops))
 
 

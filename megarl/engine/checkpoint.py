@@ -6,7 +6,6 @@ already saved.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -21,16 +20,9 @@ from megarl.engine.model import DecoderModel
 
 from megatron.core import dist_checkpointing  # isort: skip
 
-_NAME = re.compile(r"step-(\d{6})$")
 # What the recipe says of the optimizer holds after a resume too, where it was changed.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
-
-
-def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step under `directory`; None if there is none."""
-    found = {int(match[1]): path for path in Path(directory).glob("step-*") if (match := _NAME.match(path.name))}
-    return found[max(found)] if found else None
 
 
 def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:

@@ -23,7 +23,7 @@ from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
 from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import ModelShape
-from megarl.reshard.megatron import rank_segments
+from megarl.reshard.megatron import checkpoint_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch
 
 from megatron.core import parallel_state  # isort: skip
@@ -76,7 +76,8 @@ class Engine:
         segments = rank_segments(
             shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"
         )
-        load_shards(directory, segments, named_shards(self.model))
+        sizes = checkpoint_sizes(shape, critic=role == "critic")
+        load_shards(directory, segments, named_shards(self.model), sizes)
         if role == "critic" and self.model.post_process:
             _initialise_value_head(self.model.output_layer.weight, shape, seed)
         self.head = LogProbabilities(
@@ -143,13 +144,15 @@ class Engine:
         packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
         self.model.eval()
         with torch.no_grad():
-            stored = self._run(packed, lambda micro, output, **_: (micro, self._outputs(micro, output)), forward_only=True)
+            stored, executed = self._run(
+                packed, lambda micro, output, **_: (micro, self._outputs(micro, output)), forward_only=True
+            )
         results: dict[str, dict[int, Tensor]] = {}
         for micro, outputs in stored:
             for name, flat in outputs.items():
                 parts = flat.float().cpu().split(micro.completion_lengths)
                 results.setdefault(name, {}).update(zip(micro.samples, parts, strict=True))
-        return results, _executed(packed)
+        return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
         """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite."""
@@ -166,12 +169,13 @@ class Engine:
             value, sums = objective(micro, self._outputs(micro, output))
             return value * scale, sums
 
-        stored = self._run(packed, loss, forward_only=False)
+        stored, executed = self._run(packed, loss, forward_only=False)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.as_tensor(grad_norm)):
             raise RuntimeError(
-                f"the {self.role}'s gradient norm is {grad_norm}: no update was taken; lower the learning rate"
+                f"the {self.role}'s gradient norm is {grad_norm}: its weights are lost; "
+                "resume from the last checkpoint, with a lower learning rate"
             )
         self.scheduler.step(1)
         sums: dict[str, float] = {}
@@ -179,10 +183,16 @@ class Engine:
             for name, value in part.items():
                 merged = (sums[name], float(value)) if name in sums else (float(value),)
                 sums[name] = max(merged) if name.endswith("_max") else sum(merged)
-        return Update(sums, float(grad_norm), float(learning_rate), _executed(packed))
+        return Update(sums, float(grad_norm), float(learning_rate), executed)
 
-    def _run(self, packed: list[PackedMicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Drive megatron-core's pipeline schedule over the micro-batches; what `finish` returned, on the last stage."""
+    def _run(
+        self, packed: list[PackedMicroBatch], finish: Callable[..., Any], forward_only: bool
+    ) -> tuple[list[Any], Executed]:
+        """Drive megatron-core's pipeline schedule over the micro-batches.
+
+        Returns what `finish` returned (on the last stage) and the shapes that went through the model, in that order.
+        """
+        ran: list[PackedMicroBatch] = []
 
         def step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
@@ -195,10 +205,11 @@ class Engine:
                 max_seqlen_kv=micro.longest,
             )
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
+            ran.append(micro)
             # finish(micro, output, non_loss_data=True) when forward-only, finish(micro, output) in training
             return output, partial(finish, micro)
 
-        return get_forward_backward_func()(
+        stored = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(packed),
             model=[self.chunk],
@@ -208,6 +219,7 @@ class Engine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return stored, _executed(ran)
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor) -> Outputs:
         # output [1, completion tokens, vocabulary / tensor] or, of a critic, [1, completion tokens, 1]

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.data.model_files import model_directory
-from megarl.engine.checkpoint import latest_checkpoint, load_weights
+from megarl.engine.checkpoint import load_weights
 from megarl.engine.model import build_model, named_shards
 from megarl.engine.parallel import start_parallel
 from megarl.engine.weights import box, copy_model_files
-from megarl.recipe import load_recipe
+from megarl.recipe import Recipe
 from megarl.reshard.boxes import Layout, ModelShape, Segment
 from megarl.reshard.megatron import rank_segments
+from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 MAX_FILE_BYTES = 4 << 30
 _PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
@@ -30,18 +34,22 @@ _PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
 def export(run_dir: str | Path, target: str | Path) -> Path:
     """Write the actor of a run's latest checkpoint to `target`, in the trainer's precision; returns the checkpoint used.
 
-    Runs in one process without a device, whatever layout trained. Raises ValueError where there is nothing to export
-    or `target` is not empty.
+    Runs in one process, whatever layout trained; `target` is complete or not there at all. Raises ValueError where there
+    is nothing to export or `target` is not empty.
     """
     run_dir, target = Path(run_dir), Path(target)
-    if not (run_dir / "recipe.yaml").is_file():
+    run = RunDirectory(run_dir)
+    if not run.recipe.is_file():
         raise ValueError(f"{str(run_dir)!r} is no run directory: it has no recipe.yaml")
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint; set run.checkpoint_every in the recipe")
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{str(target)!r} is not empty; export to another directory")
-    recipe = load_recipe(run_dir / "recipe.yaml", [])
+        raise ValueError(f"{run.checkpoints} holds no complete checkpoint; a run writes one after its last step")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{str(target)!r} is no empty directory; export to another one")
+    # Its sections alone: that the prompts have moved since is no reason not to export.
+    recipe = Recipe.model_validate(yaml.safe_load(run.recipe.read_text()), strict=False)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
     source = model_directory(recipe.model.path)
     shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
     with tempfile.TemporaryDirectory() as rendezvous:
@@ -52,14 +60,15 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
             place = start_parallel(Layout(), recipe.run.seed, 300.0, local_rank=0)
             model = build_model(shape, place.layout, precision, "actor")
             load_weights(checkpoint, "actor", model)
-            target.mkdir(parents=True, exist_ok=True)
-            write_tensors(target, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))
+            partial.mkdir(parents=True)
+            write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))
         finally:
             dist.destroy_process_group()
-    copy_model_files(source, target)
-    config = json.loads((target / "config.json").read_text())
+    copy_model_files(source, partial)
+    config = json.loads((partial / "config.json").read_text())
     config.pop("torch_dtype", None)
-    (target / "config.json").write_text(json.dumps(config | {"dtype": _PRECISION[precision]}, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(config | {"dtype": _PRECISION[precision]}, indent=2) + "\n")
+    partial.replace(target)
     return checkpoint
 
 
@@ -104,6 +113,7 @@ def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
 
 def main(arguments: list[str]) -> int:
     """`python -m megarl.engine.export RUN_DIR OUT`; exit status 2 for what the caller can mend."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
     try:
         checkpoint = export(*arguments)
     except ValueError as error:

@@ -49,7 +49,7 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, local_rank: int)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Place(

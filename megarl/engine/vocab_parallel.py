@@ -25,7 +25,9 @@ class _VocabParallel(torch.autograd.Function):
         local = targets - first
         mine = (local >= 0) & (local < logits.shape[-1])
         local = local.clamp(0, logits.shape[-1] - 1)
-        at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * mine
+        # Not a product: a rank of padding columns only holds -inf.
+        gathered = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        at_target = torch.where(mine, gathered, torch.zeros_like(gathered))
         exponentials, total, weighted = terms(logits)
         sums = torch.stack([total, weighted, at_target])
         dist.all_reduce(sums, group=group)

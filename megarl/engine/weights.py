@@ -36,9 +36,18 @@ def checkpoint_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def load_shards(directory: str | Path, segments: Iterable[Segment], shards: Mapping[str, nn.Parameter]) -> None:
-    """Fill this rank's parameters. Padding rows become zero; a parameter that no segment covers must be filled by the
-    caller (a value head). Raises ValueError for a tensor that the checkpoint lacks or holds in another shape."""
+def load_shards(
+    directory: str | Path,
+    segments: Iterable[Segment],
+    shards: Mapping[str, nn.Parameter],
+    sizes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Fill this rank's parameters.
+
+    Padding rows become zero; a parameter that no segment covers must be filled by the caller (a value head). `sizes` are
+    the (rows, columns) that config.json asks for. Raises ValueError for a tensor that the checkpoint lacks or holds in
+    another shape.
+    """
     files = checkpoint_files(Path(directory))
     by_file: dict[Path, list[Segment]] = defaultdict(list)
     for segment in segments:
@@ -51,15 +60,14 @@ def load_shards(directory: str | Path, segments: Iterable[Segment], shards: Mapp
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as handle:
                 for segment in wanted:
-                    box(shards[segment.parameter], segment).copy_(_read(handle, segment, file))
+                    box(shards[segment.parameter], segment).copy_(_read(handle, segment, file, sizes[segment.name]))
 
 
-def _read(handle: safe_open, segment: Segment, file: Path) -> Tensor:
+def _read(handle: safe_open, segment: Segment, file: Path, size: tuple[int, int]) -> Tensor:
     source = handle.get_slice(segment.name)
-    shape = source.get_shape()
-    if shape[0] < segment.row1 or (len(shape) > 1 and shape[1] < segment.col1):
-        raise ValueError(f"{file}: {segment.name} has shape {shape}, but config.json asks for rows to {segment.row1}"
-                         f" and columns to {segment.col1}")  # fmt: skip
+    shape = tuple(source.get_shape())
+    if (*shape, 1)[:2] != size:
+        raise ValueError(f"{file}: {segment.name} has shape {shape}, but config.json asks for {size[0]} x {size[1]}")
     if len(shape) == 1:
         return source[segment.row0 : segment.row1].unsqueeze(1)
     return source[segment.row0 : segment.row1, segment.col0 : segment.col1]

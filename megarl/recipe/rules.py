@@ -7,16 +7,20 @@ reads a field without a legal value (`UnknownField`), so the rules are small and
 from __future__ import annotations
 
 import difflib
+import importlib.machinery
 import importlib.util
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.sections import ReasoningGymPromptsSection, UnknownField, UpdatePhaseSection
+from megarl.recipe.sections import FunctionRewardSection, ReasoningGymPromptsSection, UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
+from megarl.reshard import vllm
 from megarl.reshard.boxes import ModelShape
 
 Violations = Iterator[Violation]
@@ -292,7 +296,11 @@ def _tensor(recipe: Recipe, shape: ModelShape) -> Violations:
 
 
 def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
-    yield from _tensor_size("rollout.tensor", recipe.rollout.tensor, shape)
+    tensor, rows = recipe.rollout.tensor, vllm.padded_vocab(shape)
+    broken = list(_tensor_size("rollout.tensor", tensor, shape))
+    yield from broken
+    if not broken and rows % tensor:
+        yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
 
 
 def _pipeline(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -325,10 +333,22 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
 
 
+def _reward_modules(recipe: Recipe) -> Violations:
+    """A reward function's module exists. Only its outermost package is looked for: nothing of it runs here."""
+    for number, spec in enumerate(recipe.reward):
+        if isinstance(spec, FunctionRewardSection):
+            outermost = spec.target.split(":")[0].split(".")[0]
+            # From the working directory, as `python -m megarl.train` finds it.
+            if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
+                rule = f"no module {outermost!r} in the working directory or the environment"
+                yield Violation(f"reward.{number}.target", spec.target, rule, "the module's directory on PYTHONPATH")
+
+
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _advantage,
     _gae_section,
     _value_loss,
+    _reward_modules,
     _ranks,
     _batch,
     _prompts,

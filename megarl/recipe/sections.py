@@ -43,7 +43,7 @@ class RunSection(Section):
     dir: str = "runs"
     """Directory that holds run directories, from the working directory."""
     checkpoint_every: Count = 0
-    """Write a checkpoint after every that many steps; 0 writes none."""
+    """Write a checkpoint after every that many steps; one is written after the last step in any case."""
     dump_rollouts: bool = False
     """Write every step's rollouts into the run directory, for `rollout.replay`."""
 
@@ -157,7 +157,7 @@ class FunctionRewardSection(Section):
     kind: Literal["function"]
     """A Python function of yours."""
     target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-    """The function as `module:function`."""
+    """The function as `module:function`; it gets the completion's text and its Prompt and returns a number."""
     weight: float = 1.0
     """Factor of this part in the reward."""
 
@@ -227,8 +227,8 @@ class RolloutSection(Section):
     """vLLM engines, each a process of its own."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
     precision: Literal["fp32", "bf16"] | None = None
     """Number format in the engines; null takes `trainer.precision`."""
     timeout_s: Seconds = 600.0
@@ -257,7 +257,7 @@ class MicroBatchSection(Section):
 class RolloutPhaseSection(Section):
     prompts: Positive
     """Prompts of one step."""
-    max_concurrent: Positive = 64
+    max_concurrent: Annotated[int, Field(ge=1, le=2048)] = 64
     """Sequences one engine decodes at a time."""
 
 

@@ -96,12 +96,20 @@ class ModelShape:
         if kind not in ("default", "llama3"):
             raise ValueError(f"{origin}: rope_type = {kind!r} is not supported; default and llama3 are")
         heads = config["num_attention_heads"]
+        groups = config.get("num_key_value_heads") or heads
+        sizes = {key: config[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups}
+        for key, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{origin}: {key} = {size!r} must be a whole number of at least 1")
+        if heads % groups:
+            raise ValueError(f"{origin}: num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}")
         return cls(
             family=family,
             num_layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
+            groups=groups,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],

@@ -58,6 +58,15 @@ def rank_segments(
         yield from _vocab_rows(shape, layout.tensor, tensor_rank, rank, "model.embed_tokens.weight", "output_layer.weight")
 
 
+def checkpoint_sizes(shape: ModelShape, critic: bool = False) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every checkpoint tensor that the model reads; a vector has one column."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for segment in rank_segments(shape, Layout(), 0, 0, critic=critic):
+        rows, columns = sizes.get(segment.name, (0, 0))
+        sizes[segment.name] = (max(rows, segment.row1), max(columns, segment.col1))
+    return sizes
+
+
 def _layer_segments(shape: ModelShape, tensor: int, t: int, rank: int, layer: int, local: str) -> Iterator[Segment]:
     name = f"model.layers.{layer}."
     yield _whole(name + "input_layernorm.weight", shape.hidden, rank, local + "input_layernorm.weight")

@@ -102,14 +102,10 @@ def plan_reshard(sources: Sequence[Segment], destinations: Sequence[Segment]) ->
     wanted = {segment.name for segment in destinations}
     if wanted != boxes.keys():
         only_one_end = sorted(wanted ^ boxes.keys())
-        raise ValueError(
-            f"reshard plan: only one end knows {only_one_end[:5]} ({len(only_one_end)} names); both must"
-        )
+        raise ValueError(f"reshard plan: only one end knows {only_one_end[:5]} ({len(only_one_end)} names); both must")
     sent: dict[int, int] = defaultdict(int)  # elements each source rank sends
     copies: list[tuple[Segment, Segment, tuple[int, int, int, int]]] = []
-    for destination in sorted(
-        destinations, key=lambda segment: segment.rank
-    ):  # stable: keeps each rank's own order
+    for destination in sorted(destinations, key=lambda segment: segment.rank):  # stable: keeps each rank's own order
         missing = (destination.row1 - destination.row0) * (destination.col1 - destination.col0)
         for box in boxes[destination.name]:
             common = box.intersect(destination)

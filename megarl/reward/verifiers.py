@@ -143,9 +143,7 @@ def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> dict[str, f
     for term in terms:
         value = float(term.verifier(text, prompt))
         if not math.isfinite(value):
-            raise ValueError(
-                f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed"
-            )
+            raise ValueError(f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed")
         said[term.name] = value
     return said
 

@@ -67,9 +67,7 @@ class Scorer:
         """Answers once the scorer is up."""
         return True
 
-    def score_task(
-        self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float
-    ) -> list[Verdict]:
+    def score_task(self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float) -> list[Verdict]:
         """Verdicts on `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
         fetched = payload.fetch(list(samples))
         texts = [
@@ -105,21 +103,17 @@ class RewardWorkers:
         self._local = Scorer(specs, model_path, sys.path) if local else None
         self._actors = [] if local else _start_actors(specs, model_path, num_workers)
 
-    def score(
-        self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int
-    ) -> RewardResult:
+    def score(self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int) -> RewardResult:
         """Rewards of samples 0 … num_sequences - 1; sample s answers prompts[s // group_size].
 
         Raises ValueError for an answer that a verifier cannot judge by, TimeoutError when a worker is silent.
         """
         check_answers(self._terms, prompts)
         tasks = [
-            range(first, min(first + self._sequences, num_sequences))
-            for first in range(0, num_sequences, self._sequences)
+            range(first, min(first + self._sequences, num_sequences)) for first in range(0, num_sequences, self._sequences)
         ]
         arguments = [
-            (payload, list(task), [prompts[sample // group_size] for sample in task], self._timeout_s)
-            for task in tasks
+            (payload, list(task), [prompts[sample // group_size] for sample in task], self._timeout_s) for task in tasks
         ]
         if self._local is not None:
             scored = [self._local.score_task(*argument) for argument in arguments]
@@ -143,8 +137,7 @@ class RewardWorkers:
         import ray
 
         references = [
-            self._actors[i % len(self._actors)].score_task.remote(*argument)
-            for i, argument in enumerate(arguments)
+            self._actors[i % len(self._actors)].score_task.remote(*argument) for i, argument in enumerate(arguments)
         ]
         rounds = -(-len(references) // len(self._actors))
         deadline_s = rounds * (self._timeout_s + TASK_GRACE_S)
@@ -177,9 +170,7 @@ def _start_actors(specs: Sequence[RewardSpec], model_path: str, num_workers: int
     import ray
 
     # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
-    remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(
-        Scorer
-    )
+    remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(Scorer)
     actors = [remote.remote(list(specs), model_path, sys.path) for _ in range(num_workers)]
     try:
         ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)

@@ -39,9 +39,7 @@ class ProgressLine:
     A context manager. `enabled=False` (every rank but 0) makes it silent.
     """
 
-    def __init__(
-        self, num_steps: int, done: int = 0, enabled: bool = True, console: Console | None = None
-    ) -> None:
+    def __init__(self, num_steps: int, enabled: bool = True, console: Console | None = None) -> None:
         self._num_steps = num_steps
         self._enabled = enabled
         self._console = console or Console()
@@ -56,16 +54,14 @@ class ProgressLine:
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=num_steps, completed=done)
+        self._task = self._bar.add_task("starting", total=num_steps)
 
     def __enter__(self) -> ProgressLine:
         if self._live:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
             self._bar.stop()
 
@@ -73,6 +69,10 @@ class ProgressLine:
         """Show `name` as the running phase; fits `PhaseClock(on_phase=...)`. None changes nothing."""
         if self._live and name is not None:
             self._bar.update(self._task, description=name, refresh=True)
+
+    def resumed(self, done: int) -> None:
+        """Count the steps that an earlier start has done."""
+        self._bar.update(self._task, completed=done)
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         """Print what a finished step gave, flushed for whoever reads a pipe."""

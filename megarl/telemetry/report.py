@@ -26,9 +26,7 @@ def report(run_dir: str | Path, console: Console | None = None) -> Path:
     lines = read_metrics(run_dir / "metrics.jsonl")
     points = [(line["step"], line[METRIC]) for line in lines if line.get(METRIC) is not None]
     if not points:
-        raise ValueError(
-            f"{run_dir / 'metrics.jsonl'} has no {METRIC} yet; a run has one after its first step"
-        )
+        raise ValueError(f"{run_dir / 'metrics.jsonl'} has no {METRIC} yet; a run has one after its first step")
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     png = run_dir / "reward.png"
     write_png(png, run_dir.name, steps, rewards)

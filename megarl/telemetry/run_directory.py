@@ -1,0 +1,73 @@
+"""`runs/<name>/`: where a run's recipe, metrics, rollouts and checkpoints lie, and which run may write there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.recipe import Recipe, recipe_yaml
+
+_CHECKPOINT = re.compile(r"step-(\d{6})$")
+# A prompt position means something only with these unchanged.
+_FIXED = ("model", "data", "run.seed", "algorithm.group_size", "phases.rollout.prompts")
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step under `directory`; None if there is none."""
+    found = {int(match[1]): path for path in Path(directory).glob("step-*") if (match := _CHECKPOINT.match(path.name))}
+    return found[max(found)] if found else None
+
+
+class RunDirectory:
+    """The directory of one run; nothing is made before `prepare`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunDirectory:
+        return cls(Path(recipe.run.dir) / recipe.run.name)
+
+    def check(self, recipe: Recipe, resume: bool) -> Path | None:
+        """The checkpoint to resume from; None for a new run.
+
+        Raises ValueError where a run would write over another one, has nothing to resume from, or would go on with
+        other data.
+        """
+        if not resume:
+            if self.metrics.is_file() and self.metrics.stat().st_size:
+                raise ValueError(
+                    f"run.name = {recipe.run.name!r}: {self.path} holds a run already; "
+                    "continue it with --resume, take another run.name, or remove the directory"
+                )
+            return None
+        checkpoint = latest_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            raise ValueError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
+        if self.recipe.is_file():
+            old, new = yaml.safe_load(self.recipe.read_text()), yaml.safe_load(recipe_yaml(recipe))
+            for key in _FIXED:
+                if _at(old, key) != _at(new, key):
+                    raise ValueError(
+                        f"--resume: {key} was {_at(old, key)!r} and is {_at(new, key)!r} now; "
+                        "a resumed run keeps it, another one starts under another run.name"
+                    )
+        return checkpoint
+
+    def prepare(self, recipe: Recipe) -> None:
+        """Make the directory and write the resolved recipe."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.recipe.write_text(recipe_yaml(recipe))
+
+
+def _at(content: Any, key: str) -> Any:
+    for part in key.split("."):
+        content = content[part]
+    return content
