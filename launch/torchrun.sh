@@ -4,8 +4,9 @@
 #     NUM_NODES=2 NODE_RANK=0 RANKS_PER_NODE=8 MASTER_ADDRESS=node0 bash launch/torchrun.sh recipes/x.yaml run.steps=10
 #
 # NUM_NODES * RANKS_PER_NODE must equal trainer.ranks of the recipe. MASTER_ADDRESS is the first machine, by a
-# name or address that the others reach. Rollout engines run in the Ray cluster that rank 0 joins or starts.
-# On one machine `megarl train RECIPE` does the same with nothing to set. Not yet run on more than one machine.
+# name or address that the others reach. On one machine `megarl train RECIPE` does the same with nothing to set.
+# More than one machine: only with rollout.replay so far, and not yet run. The weight sync goes through shared memory and
+# refuses ranks of another machine than rank 0's, which starts the engines.
 set -euo pipefail
 : "${NUM_NODES:?how many machines}" "${NODE_RANK:?which of them this is, from 0}"
 : "${RANKS_PER_NODE:?trainer ranks on each}" "${MASTER_ADDRESS:?the first machine}"

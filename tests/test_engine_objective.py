@@ -1,0 +1,99 @@
+"""The losses of an update against their formulas written out, and their independence of the cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Completion, Sample
+from megarl.engine.batch import Batch, pack
+from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
+from megarl.recipe.sections import AlgorithmSection, KlSection, ValueLossSection
+from megarl.schedule import MicroBatch, MiniBatch
+
+LENGTHS = [(2, 3), (4, 1), (1, 5)]
+TOKENS = sum(completion for _, completion in LENGTHS)
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    samples = {}
+    for index, (prompt, completion) in enumerate(LENGTHS):
+        tokens = np.arange(prompt + completion, dtype=np.int32)
+        logprobs = np.full(completion, -1.5, np.float32)
+        samples[index] = Sample(index, tokens[:prompt], Completion(tokens[prompt:], logprobs, "stop", 0, 0))
+
+    def field(scale):
+        return [torch.randn(completion, generator=generator) * scale for _, completion in LENGTHS]
+
+    names = {"logprobs": 0.3, "reference_logprobs": 0.3, "advantages": 1.0, "values": 1.0, "returns": 1.0}
+    return Batch(
+        prompt_lengths=np.array([prompt for prompt, _ in LENGTHS]),
+        completion_lengths=np.array([completion for _, completion in LENGTHS]),
+        groups=np.arange(3),
+        rewards=np.zeros(3, np.float32),
+        valid=np.array([True, False, True]),  # the second one's reward could not be computed
+        samples=samples,
+        fields={name: field(scale) for name, scale in names.items()},
+    )
+
+
+def _run(objective, batch, outputs, cut):
+    """Summed loss of the micro-batches that `cut` makes; outputs are [tokens] in sample order."""
+    starts = np.cumsum([0, *(completion for _, completion in LENGTHS)])
+    total = torch.zeros(())
+    for samples in cut:
+        rows = torch.cat([torch.arange(starts[sample], starts[sample + 1]) for sample in samples])
+        micro = pack(batch, MicroBatch(samples, 0), torch.device("cpu"))
+        loss, _ = objective(micro, {name: values[rows] for name, values in outputs.items()})
+        total = total + loss
+    return total
+
+
+CUTS = [[(0, 1, 2)], [(2,), (0, 1)]]
+COUNTED = torch.tensor([1.0] * 3 + [0.0] + [1.0] * 5)  # 1 where the sequence is valid
+WHOLE = MiniBatch(0, (0, 1, 2), ())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_policy_loss_with_entropy_and_kl_in_the_loss(batch, cut):
+    settings = AlgorithmSection(
+        advantage="grpo", group_size=2, entropy_coefficient=0.1, kl=KlSection(place="loss", coefficient=0.5, estimator="k3")
+    )
+    logprobs = torch.linspace(-0.4, 0.4, TOKENS, requires_grad=True)
+    entropy = torch.linspace(0.1, 2.0, TOKENS)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    loss = _run(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)
+    old, reference, advantages = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs", "advantages"))
+    ratio = torch.exp(logprobs - old)
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    divergence = torch.exp(reference - logprobs) - 1 - (reference - logprobs)
+    expected = ((surrogate - 0.1 * entropy + 0.5 * divergence) * COUNTED).sum() / COUNTED.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    (wanted,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
+    del batch.fields["logprobs"]
+    logprobs = torch.linspace(-0.4, 0.4, TOKENS, requires_grad=True)
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "sequence_mean"))
+    loss = _run(objective, batch, {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}, cut)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    # The gradient of REINFORCE: minus advantage, averaged over each of the two valid sequences, then over both.
+    shares = torch.cat([torch.full((completion,), 1 / completion / 2) for _, completion in LENGTHS])
+    torch.testing.assert_close(found, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_value_loss_is_the_clipped_half_square(batch, cut):
+    settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
+    values = torch.linspace(-1, 1, TOKENS)
+    loss = _run(ValueObjective(settings, batch, token_weights(batch, WHOLE, "token_mean")), batch, {"values": values}, cut)
+    old, returns = torch.cat(batch.fields["values"]), torch.cat(batch.fields["returns"])
+    held = old + (values - old).clamp(-0.2, 0.2)
+    errors = 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)
+    assert loss.item() == pytest.approx(((errors * COUNTED).sum() / COUNTED.sum()).item(), rel=1e-5)

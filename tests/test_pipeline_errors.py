@@ -1,0 +1,56 @@
+"""What a user gets wrong is answered by one sentence that names it, on whichever rank it shows."""
+
+import json
+
+import pytest
+
+from tests.runs import fake_rollouts, megarl, tiny_recipe, tiny_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("errors")
+    tiny_run(path)
+    fake_rollouts(path, 1)
+    return path
+
+
+def _train(folder, name, *arguments, ranks=1, pipeline=1, **changes):
+    changes = {"rollout__replay": str(folder / "rollouts")} | changes
+    recipe = tiny_recipe(folder, name, False, ranks, 1, pipeline, 1, **changes)
+    return megarl("train", str(recipe), *arguments, check=False)
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(folder):
+    done = _train(folder, "boom", reward=[{"kind": "function", "target": "tests.rewards:boom"}])
+    assert done.returncode != 0
+    assert "no completion could be scored" in done.stderr and "answer key" in done.stderr and "phase reward" in done.stderr
+
+
+def test_a_checkpoint_of_another_shape_is_named_by_the_rank_that_reads_it(folder):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    kept = json.dumps(config)
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    try:
+        # Untied: only the last stage reads lm_head, and only the first the embedding.
+        done = _train(folder, "shape", ranks=2, pipeline=2)
+    finally:
+        (folder / "model" / "config.json").write_text(kept)
+    assert done.returncode != 0
+    assert "error on rank 1" in done.stderr or "error on rank 0" in done.stderr
+    assert "config.json asks for 100 x 32" in done.stderr
+
+
+def test_a_run_never_writes_over_another_and_resumes_only_what_it_was(folder):
+    run = folder / "runs" / "taken"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "holds a run already" in _train(folder, "taken").stderr
+    from megarl.recipe import load_recipe, recipe_yaml
+
+    old = load_recipe(tiny_recipe(folder, "taken", False, 1, 1, 1, 1, run__seed=7))
+    (run / "recipe.yaml").write_text(recipe_yaml(old))
+    refused = _train(folder, "taken", "--resume")
+    assert refused.returncode == 2
+    assert "run.seed was 7 and is 1 now" in refused.stderr
+    assert "no complete checkpoint" in _train(folder, "absent", "--resume").stderr
