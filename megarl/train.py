@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
         return 2
     rank = os.environ["RANK"]
     try:
-        train(load_recipe(words[0], words[1:]), resume)
+        train(load_recipe(words[0], words[1:], fetch=model_directory), resume)
     except RecipeError as error:
         if rank == "0":  # all ranks read the same recipe
             print(error, file=sys.stderr)
