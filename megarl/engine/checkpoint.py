@@ -20,8 +20,9 @@ from megarl.engine.model import DecoderModel
 
 from megatron.core import dist_checkpointing  # isort: skip
 
-# What the recipe says of the optimizer holds after a resume too, where it was changed.
-_SETTINGS = ("max_lr", "min_lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
+# What the recipe says of the optimizer holds after a resume too, where it was changed; the same for every parameter group.
+# Weight decay is not here: the schedule sets it.
+_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
@@ -53,13 +54,14 @@ def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> di
     wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
     loaded = dist_checkpointing.load(wanted, str(checkpoint))
     for role, engine in engines.items():
-        settings = [{key: group[key] for key in _SETTINGS if key in group} for group in engine.optimizer.param_groups]
+        # Before the load: 0.19 pairs saved and present groups by these values.
+        own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
+        for group in loaded[role]["optimizer"]["optimizer"]["param_groups"]:
+            group.update(own)
         engine.model.load_state_dict(loaded[role]["model"])
         for optimizer in _optimizers(engine):
             optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
         engine.optimizer.load_state_dict(loaded[role]["optimizer"])
-        for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
-            group.update(own)
         # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
         engine.scheduler.num_steps = 0
         engine.scheduler.load_state_dict(loaded[role]["scheduler"])
