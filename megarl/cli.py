@@ -71,7 +71,8 @@ def export(
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     _need_run(run_dir)
-    command = [sys.executable, "-m", "megarl.engine.export", str(run_dir), str(out)]
+    # The libraries' import notices are not the user's to mend.
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.engine.export", str(run_dir), str(out)]
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +112,6 @@ def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
 
 def main(arguments: list[str]) -> int:
     """`python -m megarl.engine.export RUN_DIR OUT`; exit status 2 for what the caller can mend."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
     try:
         checkpoint = export(*arguments)
     except ValueError as error:
