@@ -71,8 +71,7 @@ def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> di
             for entry in optimizer.optimizer.state.values():
                 if isinstance(entry.get("step"), torch.Tensor):
                     entry["step"] = entry["step"].clone()
-    state = loaded["state"] if "state" in loaded else dist_checkpointing.load_common_state_dict(str(checkpoint))["state"]
-    return dict(state)
+    return dict(loaded["state"])
 
 
 def load_weights(checkpoint: str | Path, role: str, model: DecoderModel) -> None:

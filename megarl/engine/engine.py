@@ -71,7 +71,7 @@ class Engine:
         seed: int = 1,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
-        self.model = build_model(shape, place.layout, precision, role)
+        self.model = build_model(shape, place.layout, precision, role, place.device)
         self.config = self.model.config
         segments = rank_segments(
             shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"

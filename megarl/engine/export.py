@@ -57,7 +57,7 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
         )
         try:
             place = start_parallel(Layout(), recipe.run.seed, 300.0, local_rank=0)
-            model = build_model(shape, place.layout, precision, "actor")
+            model = build_model(shape, place.layout, precision, "actor", place.device)
             load_weights(checkpoint, "actor", model)
             partial.mkdir(parents=True)
             write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))

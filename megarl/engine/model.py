@@ -99,7 +99,7 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str) -> Modul
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
-def build_model(shape: ModelShape, layout: Layout, precision: str, role: str) -> DecoderModel:
+def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> DecoderModel:
     """This rank's stage of a role, weights not read yet. A critic gets a value head in place of the vocabulary."""
     config = transformer_config(shape, layout, precision)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -119,7 +119,6 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str) ->
     if critic and last:
         model.output_layer = ValueHead(config)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    device = platform.current.device(torch.cuda.current_device() if platform.current.kind == "cuda" else 0)
     return model.to(device=device, dtype=DTYPES[precision])
 
 

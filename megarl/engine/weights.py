@@ -1,4 +1,4 @@
-"""Read a Hugging Face directory into Megatron shards and write it back, box by box.
+"""Read a Hugging Face directory into Megatron shards, box by box; `export.py` writes one.
 
 No rank reads or holds more than its own boxes plus one tensor: safetensors are sliced on disk.
 """
