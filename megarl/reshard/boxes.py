@@ -34,18 +34,48 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one role is cut over the trainer ranks; rank = tensor_rank + tensor * (data_rank + data * pipeline_rank)."""
+    """How one role is cut over the trainer ranks; rank = tensor_rank + tensor * (data_rank + data * pipeline_rank).
+
+    `virtual_pipeline` counts the model chunks of each stage, `context` the ranks that share one sequence;
+    `sequence_parallel` splits the activations between tensor-parallel regions over the tensor group.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    sequence_parallel: bool = False
+    virtual_pipeline: int = 1
+    context: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of a sequence are padded to a multiple of this: context parallelism cuts each into 2 chunks a rank."""
+        if self.context == 1:
+            return 1
+        return 2 * self.context * (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Tokens of a micro-batch are padded to a multiple of this: sequence parallelism cuts it over the tensor group."""
+        return self.tensor * self.context if self.sequence_parallel else 1
+
+    @property
+    def micro_batch_step(self) -> int:
+        """A rank's number of micro-batches must be a multiple of this: the interleaved schedule runs groups of them."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def rank(self, tensor_rank: int, pipeline_rank: int, data_rank: int = 0) -> int:
         return tensor_rank + self.tensor * (data_rank + self.data * pipeline_rank)
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, data) rank of a trainer rank; of a layout without context parallelism."""
+        rest, tensor_rank = divmod(rank, self.tensor)
+        pipeline_rank, data_rank = divmod(rest, self.data)
+        return tensor_rank, pipeline_rank, data_rank
 
 
 @dataclass(frozen=True)
