@@ -1,0 +1,23 @@
+"""What a phase will take before it runs: bytes and floating-point operations. Pure functions, no torch."""
+
+from megarl.estimate.cap import RESERVE, largest_cap
+from megarl.estimate.flops import forward_flops
+from megarl.estimate.memory import Memory, micro_batches_held, peak, resident, working
+from megarl.estimate.roles import BYTES, Role, layer_weights, stage_weights
+from megarl.estimate.rollout import engine_memory
+
+__all__ = [
+    "BYTES",
+    "RESERVE",
+    "Memory",
+    "Role",
+    "engine_memory",
+    "forward_flops",
+    "largest_cap",
+    "layer_weights",
+    "micro_batches_held",
+    "peak",
+    "resident",
+    "stage_weights",
+    "working",
+]

@@ -1,0 +1,77 @@
+"""A role as the estimates see it: a model, a layout and what is kept for it; and how many weights a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.megatron import padded_vocab, stage_layers
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Role:
+    """One Megatron engine: `trained` says that it has gradients and an optimizer; `entropy_bonus` that its loss has an
+    entropy term, whose gradient takes more memory."""
+
+    name: str
+    shape: ModelShape
+    layout: Layout
+    precision: str
+    trained: bool
+    entropy_bonus: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in ("actor", "reference", "critic"):
+            raise ValueError(f"role = {self.name!r}; one of actor, reference and critic")
+        if self.precision not in BYTES:
+            raise ValueError(f"precision = {self.precision!r}; one of {sorted(BYTES)}")
+
+    @property
+    def critic(self) -> bool:
+        return self.name == "critic"
+
+    @property
+    def bytes_per_weight(self) -> int:
+        return BYTES[self.precision]
+
+    @property
+    def vocab_width(self) -> int:
+        """Vocabulary rows of one tensor rank, padding included."""
+        return padded_vocab(self.shape, self.layout.tensor) // self.layout.tensor
+
+    def has_embedding(self, pipeline_rank: int) -> bool:
+        return pipeline_rank == 0
+
+    def has_head(self, pipeline_rank: int) -> bool:
+        return pipeline_rank == self.layout.pipeline - 1
+
+    @property
+    def shares_embedding(self) -> bool:
+        """The head is the embedding itself; under a pipeline the last stage has a copy instead."""
+        return self.shape.tied and not self.critic and self.layout.pipeline == 1
+
+
+def layer_weights(shape: ModelShape, tensor: int) -> int:
+    """Weights of one decoder layer on one tensor rank."""
+    attention = shape.heads * shape.head_dim
+    qkv = attention + 2 * shape.groups * shape.head_dim
+    matrices = shape.hidden * (qkv + attention + 3 * shape.ffn) // tensor
+    norms = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    return matrices + norms + (qkv // tensor if shape.qkv_bias else 0)
+
+
+def stage_weights(role: Role, pipeline_rank: int) -> int:
+    """Weights of one pipeline stage on one tensor rank, padding of the vocabulary included."""
+    shape, layout = role.shape, role.layout
+    weights = len(stage_layers(shape, layout, pipeline_rank)) * layer_weights(shape, layout.tensor)
+    if role.has_embedding(pipeline_rank):
+        weights += role.vocab_width * shape.hidden
+    if role.has_head(pipeline_rank):
+        weights += shape.hidden  # the final norm
+        if role.critic:
+            weights += shape.hidden
+        elif not role.shares_embedding:
+            weights += role.vocab_width * shape.hidden
+    return weights
