@@ -1,18 +1,23 @@
 """Schedules and plans: which sequence runs in which micro-batch on which data-parallel rank. Pure functions."""
 
 from megarl.schedule.compare import Executed, PlanMismatch, compare
+from megarl.schedule.cost import Cost
 from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
+from megarl.schedule.quality import Quality, quality
 from megarl.schedule.schedule import Schedule, bubble_share, worst_case_micro_batches
 
 __all__ = [
+    "Cost",
     "Executed",
     "MicroBatch",
     "MiniBatch",
     "Plan",
     "PlanMismatch",
+    "Quality",
     "Schedule",
     "bubble_share",
     "compare",
     "plan_phase",
+    "quality",
     "worst_case_micro_batches",
 ]

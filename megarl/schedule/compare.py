@@ -13,26 +13,37 @@ class PlanMismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Executed:
-    """Shapes one data-parallel rank executed: sequences and tokens of each micro-batch, in the order they ran."""
+    """Shapes one data-parallel rank executed, in the order they ran.
+
+    Sequences, tokens and slots (tokens with alignment padding) of each micro-batch; micro-batches of each pipeline run.
+    """
 
     sequences: tuple[int, ...]
     tokens: tuple[int, ...]
+    slots: tuple[int, ...]
+    runs: tuple[int, ...]
 
 
-def compare(plan: MiniBatch, data_rank: int, executed: Executed) -> None:
-    """Raise PlanMismatch at the first micro-batch of `data_rank` that differs from the plan."""
-    planned = [(len(one.samples), one.tokens) for one in plan.micro_batches[data_rank]]
-    where = f"phase {plan.phase or '(unnamed)'}, data-parallel rank {data_rank}"
-    if len(executed.sequences) != len(executed.tokens):
+def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
+    """Raise PlanMismatch, with both shapes, at the first micro-batch or pipeline run of `data_rank` off the plan."""
+    where = f"phase {mini_batch.phase or '(unnamed)'}, data-parallel rank {data_rank}"
+    counts = {len(executed.sequences), len(executed.tokens), len(executed.slots), sum(executed.runs)}
+    if len(counts) > 1:
         raise PlanMismatch(
-            f"{where}: executed reports {len(executed.sequences)} sequence counts and {len(executed.tokens)} token counts"
+            f"{where}: executed reports {len(executed.sequences)} sequence counts, {len(executed.tokens)} token counts, "
+            f"{len(executed.slots)} slot counts and runs of {executed.runs} micro-batches"
         )
-    ran = list(zip(executed.sequences, executed.tokens, strict=True))
+    planned = [(len(one.samples), one.tokens, one.slots) for one in mini_batch.micro_batches[data_rank]]
+    ran = list(zip(executed.sequences, executed.tokens, executed.slots, strict=True))
     for number, (expected, found) in enumerate(zip(planned, ran, strict=False)):
         if expected != found:
-            raise PlanMismatch(
-                f"{where}, micro-batch {number}: planned {expected[0]} sequences with {expected[1]} tokens, "
-                f"executed {found[0]} sequences with {found[1]} tokens"
-            )
+            raise PlanMismatch(f"{where}, micro-batch {number}: planned {_shape(expected)}, executed {_shape(found)}")
     if len(planned) != len(ran):
         raise PlanMismatch(f"{where}: planned {len(planned)} micro-batches, executed {len(ran)}")
+    if mini_batch.runs != executed.runs:
+        raise PlanMismatch(f"{where}: planned pipeline runs of {mini_batch.runs} micro-batches, executed {executed.runs}")
+
+
+def _shape(micro_batch: tuple[int, int, int]) -> str:
+    sequences, tokens, slots = micro_batch
+    return f"{sequences} sequences with {tokens} tokens in {slots} slots"

@@ -1,27 +1,34 @@
 """From a schedule and the lengths of one batch to a plan: a pure function of its arguments.
 
 What a plan promises (each is a property in tests/test_schedule_plan.py):
-every sample once per epoch; no micro-batch above `max_tokens`; no empty micro-batch; the same number of micro-batches on
-every data-parallel rank; the same plan for the same arguments, whatever was planned before.
+every sample once per epoch; no micro-batch above `max_tokens`, padding included; no empty micro-batch; the same number
+of micro-batches on every data-parallel rank, and one that the pipeline can run; the same plan for the same arguments,
+whatever was planned before.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.schedule.schedule import Schedule
+from megarl.reshard.boxes import Layout
+from megarl.schedule.balance import Work, balance
+from megarl.schedule.cost import Cost
+from megarl.schedule.schedule import Schedule, in_runs, padded
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of one forward pass of one data-parallel rank; `samples` are positions in the batch, ascending
-    under `max_tokens` and in mini-batch order under `sequences`; `tokens` is their sum of lengths."""
+    """Sequences of one forward pass of one data-parallel rank.
+
+    `samples` are positions in the batch, ascending under `max_tokens` and in mini-batch order under `sequences`.
+    `tokens` is their sum of lengths; `slots` adds the alignment padding and is what the engine executes.
+    """
 
     samples: tuple[int, ...]
     tokens: int
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -32,151 +39,159 @@ class MiniBatch:
     samples: tuple[int, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     phase: str = ""
+    max_micro_batches_in_flight: int | None = None
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank; the same on all."""
         return len(self.micro_batches[0])
 
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """Micro-batches of each pipeline run: the pipeline drains after `max_micro_batches_in_flight` of them."""
+        return in_runs(self.num_micro_batches, self.max_micro_batches_in_flight)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Samples as they run: data-parallel rank by rank, micro-batch by micro-batch."""
+        return tuple(sample for rank in self.micro_batches for one in rank for sample in one.samples)
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """Results in `order` back to sample order: `results[inverse[i]]` belongs to `samples[i]`."""
+        position = {sample: number for number, sample in enumerate(self.order)}
+        return tuple(position[sample] for sample in self.samples)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What one phase runs for one batch; a forward phase has exactly one mini-batch."""
+    """What one phase runs for one batch under one layout; a forward phase has exactly one mini-batch."""
 
     phase: str
     mini_batches: tuple[MiniBatch, ...]
+    layout: Layout
 
 
-def plan_phase(schedule: Schedule, lengths: Sequence[int], data_parallel: int, seed: int) -> Plan:
-    """Plan one phase for a batch whose sample i has `lengths[i]` tokens.
+def plan_phase(
+    schedule: Schedule,
+    lengths: Sequence[int],
+    layout: Layout,
+    seed: int,
+    cost: Cost = Cost(),  # noqa: B008 (frozen)
+    groups: Sequence[int] | None = None,
+) -> Plan:
+    """Plan one phase for a batch whose sample i has `lengths[i]` tokens and belongs to the group with id `groups[i]`.
 
     More than one mini-batch per epoch draws a new order of the samples for each epoch from `seed`, the phase and the
-    epoch; a single one keeps batch order. Raises ValueError for sizes that do not divide and for a sequence above the cap.
+    epoch; a single one keeps batch order. Groups stay whole in a mini-batch where they are alike in size and fit.
+    Raises ValueError for sizes that do not divide, for counts the pipeline cannot run and for a sequence above the cap.
     """
-    _refuse_impossible(schedule, lengths, data_parallel)
-    size = schedule.mini_batch or len(lengths)
+    lengths = [int(length) for length in lengths]
+    _refuse_impossible(schedule, lengths, layout)
+    slots = [padded(length, layout) for length in lengths]
+    work = Work(slots, [cost.sequence(length) for length in slots])
     mini_batches = []
     for epoch in range(schedule.epochs):
-        order = list(range(len(lengths)))
-        if size < len(lengths):
-            random.Random(f"{seed}/{schedule.phase}/{epoch}").shuffle(order)
-        for start in range(0, len(order), size):
-            samples = tuple(order[start : start + size])
-            micro_batches = _cut(schedule, samples, lengths, data_parallel)
-            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase))
-    return Plan(schedule.phase, tuple(mini_batches))
+        for samples in _draw_mini_batches(schedule, len(lengths), groups, f"{seed}/{schedule.phase}/{epoch}"):
+            ranks = _cut_by_count(schedule, samples, layout) or balance(schedule, samples, work, layout, cost)
+            micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, layout) for own in rank) for rank in ranks)
+            in_flight = schedule.max_micro_batches_in_flight
+            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase, in_flight))
+    return Plan(schedule.phase, tuple(mini_batches), layout)
 
 
-def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], data_parallel: int) -> None:
-    phase, size = schedule.phase, schedule.mini_batch or len(lengths)
+def _draw_mini_batches(schedule: Schedule, count: int, groups: Sequence[int] | None, seed: str) -> list[tuple[int, ...]]:
+    """The samples of each mini-batch of one epoch."""
+    size = schedule.mini_batch or count
+    if size == count:
+        return [tuple(range(count))]
+    members: dict[int, list[int]] = {}
+    for sample in range(count):
+        members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
+    sizes = {len(held) for held in members.values()}
+    units = list(members.values()) if len(sizes) == 1 and size % max(sizes) == 0 else [[sample] for sample in range(count)]
+    random.Random(seed).shuffle(units)
+    order = [sample for unit in units for sample in unit]
+    return [tuple(order[start : start + size]) for start in range(0, count, size)]
+
+
+def _cut_by_count(schedule: Schedule, samples: tuple[int, ...], layout: Layout) -> list[list[list[int]]] | None:
+    """Fixed counts in mini-batch order, as [data-parallel rank][micro-batch]; None for a `max_tokens` schedule."""
+    if schedule.sequences is None:
+        return None
+    share, size = len(samples) // layout.data, schedule.sequences
+    ranks = [samples[rank * share : (rank + 1) * share] for rank in range(layout.data)]
+    return [[list(own[start : start + size]) for start in range(0, share, size)] for own in ranks]
+
+
+def _micro_batch(samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], layout: Layout) -> MicroBatch:
+    filled, multiple = sum(slots[sample] for sample in samples), layout.micro_batch_multiple
+    return MicroBatch(tuple(samples), sum(lengths[sample] for sample in samples), -(-filled // multiple) * multiple)
+
+
+def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layout) -> None:
+    phase, size, data, step = schedule.phase, schedule.mini_batch or len(lengths), layout.data, layout.micro_batch_step
     if not lengths:
         raise ValueError(f"phase {phase}: the batch is empty")
-    if data_parallel < 1:
-        raise ValueError(f"phase {phase}: data-parallel size {data_parallel} must be at least 1")
     if len(lengths) % size:
-        raise ValueError(f"phases.{phase}.mini_batch = {size} does not divide the batch of {len(lengths)} sequences")
-    if size % data_parallel:
-        raise ValueError(f"phase {phase}: the data-parallel size {data_parallel} does not divide {size} sequences")
-    cap = schedule.max_tokens
+        legal = _nearest([n for n in range(1, len(lengths) + 1) if len(lengths) % n == 0 and n % data == 0], size)
+        raise ValueError(
+            f"phases.{phase}.mini_batch = {size} does not divide the batch of {len(lengths)} sequences{_hint(legal)}"
+        )
+    if size % data:
+        key = f"phases.{phase}.mini_batch = {size}" if schedule.mini_batch else f"phase {phase}: a batch of {size} sequences"
+        raise ValueError(
+            f"{key} must be a multiple of the data-parallel size {data}{_hint(max(1, round(size / data)) * data)}"
+        )
+    if size // data < step:
+        raise ValueError(
+            f"phases.{phase}: {size} sequences give each of {data} data-parallel ranks {size // data}, but a virtual "
+            f"pipeline runs micro-batches by {step}; the nearest legal number of sequences is {data * step}"
+        )
+    _refuse_in_flight(schedule, layout)
+    if schedule.sequences is not None and -(-(size // data) // schedule.sequences) % step:
+        share = size // data
+        legal = _nearest([n for n in range(1, share + 1) if -(-share // n) % step == 0], schedule.sequences)
+        raise ValueError(
+            f"phases.{phase}.micro_batch.sequences = {schedule.sequences} cuts {share} sequences a rank into "
+            f"{-(-share // schedule.sequences)} micro-batches, but a virtual pipeline runs them by {step}{_hint(legal)}"
+        )
     for sample, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"phase {phase}: sample {sample} has {length} tokens")
-        if cap is not None and length > cap:
-            raise ValueError(f"phases.{phase}.micro_batch.max_tokens = {cap}, but sample {sample} has {length} tokens")
+    if schedule.max_tokens is not None:
+        _refuse_longest(schedule.phase, schedule.max_tokens, lengths, layout)
 
 
-def _cut(
-    schedule: Schedule, samples: tuple[int, ...], lengths: Sequence[int], data_parallel: int
-) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Micro-batches of each data-parallel rank."""
-    if schedule.sequences is not None:
-        share, step = len(samples) // data_parallel, schedule.sequences
-        ranks = [samples[rank * share : (rank + 1) * share] for rank in range(data_parallel)]
-        return tuple(
-            tuple(_micro_batch(own[start : start + step], lengths) for start in range(0, share, step)) for own in ranks
+def _refuse_in_flight(schedule: Schedule, layout: Layout) -> None:
+    in_flight = schedule.max_micro_batches_in_flight
+    if in_flight is None:
+        return
+    key = f"phases.{schedule.phase}.max_micro_batches_in_flight = {in_flight}"
+    if layout.virtual_pipeline > 1:
+        raise ValueError(f"{key} needs virtual_pipeline = 1, not {layout.virtual_pipeline}; remove one of the two")
+    if in_flight >= layout.pipeline:
+        legal = f"the nearest legal value is {layout.pipeline - 1}, or " if layout.pipeline > 1 else ""
+        raise ValueError(
+            f"{key}, but a pipeline of {layout.pipeline} never holds more than {layout.pipeline}; {legal}remove it"
         )
-    assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
-    bins = _pack(samples, lengths, schedule.max_tokens, data_parallel)
-    return _deal([_micro_batch(tuple(sorted(held)), lengths) for held in bins], data_parallel)
 
 
-def _micro_batch(samples: tuple[int, ...], lengths: Sequence[int]) -> MicroBatch:
-    return MicroBatch(samples, sum(lengths[sample] for sample in samples))
+def _refuse_longest(phase: str, cap: int, lengths: Sequence[int], layout: Layout) -> None:
+    multiple = layout.micro_batch_multiple
+    longest = max(range(len(lengths)), key=lambda sample: lengths[sample])
+    filled = -(-padded(lengths[longest], layout) // multiple) * multiple
+    if filled > cap:
+        padding = f" ({filled} with padding)" if filled > lengths[longest] else ""
+        raise ValueError(
+            f"phases.{phase}.micro_batch.max_tokens = {cap}, but sample {longest} has {lengths[longest]} tokens{padding}"
+            f"{_hint(filled)}"
+        )
 
 
-def _pack(samples: Sequence[int], lengths: Sequence[int], cap: int, data_parallel: int) -> list[list[int]]:
-    """Bins under the cap: a multiple of `data_parallel`, as few as the packing finds, none empty.
-
-    Tries the smallest count first. Balance comes first (longest into the lightest bin); where that overflows, first-fit
-    may still fit, because it fills bins instead of levelling them.
-    """
-    longest_first = sorted(samples, key=lambda sample: (-lengths[sample], sample))
-    total = sum(lengths[sample] for sample in samples)
-    alone = sum(2 * lengths[sample] > cap for sample in samples)  # no two of these share a bin
-    count = max(-(-total // cap), alone, 1)
-    count = -(-count // data_parallel) * data_parallel
-    first_fit: list[list[int]] = []
-    while True:
-        balanced = _lightest_bin(longest_first, lengths, cap, count)
-        if balanced is not None:
-            return balanced
-        first_fit = first_fit or _first_fit(longest_first, lengths, cap)
-        if len(first_fit) <= count:
-            return _spread(first_fit, lengths, count)
-        count += data_parallel
+def _nearest(legal: Sequence[int], value: int) -> int | None:
+    return min(legal, key=lambda one: abs(one - value), default=None)
 
 
-def _lightest_bin(longest_first: list[int], lengths: Sequence[int], cap: int, count: int) -> list[list[int]] | None:
-    """Each sequence into the lightest of `count` bins (Graham's LPT); None when one would pass the cap.
-
-    With at least `count` sequences no bin stays empty: the first `count` of them find an empty, hence lightest, bin.
-    """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]
-    for sample in longest_first:
-        load, number = heapq.heappop(loads)
-        if load + lengths[sample] > cap:
-            return None
-        bins[number].append(sample)
-        heapq.heappush(loads, (load + lengths[sample], number))
-    return bins
-
-
-def _first_fit(longest_first: list[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Each sequence into the first bin with room (first-fit decreasing)."""
-    bins: list[list[int]] = []
-    loads: list[int] = []
-    for sample in longest_first:
-        number = next((number for number, load in enumerate(loads) if load + lengths[sample] <= cap), len(bins))
-        if number == len(bins):
-            bins.append([])
-            loads.append(0)
-        bins[number].append(sample)
-        loads[number] += lengths[sample]
-    return bins
-
-
-def _spread(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Fill up to `count` bins by moving the shortest sequence out of the heaviest bin that holds more than one."""
-    bins = [list(held) for held in bins]
-    while len(bins) < count:
-        shared = [held for held in bins if len(held) > 1]
-        heaviest = max(shared, key=lambda held: sum(lengths[sample] for sample in held))
-        bins.append([heaviest.pop()])
-    return bins
-
-
-def _deal(micro_batches: list[MicroBatch], data_parallel: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """The same number of micro-batches to every rank, heaviest first to the lightest rank that still takes one.
-
-    Heaviest first is also the order they run in: if memory runs out, it does so in the first pass.
-    """
-    share = len(micro_batches) // data_parallel
-    ranks: list[list[MicroBatch]] = [[] for _ in range(data_parallel)]
-    open_ranks = [(0, rank) for rank in range(data_parallel)]
-    for micro_batch in sorted(micro_batches, key=lambda one: (-one.tokens, one.samples)):
-        tokens, rank = heapq.heappop(open_ranks)
-        ranks[rank].append(micro_batch)
-        if len(ranks[rank]) < share:
-            heapq.heappush(open_ranks, (tokens + micro_batch.tokens, rank))
-    return tuple(tuple(own) for own in ranks)
+def _hint(legal: int | None) -> str:
+    return "" if legal is None else f"; the nearest legal value is {legal}"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.reshard.boxes import Layout
+
 
 @dataclass(frozen=True)
 class Schedule:
     """The cut of one phase: exactly one of `sequences` and `max_tokens` per micro-batch.
 
-    `mini_batch` counts sequences over all data-parallel ranks; None (a forward phase) takes the whole batch.
+    `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
+    data-parallel ranks; None (a forward phase) takes the whole batch. `max_micro_batches_in_flight` bounds the
+    micro-batches whose activations the first pipeline stage of an update holds; None is what 1F1B holds.
     """
 
     phase: str
@@ -17,6 +21,7 @@ class Schedule:
     max_tokens: int | None = None
     mini_batch: int | None = None
     epochs: int = 1
+    max_micro_batches_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if (self.sequences is None) == (self.max_tokens is None):
@@ -24,28 +29,50 @@ class Schedule:
                 f"phases.{self.phase}.micro_batch: exactly one of sequences and max_tokens, "
                 f"not sequences={self.sequences} and max_tokens={self.max_tokens}"
             )
-        for name in ("sequences", "max_tokens", "mini_batch", "epochs"):
+        for name in ("sequences", "max_tokens", "mini_batch", "epochs", "max_micro_batches_in_flight"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"phases.{self.phase}: {name} = {value} must be at least 1")
+        if self.max_micro_batches_in_flight is not None and self.mini_batch is None:
+            raise ValueError(
+                f"phases.{self.phase}.max_micro_batches_in_flight = {self.max_micro_batches_in_flight}: "
+                "a forward phase keeps no activations; remove the key"
+            )
 
 
-def worst_case_micro_batches(schedule: Schedule, num_sequences: int, data_parallel: int, max_sequence_tokens: int) -> int:
+def padded(length: int, layout: Layout) -> int:
+    """Slots of one sequence inside a micro-batch: its tokens and the padding its context-parallel split needs."""
+    return _ceil(length, layout.sequence_multiple) * layout.sequence_multiple
+
+
+def worst_case_micro_batches(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> int:
     """Most micro-batches one data-parallel rank can get for one mini-batch (forward phases: for the batch).
 
-    The worst case is every sequence at `max_sequence_tokens`: shorter ones never need more micro-batches.
+    Under `sequences` and without a pipeline the worst case is every sequence at `max_sequence_tokens`: shorter ones
+    never need more. With a pipeline, `max_tokens` plans may go down to one sequence a micro-batch to shorten the bubble.
     """
-    size = schedule.mini_batch or num_sequences
+    share, step = (schedule.mini_batch or num_sequences) // layout.data, layout.micro_batch_step
     if schedule.sequences is not None:
-        return _ceil(size // data_parallel, schedule.sequences)
+        return _ceil(share, schedule.sequences)
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
-    per_micro_batch = max(1, schedule.max_tokens // max_sequence_tokens)
-    return _ceil(_ceil(size, per_micro_batch), data_parallel)
+    if layout.pipeline > 1:
+        return share // step * step
+    per_micro_batch = max(1, schedule.max_tokens // padded(max_sequence_tokens, layout))
+    return _ceil(_ceil(share * layout.data, per_micro_batch), layout.data)
 
 
-def bubble_share(num_micro_batches: int, pipeline: int) -> float:
-    """Share of a pipeline's time that its stages idle while it fills and drains (1F1B: (p-1)/(m+p-1))."""
-    return (pipeline - 1) / (num_micro_batches + pipeline - 1)
+def in_runs(num_micro_batches: int, max_in_flight: int | None) -> tuple[int, ...]:
+    """Micro-batches of each pipeline run when at most `max_in_flight` enter before the pipeline drains; None: one run."""
+    size = max_in_flight or num_micro_batches
+    return tuple(min(size, num_micro_batches - start) for start in range(0, num_micro_batches, size))
+
+
+def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 1) -> float:
+    """Share of a pipeline's time that its stages idle while it fills and drains, micro-batches being alike.
+
+    (p - 1) / (v * m + p - 1): 1F1B, interleaved with v chunks a stage (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
+    """
+    return (pipeline - 1) / (virtual_pipeline * num_micro_batches + pipeline - 1)
 
 
 def _ceil(count: int, unit: int) -> int:

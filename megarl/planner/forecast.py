@@ -1,0 +1,184 @@
+"""What every phase of a step will run, hold and take, from its own plan: the numbers behind `megarl check --plan`.
+
+Time: with F operations of a phase, R ranks at `tflops` and the plan's efficiency e (padding, imbalance, bubble and the
+fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.estimate import Memory, Role, forward_flops, largest_cap, peak
+from megarl.planner.job import Job
+from megarl.schedule import Cost, Plan, Quality, Schedule, plan_phase, quality
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """One engine phase of one step.
+
+    `memory` is that of the fullest trainer rank with the forecast's lengths, `worst_memory` with every micro-batch as
+    full as the schedule allows; both without engines. `largest_cap` is the largest `max_tokens` that fits the device in
+    the worst case: None without a device, 0 where nothing fits. `seconds` is None without a rate.
+    """
+
+    schedule: Schedule
+    role: Role
+    num_mini_batches: int
+    quality: Quality
+    memory: Memory
+    worst_memory: Memory
+    largest_cap: int | None
+    flops: float
+    seconds: float | None
+
+    @property
+    def phase(self) -> str:
+        return self.schedule.phase
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One step: its engine phases, and the memory picture of one device.
+
+    `rollout_flops` are those of prefill and decoding together; `waves` counts how often the engines' concurrent
+    sequences must be renewed. `safe_utilization` is the largest share of the device that one engine rank may have;
+    None without a device or engines.
+    """
+
+    job: Job
+    phases: tuple[PhaseForecast, ...]
+    rollout_flops: float
+    waves: int | None
+    safe_utilization: float | None
+
+    @property
+    def fullest(self) -> PhaseForecast:
+        """The phase with the highest worst case."""
+        return max(self.phases, key=lambda one: one.worst_memory.total)
+
+    @property
+    def device_peak(self) -> int:
+        """Bytes of the fullest device in the worst case, engines included."""
+        return self.fullest.worst_memory.total + self.job.engine_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the worst case fits the device without its reserve; None without a device."""
+        usable = self.job.usable_bytes
+        return None if usable is None else self.device_peak <= usable
+
+
+def forecast(job: Job) -> Forecast:
+    """The forecast of one step."""
+    phases = tuple(forecast_phase(job, schedule) for schedule in job.schedules)
+    shape, lengths, engines = job.role("actor_update").shape, job.lengths, job.engines
+    pairs = zip(lengths.totals, lengths.completions, strict=True)
+    waves = None if engines is None else -(-job.limits.num_sequences // (engines.count * engines.max_concurrent))
+    safe = None
+    if engines is not None and job.usable_bytes is not None and job.device_bytes is not None:
+        left = job.usable_bytes - max(one.worst_memory.total for one in phases)
+        safe = max(0.0, left / job.device_bytes / engines.per_device(job.ranks))
+    return Forecast(job, phases, sum(forward_flops(shape, length, head) for length, head in pairs), waves, safe)
+
+
+def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
+    """The forecast of one phase under `schedule`, which need not be the job's own."""
+    role, lengths = job.role(schedule.phase), job.lengths.totals
+    cost = Cost.of(role.shape)
+    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups)
+    found = quality(plan, lengths, cost)
+    pairs = zip(lengths, job.lengths.completions, strict=True)
+    once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
+    # A backward pass takes twice the operations of a forward pass.
+    flops = once * 3 * schedule.epochs if is_update(schedule) else once
+    seconds = None
+    if job.tflops is not None:
+        seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
+    return PhaseForecast(
+        schedule,
+        role,
+        len(plan.mini_batches),
+        found,
+        _planned_memory(job, role, schedule, plan),
+        worst_memory(job, schedule),
+        cap_that_fits(job, schedule),
+        flops,
+        seconds,
+    )
+
+
+def is_update(schedule: Schedule) -> bool:
+    """Update phases have mini-batches, forward phases have none."""
+    return schedule.mini_batch is not None
+
+
+def longest_slots(job: Job, role: Role) -> int:
+    """Slots of a micro-batch that holds one longest sequence."""
+    tokens = job.limits.longest
+    for multiple in (role.layout.sequence_multiple, role.layout.micro_batch_multiple):
+        tokens = -(-tokens // multiple) * multiple
+    return tokens
+
+
+def worst_memory(job: Job, schedule: Schedule) -> Memory:
+    """The fullest trainer rank when every micro-batch is as full as the schedule allows and the pipeline is full."""
+    role = job.role(schedule.phase)
+    size = (schedule.mini_batch or job.limits.num_sequences) // role.layout.data
+    if schedule.sequences is not None:
+        sequences = min(schedule.sequences, size)
+        slots = sequences * longest_slots(job, role)
+        head_tokens = sequences * job.limits.max_completion
+    else:
+        assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
+        # A cap that is no multiple of the padding is never reached; a batch may be smaller than the cap.
+        slots = min(schedule.max_tokens, job.limits.num_sequences * longest_slots(job, role))
+        head_tokens = slots
+    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, role.layout.pipeline)
+
+
+def cap_that_fits(job: Job, schedule: Schedule) -> int | None:
+    """The largest `max_tokens` whose worst case fits the device; None without a device, 0 where no cap does."""
+    if job.budget_bytes is None:
+        return None
+    role = job.role(schedule.phase)
+    cap = largest_cap(
+        job.roles,
+        role,
+        job.budget_bytes,
+        update=is_update(schedule),
+        longest=longest_slots(job, role),
+        num_sequences=schedule.mini_batch or job.limits.num_sequences,
+        max_in_flight=schedule.max_micro_batches_in_flight,
+    )
+    return cap or 0
+
+
+def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Memory:
+    """The fullest trainer rank with the plan's largest micro-batch."""
+    completions = job.lengths.completions
+    every = [one for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for one in rank]
+    return _peak(
+        job,
+        role,
+        schedule,
+        max(one.slots for one in every),
+        max(sum(completions[sample] for sample in one.samples) for one in every),
+        max(job.lengths.totals),
+        max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches),
+    )
+
+
+def _peak(
+    job: Job, role: Role, schedule: Schedule, slots: int, head_tokens: int, longest: int, num_micro_batches: int
+) -> Memory:
+    return peak(
+        job.roles,
+        role,
+        update=is_update(schedule),
+        slots=slots,
+        head_tokens=head_tokens,
+        longest=longest,
+        num_micro_batches=num_micro_batches,
+        max_in_flight=schedule.max_micro_batches_in_flight,
+    )
