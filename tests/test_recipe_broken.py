@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {
             "phases.rollout.prompts": "12 sequences must divide over 8",
             "phases.actor_update.mini_batch": "divide the 12",
-            "phases.critic_update.mini_batch": "multiple of the data-parallel size 8",
+            "phases.critic_update.mini_batch": "multiple of the critic's data-parallel size 8",
         },
     ),
     "caps under the longest sequence": (
@@ -94,6 +94,66 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "phases.actor_update.micro_batch.max_tokens": "32 + rollout.max_new_tokens 32 = 64",
             "phases.critic_value.micro_batch.max_tokens": "64",
         },
+    ),
+    "a cap under the longest sequence with its padding": (
+        edited(
+            ("actor.layout", {"tensor": 4, "sequence_parallel": True}),
+            ("data.max_prompt_tokens", 33),
+            ("phases.actor_update.micro_batch.max_tokens", 65),
+        ),
+        {"phases.actor_update.micro_batch.max_tokens": "= 65, padded to 68 68"},
+    ),
+    "layouts of other roles": (
+        edited(
+            ("critic.layout", {"tensor": 3, "pipeline": 2}),
+            ("reference", {"layout": {"tensor": 4, "pipeline": 4}}),
+            ("actor.layout", {"tensor": 1, "sequence_parallel": True}),
+        ),
+        {
+            "critic.layout.tensor": "legal: 1, 2, 4",
+            "critic.layout.pipeline": "tensor 3 x pipeline 2 = 6 must divide trainer.ranks = 8",
+            "reference.layout.pipeline": "tensor 4 x pipeline 4 = 16 must divide trainer.ranks = 8 2",
+            "actor.layout.sequence_parallel": "actor.layout.tensor is 1",
+        },
+    ),
+    "a mini-batch that the critic's layout cannot divide": (
+        edited(("critic.layout", {"tensor": 1, "pipeline": 1}), ("phases.critic_update.mini_batch", 4)),
+        {"phases.critic_update.mini_batch": "multiple of the critic's data-parallel size 8 8"},
+    ),
+    "a pipeline that is drained too late": (
+        edited(
+            ("phases.actor_update.max_micro_batches_in_flight", 2),
+            ("critic.layout", {"tensor": 2}),
+            ("phases.critic_update.max_micro_batches_in_flight", 1),
+        ),
+        {
+            "phases.actor_update.max_micro_batches_in_flight": "actor's 2 pipeline stages hold 2 at most anyway 1",
+            "phases.critic_update.max_micro_batches_in_flight": "critic's 1 pipeline stage holds 1 at most anyway remove",
+        },
+    ),
+    "caps that are no numbers": (
+        edited(
+            ("phases.actor_update.micro_batch.max_tokens", "automatic"),
+            ("phases.critic_value.micro_batch.max_tokens", "256"),
+            ("phases.actor_logprob.micro_batch.max_tokens", 0),
+        ),
+        {
+            "phases.actor_update.micro_batch.max_tokens": "must be a whole number or auto auto",
+            "phases.critic_value.micro_batch.max_tokens": "must be a whole number or auto 256",
+            "phases.actor_logprob.micro_batch.max_tokens": "must be at least 1",
+        },
+    ),
+    "an automatic cap without a device": (
+        edited(("phases.actor_update.micro_batch.max_tokens", "auto"), ("device", {})),
+        {"device.memory_gib": "required"},
+    ),
+    "an automatic cap without memory": (
+        edited(("phases.actor_update.micro_batch.max_tokens", "auto"), ("device", {"memory_gib": 1e-3})),
+        {"phases.actor_update.micro_batch.max_tokens": "one sequence of 64 tokens, with everything else on the device"},
+    ),
+    "a reference that nothing reads": (
+        edited(("algorithm.kl", None), ("phases.reference_logprob", ...), ("reference", {"layout": {"tensor": 2}})),
+        {"reference": "without algorithm.kl nothing reads the reference"},
     ),
     "both micro-batch rules and none": (
         edited(
@@ -217,7 +277,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_unbroken_recipe_is_legal(folder: Path) -> None:
     recipe = load_recipe(write(folder, edited()))
-    assert recipe.data_parallel == 2
+    assert recipe.layout("actor").data == 2
     assert recipe.updates_per_batch == 2
 
 

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megarl.cli import app, train_command
-from megarl.recipe import ENGINE_PHASES, Recipe, load_recipe, parse_recipe, recipe_yaml
+from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
 from megarl.recipe.sections import Section
 from megarl.recipe.table import phase_table
 from megarl.recipe.yaml_text import parse_yaml
@@ -190,3 +190,29 @@ def test_every_field_is_explained() -> None:
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name} has no explanation under it"
             todo += [inner for inner in sections_of(field.annotation) if inner not in seen]
+
+
+def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder: Path) -> None:
+    """None while nothing fits, then more memory, larger cap, up to the whole mini-batch; read back, the same recipe."""
+    automatic = ("phases.actor_update.micro_batch", {"max_tokens": "auto"})
+
+    def cap(memory_gib: float) -> int | None:
+        device = ("device", {"memory_gib": memory_gib})
+        try:
+            recipe = load_recipe(write(folder, edited(automatic, device, ("rollout.kv_cache_bytes", 2**20))))
+        except RecipeError as error:
+            assert [one.key for one in error.violations] == ["phases.actor_update.micro_batch.max_tokens"]
+            return None
+        text = recipe_yaml(recipe)
+        assert "max_tokens: auto" not in text
+        file = folder / "resolved.yaml"
+        file.write_text(text)
+        assert load_recipe(file) == recipe
+        return recipe.schedule("actor_update").max_tokens
+
+    caps = [cap(1e-3 * 1.05**step) for step in range(80)]
+    found = [one for one in caps if one is not None]
+    longest = load_recipe(write(folder, edited())).max_sequence_tokens
+    assert caps[0] is None and caps == [None] * (len(caps) - len(found)) + found
+    assert found == sorted(found) and len(set(found)) >= 3
+    assert longest <= found[0] and found[-1] == 8 * longest

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megarl.recipe.checkpoint import Fetch
+from megarl.recipe.memory import resolve_caps
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
 from megarl.recipe.structure import read_sections
@@ -42,6 +43,9 @@ def recipe_yaml(recipe: Recipe) -> str:
 def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
     recipe, structural = read_sections(data)
     found = [*violations, *structural, *cross_violations(recipe, fetch)]
+    if not found:
+        # Only a legal recipe has layouts and models to measure.
+        recipe, found = resolve_caps(recipe, fetch)
     if found:
         raise RecipeError(found)
     return recipe

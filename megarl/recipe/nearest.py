@@ -48,6 +48,8 @@ def way_out(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tupl
     if kind == "missing":
         about = f": {field.description.rstrip('.')}" if field and field.description else ""
         return f"required{about}", " | ".join(options)
+    if kind == "literal_error" and field is not None and _takes_numbers(field.annotation):
+        return f"must be a whole number or {' or '.join(options)}", _converted("int_type", value) or options[0]
     if kind == "literal_error":
         return f"must be one of {', '.join(options)}" if len(options) > 1 else f"must be {options[0]}", closest_text(
             value, options
@@ -76,6 +78,10 @@ def _options(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Literal:
         return [str(option) for option in typing.get_args(annotation)]
     return [option for argument in typing.get_args(annotation) for option in _options(argument)]
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    return annotation is int or any(_takes_numbers(argument) for argument in typing.get_args(annotation))
 
 
 def _inside(name: str, bound: float, field: FieldInfo | None) -> str:

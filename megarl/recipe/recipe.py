@@ -11,9 +11,12 @@ from megarl.recipe.sections import (
     AlgorithmSection,
     CriticSection,
     DataSection,
+    DeviceSection,
     ForwardPhaseSection,
+    LayoutSection,
     ModelSection,
     PhasesSection,
+    ReferenceSection,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -41,6 +44,14 @@ PHASES = (
 FORWARD_PHASES = ("actor_logprob", "reference_logprob", "critic_value")
 UPDATE_PHASES = ("critic_update", "actor_update")
 ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
+# Which role runs an engine phase.
+ROLE_OF = {
+    "actor_logprob": "actor",
+    "reference_logprob": "reference",
+    "critic_value": "critic",
+    "critic_update": "critic",
+    "actor_update": "actor",
+}
 
 
 class Recipe(Section):
@@ -60,25 +71,40 @@ class Recipe(Section):
     """Trainer processes."""
     actor: ActorSection
     """The model that is trained."""
+    reference: ReferenceSection | None = None
+    """The actor as it was at the start; with `algorithm.kl` only."""
     critic: CriticSection | None = None
     """The value model; with `algorithm.advantage: gae` only."""
     rollout: RolloutSection
     """Rollout engines."""
     phases: PhasesSection
     """How each phase cuts its batch."""
+    device: DeviceSection | None = None
+    """The devices of the trainer ranks, for `max_tokens: auto` and for the estimates of `megarl check --plan`."""
     weight_sync: WeightSyncSection = WeightSyncSection()
     """How new weights reach the rollout engines."""
 
     @property
-    def layout(self) -> Layout:
-        """Layout of every role over the trainer ranks."""
-        cut = self.actor.layout
-        return Layout(cut.tensor, cut.pipeline, self.data_parallel)
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each role that runs, over the same trainer ranks."""
+        return {role: self.layout(role) for role in self.roles}
 
     @property
-    def data_parallel(self) -> int:
-        """Ranks that hold different samples."""
-        return self.trainer.ranks // (self.actor.layout.tensor * self.actor.layout.pipeline)
+    def roles(self) -> tuple[str, ...]:
+        """Roles that run, the actor first."""
+        return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
+
+    def layout(self, role: str) -> Layout:
+        """How a role is cut; the data-parallel size is what tensor and pipeline leave of the trainer ranks."""
+        cut = self.layout_section(role)
+        data = self.trainer.ranks // (cut.tensor * cut.pipeline)
+        return Layout(cut.tensor, cut.pipeline, data, sequence_parallel=cut.sequence_parallel)
+
+    def layout_section(self, role: str) -> LayoutSection:
+        """The section that cuts a role: its own, else the actor's."""
+        owner = {"actor": self.actor, "reference": self.reference, "critic": self.critic}[role]
+        own = owner.layout if owner is not None else None
+        return own or self.actor.layout
 
     @property
     def num_sequences(self) -> int:
@@ -141,6 +167,12 @@ class Recipe(Section):
         if section is None:
             raise ValueError(f"phases.{phase} is not in the recipe; add the section")
         rule = section.micro_batch
+        cap = rule.max_tokens
+        if isinstance(cap, str):
+            raise ValueError(
+                f"phases.{phase}.micro_batch.max_tokens = {cap} is not resolved; load the recipe with load_recipe"
+            )
         if isinstance(section, UpdatePhaseSection):
-            return Schedule(phase, rule.sequences, rule.max_tokens, section.mini_batch, section.epochs)
-        return Schedule(phase, rule.sequences, rule.max_tokens)
+            in_flight = section.max_micro_batches_in_flight
+            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, in_flight)
+        return Schedule(phase, rule.sequences, cap)

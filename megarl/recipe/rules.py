@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.machinery
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -17,11 +18,17 @@ from pathlib import Path
 
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
 from megarl.recipe.nearest import closest_number
-from megarl.recipe.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.sections import FunctionRewardSection, ReasoningGymPromptsSection, UnknownField, UpdatePhaseSection
+from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
+from megarl.recipe.sections import (
+    FunctionRewardSection,
+    LayoutSection,
+    ReasoningGymPromptsSection,
+    UnknownField,
+    UpdatePhaseSection,
+)
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
-from megarl.reshard.boxes import ModelShape
+from megarl.reshard.boxes import Layout, ModelShape
 
 Violations = Iterator[Violation]
 BYTES = {"fp32": 4, "bf16": 2}
@@ -92,39 +99,65 @@ def _with_gae(key: str, example: str) -> Violation:
     return Violation(key, MISSING, "required with algorithm.advantage: gae (PPO)", example)
 
 
+def _reference(recipe: Recipe) -> Violations:
+    if recipe.reference is not None and recipe.algorithm.kl is None:
+        yield Violation("reference", GIVEN, "without algorithm.kl nothing reads the reference", "remove reference")
+
+
 def _ranks(recipe: Recipe) -> Violations:
-    cut = recipe.actor.layout.tensor * recipe.actor.layout.pipeline
     ranks = recipe.trainer.ranks
-    if ranks % cut:
-        rule = f"must be a multiple of actor.layout.tensor x pipeline = {cut}"
-        yield Violation(
-            "trainer.ranks",
-            ranks,
-            rule,
-            closest_number(ranks, lambda count: count % cut == 0, ranks + cut),
-        )
+    for role, section in _cuts(recipe):
+        cut = section.tensor * section.pipeline
+        if ranks % cut == 0:
+            continue
+        if role == "actor":
+            rule = f"must be a multiple of actor.layout.tensor x pipeline = {cut}"
+            nearest = closest_number(ranks, set(range(cut, ranks + cut + 1, cut)).__contains__, ranks + cut)
+            yield Violation("trainer.ranks", ranks, rule, nearest)
+            continue
+        fits = {size for size in range(1, ranks + 1) if ranks % (section.tensor * size) == 0}
+        rule = f"tensor {section.tensor} x pipeline {section.pipeline} = {cut} must divide trainer.ranks = {ranks}"
+        nearest = closest_number(section.pipeline, fits.__contains__, ranks)
+        yield Violation(f"{role}.layout.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
+
+
+def _cuts(recipe: Recipe) -> Iterator[tuple[str, LayoutSection]]:
+    """The layout sections that the recipe writes, with their role; a role without one is cut like the actor."""
+    yield "actor", recipe.actor.layout
+    for role, owner in (("reference", recipe.reference), ("critic", recipe.critic)):
+        if owner is not None and owner.layout is not None:
+            yield role, owner.layout
+
+
+def _sequence_parallel(recipe: Recipe) -> Violations:
+    for role, section in _cuts(recipe):
+        if section.sequence_parallel and section.tensor == 1:
+            rule = f"cuts activations over the tensor ranks, and {role}.layout.tensor is 1"
+            yield Violation(f"{role}.layout.sequence_parallel", True, rule, "false")
 
 
 def _batch(recipe: Recipe) -> Violations:
-    data = _data_parallel(recipe)
     prompts, sequences = recipe.phases.rollout.prompts, recipe.num_sequences
-    if sequences % data:
-        group = recipe.algorithm.group_size
-        rule = f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over {data} data-parallel ranks"
-        yield Violation(
-            "phases.rollout.prompts",
-            prompts,
-            rule,
-            closest_number(prompts, lambda count: count * group % data == 0, prompts + data),
-        )
+    sizes = {role: _data_parallel(recipe, role) for role in recipe.roles}
+    if all(sequences % size == 0 for size in sizes.values()):
+        return
+    group = recipe.algorithm.group_size
+    ranks = " and ".join(f"{size} ({role})" for role, size in sizes.items() if sequences % size)
+    rule = f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over {ranks} data-parallel ranks"
+    nearest = closest_number(
+        prompts,
+        lambda count: all(count * group % size == 0 for size in sizes.values()),
+        prompts + math.lcm(*sizes.values()),
+    )
+    yield Violation("phases.rollout.prompts", prompts, rule, nearest)
 
 
-def _data_parallel(recipe: Recipe) -> int:
-    """The data-parallel size; unknown while the ranks do not divide."""
-    layout = recipe.actor.layout
-    if recipe.trainer.ranks % (layout.tensor * layout.pipeline):
+def _data_parallel(recipe: Recipe, role: str) -> int:
+    """A role's data-parallel size; unknown while its layout does not divide the ranks."""
+    section = recipe.layout_section(role)
+    if recipe.trainer.ranks % (section.tensor * section.pipeline):
         raise UnknownField("data_parallel")
-    return recipe.data_parallel
+    return recipe.layout(role).data
 
 
 def _section_fits_run(recipe: Recipe, phase: str) -> Violations:
@@ -155,26 +188,42 @@ def _reason(phase: str, runs: bool) -> str:
 
 
 def _cap(recipe: Recipe, phase: str) -> Violations:
-    """A hard cap must hold the longest possible sequence."""
+    """A hard cap must hold the longest possible sequence, with the layout's padding."""
     section = recipe.phase_section(phase)
     if section is None or section.micro_batch.max_tokens is None:
         return
-    longest, cap = recipe.max_sequence_tokens, section.micro_batch.max_tokens
-    if cap < longest:
+    key, cap = f"phases.{phase}.micro_batch.max_tokens", section.micro_batch.max_tokens
+    if isinstance(cap, str):
+        if recipe.device is None:
+            yield Violation(
+                key, cap, "needs device.memory_gib, the memory that the cap must fit", "device: {memory_gib: 80}"
+            )
+        return
+    longest = recipe.max_sequence_tokens
+    slots = _padded(longest, recipe.layout(ROLE_OF[phase]))
+    if cap < slots:
+        padded = f", padded to {slots}" if slots != longest else ""
         rule = (
             f"the cap is under the longest possible sequence: data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
-            f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} = {longest}"
+            f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} = {longest}{padded}"
         )
-        yield Violation(f"phases.{phase}.micro_batch.max_tokens", cap, rule, str(longest))
+        yield Violation(key, cap, rule, str(slots))
+
+
+def _padded(tokens: int, layout: Layout) -> int:
+    """Slots of a micro-batch that holds one sequence."""
+    for multiple in (layout.sequence_multiple, layout.micro_batch_multiple):
+        tokens = -(-tokens // multiple) * multiple
+    return tokens
 
 
 def _mini_batch(recipe: Recipe, phase: str) -> Violations:
     section = recipe.phase_section(phase)
     if not isinstance(section, UpdatePhaseSection):
         return
-    size, sequences = section.mini_batch, recipe.num_sequences
+    size, sequences, role = section.mini_batch, recipe.num_sequences, ROLE_OF[phase]
     try:
-        data = _data_parallel(recipe)
+        data = _data_parallel(recipe, role)
     except UnknownField:
         data = 1  # the ranks have a violation of their own; the batch is still checked
     nearest = closest_number(size, lambda count: count % data == 0 and sequences % count == 0, sequences)
@@ -186,7 +235,20 @@ def _mini_batch(recipe: Recipe, phase: str) -> Violations:
         )
         yield Violation(key, size, rule, nearest)
     elif size % data:
-        yield Violation(key, size, f"must be a multiple of the data-parallel size {data}", nearest)
+        yield Violation(key, size, f"must be a multiple of the {role}'s data-parallel size {data}", nearest)
+
+
+def _in_flight(recipe: Recipe, phase: str) -> Violations:
+    """A pipeline of P stages never holds more than P micro-batches; draining it later than that only costs time."""
+    section = recipe.phase_section(phase)
+    if not isinstance(section, UpdatePhaseSection) or section.max_micro_batches_in_flight is None:
+        return
+    key, count = f"phases.{phase}.max_micro_batches_in_flight", section.max_micro_batches_in_flight
+    role = ROLE_OF[phase]
+    stages = recipe.layout_section(role).pipeline
+    if count >= stages:
+        rule = f"the {role}'s {stages} pipeline stage{'s hold' if stages > 1 else ' holds'} {stages} at most anyway"
+        yield Violation(key, count, rule, str(stages - 1) if stages > 1 else f"remove {key}")
 
 
 def _prompts(recipe: Recipe) -> Violations:
@@ -268,11 +330,20 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
             "a Llama, Qwen2 or Qwen3 dense decoder",
         )
         return
-    rules = [_tensor, _pipeline] if key == "critic.path" else [_tensor, _pipeline, _rollout_tensor, _positions, _kv_cache]
+    roles = ("critic",) if key == "critic.path" else _roles_of_model(recipe)
+    checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, _pipeline)]
+    if key == "model.path":
+        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache)]
     found: list[Violation] = []
-    for rule in rules:
-        _collect(found, rule(recipe, shape))
+    for check in checks:
+        _collect(found, check)
     yield from found
+
+
+def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
+    """Roles with a layout of their own that start from `model.path`."""
+    shared = recipe.critic is None or recipe.critic.path is None
+    return tuple(role for role, _ in _cuts(recipe) if role != "critic" or shared)
 
 
 def tensor_divides(shape: ModelShape, tensor: int) -> bool:
@@ -291,8 +362,13 @@ def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
         yield Violation(key, tensor, rule, closest_number(tensor, lambda size: size in legal, shape.heads))
 
 
-def _tensor(recipe: Recipe, shape: ModelShape) -> Violations:
-    yield from _tensor_size("actor.layout.tensor", recipe.actor.layout.tensor, shape)
+def _tensor(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    yield from _tensor_size(f"{_cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)
+
+
+def _cut_by(recipe: Recipe, role: str) -> str:
+    """The role whose section holds the layout of a role."""
+    return role if any(role == owner for owner, _ in _cuts(recipe)) else "actor"
 
 
 def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -303,11 +379,11 @@ def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
 
 
-def _pipeline(recipe: Recipe, shape: ModelShape) -> Violations:
-    pipeline, layers = recipe.actor.layout.pipeline, shape.num_layers
+def _pipeline(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    pipeline, layers = recipe.layout_section(role).pipeline, shape.num_layers
     if layers % pipeline:
         yield Violation(
-            "actor.layout.pipeline",
+            f"{_cut_by(recipe, role)}.layout.pipeline",
             pipeline,
             f"must divide the model's {layers} layers",
             closest_number(pipeline, lambda size: layers % size == 0, layers),
@@ -348,8 +424,10 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _advantage,
     _gae_section,
     _value_loss,
+    _reference,
     _reward_modules,
     _ranks,
+    _sequence_parallel,
     _batch,
     _prompts,
     _template,
@@ -357,4 +435,4 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _replay,
     _warmup,
 )
-PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (_section_fits_run, _cap, _mini_batch)
+PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (_section_fits_run, _cap, _mini_batch, _in_flight)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
+# A tagged union, so that a wrong value is one violation and not one of each kind.
+Cap = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+]
 
 
 class UnknownField(LookupError):
@@ -102,6 +107,9 @@ class AlgorithmSection(Section):
     """Generalized advantage estimation; with `advantage: gae` only."""
     value_loss: ValueLossSection | None = None
     """The critic's loss; with `advantage: gae` only."""
+    max_ratio_drift: Annotated[float, Field(gt=0)] = 0.1
+    """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
+    `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""
 
 
 class FilePromptsSection(Section):
@@ -183,6 +191,8 @@ class LayoutSection(Section):
     """Tensor-parallel ranks."""
     pipeline: Positive = 1
     """Pipeline stages."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel regions over the tensor ranks."""
 
 
 class OptimizerSection(Section):
@@ -208,14 +218,21 @@ class OptimizerSection(Section):
 
 class ActorSection(Section):
     layout: LayoutSection = LayoutSection()
-    """How the model is cut; the reference and the critic are cut the same way."""
+    """How the model is cut over the trainer ranks."""
     optimizer: OptimizerSection
     """The actor's optimizer."""
+
+
+class ReferenceSection(Section):
+    layout: LayoutSection | None = None
+    """How the model is cut over the trainer ranks; null cuts it like the actor."""
 
 
 class CriticSection(Section):
     path: Annotated[str, Field(min_length=1)] | None = None
     """Hugging Face directory or hub name the critic starts from; null takes `model.path`."""
+    layout: LayoutSection | None = None
+    """How the model is cut over the trainer ranks; null cuts it like the actor."""
     optimizer: OptimizerSection
     """The critic's optimizer."""
 
@@ -237,6 +254,9 @@ class RolloutSection(Section):
     """How often a dead engine is started again before the run ends."""
     kv_cache_bytes: Positive = 268435456
     """Memory of one engine's key-value cache, per tensor rank."""
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """On GPU, share of the device's memory that must be free for an engine to start, and that it may use in all; null leaves
+    it to vLLM. The cache itself has `kv_cache_bytes`. `megarl check --plan` prints the largest safe share."""
     replay: str | None = None
     """Directory of dumped rollouts to read in place of running engines."""
 
@@ -244,8 +264,9 @@ class RolloutSection(Section):
 class MicroBatchSection(Section):
     sequences: Positive | None = None
     """Exactly that many sequences in each micro-batch (fewer in the last)."""
-    max_tokens: Positive | None = None
-    """As many sequences as fit under this cap."""
+    max_tokens: Cap | None = None
+    """As many sequences as fit under this cap, padding included, on each data-parallel rank. `auto` takes the largest cap
+    that fits `device.memory_gib`, and the resolved recipe shows the number."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> MicroBatchSection:
@@ -280,6 +301,9 @@ class UpdatePhaseSection(Section):
     """How a mini-batch is cut into forward and backward passes."""
     epochs: Positive = 1
     """How often each sequence is used."""
+    max_micro_batches_in_flight: Positive | None = None
+    """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
+    stage hold one for each stage. Less memory, a longer bubble."""
 
 
 class PhasesSection(Section):
@@ -297,6 +321,14 @@ class PhasesSection(Section):
     """Updates of the critic; runs with a critic."""
     actor_update: UpdatePhaseSection
     """Updates of the actor."""
+
+
+class DeviceSection(Section):
+    memory_gib: Annotated[float, Field(gt=0)]
+    """Memory of one trainer rank's device in GiB (2**30 bytes); on CPU, the rank's share of the machine's."""
+    tflops: Annotated[float, Field(gt=0)] | None = None
+    """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
+    estimates."""
 
 
 class WeightSyncSection(Section):

@@ -73,6 +73,8 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], Field
         if chosen:
             here = chosen
             continue
+        if field is not None and not here and not isinstance(part, int):
+            continue  # the tag of a union of plain values
         path.append(part)
         if isinstance(part, int):
             continue

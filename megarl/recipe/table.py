@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.recipe.recipe import ENGINE_PHASES, UPDATE_PHASES, Recipe
+from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
+from megarl.reshard.boxes import Layout
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
-
-ROLES = {
-    "actor_logprob": "actor",
-    "reference_logprob": "reference",
-    "critic_value": "critic",
-    "critic_update": "critic",
-    "actor_update": "actor",
-}
 
 
 @dataclass(frozen=True)
@@ -43,8 +36,9 @@ def phase_table(recipe: Recipe) -> list[PhaseRow]:
 
 
 def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
-    schedule, layout = recipe.schedule(phase), recipe.layout
-    count = worst_case_micro_batches(schedule, recipe.num_sequences, layout.data, recipe.max_sequence_tokens)
+    role = ROLE_OF[phase]
+    schedule, layout = recipe.schedule(phase), recipe.layout(role)
+    count = worst_case_micro_batches(schedule, recipe.num_sequences, layout, recipe.max_sequence_tokens)
     rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
     cut = f"{recipe.num_sequences} (whole batch)"
     if phase in UPDATE_PHASES:
@@ -53,14 +47,19 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
         cut = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
     return PhaseRow(
         phase=phase,
-        role=ROLES[phase],
-        layout=f"TP{layout.tensor} x PP{layout.pipeline}",
+        role=role,
+        layout=layout_name(layout),
         micro_batch=rule,
         mini_batch=cut,
         data_parallel=str(layout.data),
         worst_case=str(count),
         bubble_share=f"{bubble_share(count, layout.pipeline):.0%}",
     )
+
+
+def layout_name(layout: Layout) -> str:
+    """The layout in the field's short words, without the data-parallel size: TP2+SP x PP2."""
+    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''} x PP{layout.pipeline}"
 
 
 def _other_row(recipe: Recipe, phase: str) -> PhaseRow:

@@ -40,6 +40,7 @@ class EngineSettings:
     max_new_tokens: int
     max_concurrent: int
     kv_cache_bytes: int
+    memory_utilization: float | None
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int
@@ -217,6 +218,8 @@ class RolloutEngine:
 def _engine_args(settings: EngineSettings) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    # vLLM counts it against the device's whole memory, whoever else uses that, and does not start where less is free.
+    share = {} if settings.memory_utilization is None else {"gpu_memory_utilization": settings.memory_utilization}
     return AsyncEngineArgs(
         model=settings.model_path,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
@@ -226,6 +229,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_concurrent,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
+        **share,
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
         # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
         enable_chunked_prefill=False,

@@ -57,6 +57,7 @@ class EnginePool:
                     max_new_tokens=rollout.max_new_tokens,
                     max_concurrent=recipe.phases.rollout.max_concurrent,
                     kv_cache_bytes=rollout.kv_cache_bytes,
+                    memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
                     stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
