@@ -1,7 +1,9 @@
 # Every target does its own set-up; a second set-up is instant.
 PYTHON := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --durations=10
+# The models that the shipped recipes name; both are made here, from packages alone.
 MODEL := models/SmolLM2-135M-Instruct
+TINY := models/tiny-qwen3
 # A run directory of its own each time: a run never writes over another one.
 RUN := quickstart-$(shell date +%Y%m%d-%H%M%S)
 MEGATRON_019 := .venv-megatron-0.19
@@ -10,9 +12,10 @@ MEGATRON_019 := .venv-megatron-0.19
 
 setup:
 	@bash launch/setup.sh
+	@test -f $(MODEL)/config.json || $(PYTHON) launch/prepare_smollm2.py $(MODEL)
+	@test -f $(TINY)/config.json || $(PYTHON) -m tests.tiny_models $(TINY)
 
 quickstart: setup
-	$(PYTHON) launch/prepare_smollm2.py $(MODEL)
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN)
 	.venv/bin/megarl report runs/$(RUN)
 
