@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,22 @@ import torch.distributed as dist
 from megarl import platform
 from megarl.data.sample import Completion, Sample
 from megarl.engine.batch import Batch
-from megarl.engine.engine import Engine, share_results
-from megarl.engine.parallel import Place, start_parallel
+from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
+from megarl.engine.engine import Engine, Objective, Update, share_results
+from megarl.engine.parallel import Place, reduce_scalars, start_parallel
 from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import Layout, ModelShape
-from megarl.schedule import Schedule, plan_phase
+from megarl.schedule import Schedule, compare, plan_phase
+from megarl.telemetry.run_directory import latest_checkpoint
 
 
-def start(layout: tuple[int, int, int]) -> Place:
+def start(layout: Layout) -> Place:
+    return start_places([layout])[layout]
+
+
+def start_places(layouts: Iterable[Layout]) -> dict[Layout, Place]:
     platform.current.start_process_group(int(os.environ["LOCAL_RANK"]), 120.0)
-    return start_parallel(Layout(*layout), seed=1, timeout_s=120.0, local_rank=0)
+    return start_parallel(layouts, seed=1, timeout_s=120.0, local_rank=0)
 
 
 def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
@@ -52,7 +60,7 @@ def engine(
     return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, steps=10, **more)
 
 
-def full_logits(directory: str, layout: tuple[int, int, int], lengths: list[tuple[int, int]]) -> Any:
+def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]]) -> Any:
     """Logits [tokens, vocabulary] of one packed micro-batch with every sequence, on the last stage; else None."""
     place = start(layout)
     actor = engine(directory, place)
@@ -66,78 +74,89 @@ def full_logits(directory: str, layout: tuple[int, int, int], lengths: list[tupl
         return {}
 
     actor._outputs = keep  # type: ignore[method-assign]
-    plan = plan_phase(Schedule("actor_logprob", sequences=len(lengths)), batch.lengths.tolist(), place.layout.data, 0)
+    plan = plan_phase(Schedule("actor_logprob", sequences=len(lengths)), batch.lengths.tolist(), place.layout, 0)
     actor.forward(batch, plan.mini_batches[0])
     return found[0].numpy() if found else None
 
 
-def train(
-    directory: str, layout: tuple[int, int, int], role: str, steps: int, max_tokens: int, precision: str = "fp32"
-) -> Any:
-    """Forward, then `steps` updates towards fixed targets: per-token outputs, loss sums and gradient norms."""
-    place = start(layout)
-    trained = engine(directory, place, role, lr=1e-2, precision=precision)
-    lengths = [(3 + index % 5, 2 + (index * 7) % 11) for index in range(12)]
-    batch = random_batch(trained.shape.vocab, lengths)
-    plan = plan_phase(
-        Schedule(f"{role}_update", max_tokens=max_tokens, mini_batch=12), batch.lengths.tolist(), place.layout.data, 0
-    )
-    mini_batch = plan.mini_batches[0]
-    weight = 1.0 / float(batch.completion_lengths.sum())
+def objective_of(role: str, num_tokens: int) -> Objective:
+    """Moves a role towards fixed targets: log-probabilities and entropy up, values to 1."""
 
     def objective(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if role == "critic":
-            loss = (outputs["values"] - 1.0).square().sum() * weight
+            loss = (outputs["values"] - 1.0).square().sum() / num_tokens
         else:
-            loss = -(outputs["logprobs"] + 0.1 * outputs["entropy"]).sum() * weight
+            loss = -(outputs["logprobs"] + 0.1 * outputs["entropy"]).sum() / num_tokens
         return loss, {"loss": loss.detach()}
 
-    figures = []
+    return objective
+
+
+def total_loss(update: Update, place: Place) -> float:
+    return reduce_scalars({"loss": update.sums["loss"]} if place.is_source else {}, place, "sum")["loss"]
+
+
+def small_batch(vocab: int, count: int = 12) -> Batch:
+    return random_batch(vocab, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(count)])
+
+
+Figures = list[tuple[float, float, np.ndarray]]  # of each update: loss, gradient norm, per-token outputs before it
+
+
+def train(
+    directory: str,
+    layouts: Mapping[str, Layout],
+    steps: int,
+    max_tokens: int,
+    precision: str = "fp32",
+    max_in_flight: int | None = None,
+) -> dict[str, Figures]:
+    """Every role in turn: forward, then an update, `steps` times."""
+    places = start_places(layouts.values())
+    roles = {role: engine(directory, places[layout], role, lr=1e-2, precision=precision) for role, layout in layouts.items()}
+    batch = small_batch(next(iter(roles.values())).shape.vocab)
+    num_tokens = int(batch.completion_lengths.sum())
+    figures: dict[str, Figures] = {role: [] for role in roles}
     for _ in range(steps):
-        results, _ = trained.forward(batch, mini_batch)
-        name = "values" if role == "critic" else "logprobs"
-        shared = share_results(results.get(name, {}), mini_batch, batch, place)
-        update = trained.update(batch, mini_batch, objective)
-        losses = [0.0] * place.layout.ranks
-        dist.all_gather_object(losses, update.sums.get("loss", 0.0) if place.is_source else 0.0)
-        figures.append((sum(losses), update.grad_norm, torch.cat(shared).numpy()))
+        for role, trained in roles.items():
+            place = trained.place
+            schedule = Schedule(
+                f"{role}_update", max_tokens=max_tokens, mini_batch=12, max_micro_batches_in_flight=max_in_flight
+            )
+            (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
+            results, executed = trained.forward(batch, mini_batch)
+            compare(mini_batch, place.data_rank, executed)
+            shared = share_results(results.get("values" if role == "critic" else "logprobs", {}), mini_batch, batch, place)
+            update = trained.update(batch, mini_batch, objective_of(role, num_tokens))
+            compare(mini_batch, place.data_rank, update.executed)
+            figures[role].append((total_loss(update, place), update.grad_norm, torch.cat(shared).numpy()))
     return figures
 
 
 def train_with_checkpoints(
     directory: str,
-    layout: tuple[int, int, int],
+    layouts: Mapping[str, Layout],
     folder: str,
     updates: int,
     save_at: int | None,
     resume: bool,
     lr: float = 1e-2,
-) -> Any:
-    """Actor and critic side by side: losses and gradient norms of `updates` updates, the weights' sum at the end."""
-    from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
-    from megarl.telemetry.run_directory import latest_checkpoint
-
-    place = start(layout)
-    roles = {role: engine(directory, place, role, lr=lr) for role in ("actor", "critic")}
-    batch = random_batch(roles["actor"].shape.vocab, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(8)])
+) -> list[tuple[int, str, float, float, float]]:
+    """Actor and critic side by side: update, role, loss, gradient norm and learning rate of each of `updates` updates."""
+    places = start_places(layouts.values())
+    roles = {role: engine(directory, places[layout], role, lr=lr) for role, layout in layouts.items()}
+    batch = small_batch(roles["actor"].shape.vocab, 8)
     schedule = Schedule("update", max_tokens=40, mini_batch=8)
-    mini_batch = plan_phase(schedule, batch.lengths.tolist(), place.layout.data, 0).mini_batches[0]
     done, figures = 0, []
     if resume:
-        latest = latest_checkpoint(folder)
+        latest = latest_checkpoint(Path(folder))
         assert latest is not None
         done = load_checkpoint(latest, roles)["updates"]
-    for update in range(done, updates):
+    for number in range(done, updates):
         for role, trained in roles.items():
-
-            def objective(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss = sum(((output - 0.5) ** 2).sum() for output in outputs.values()) / 100
-                return loss, {"loss": loss.detach()}  # type: ignore[union-attr, return-value]
-
-            result = trained.update(batch, mini_batch, objective)
-            losses = [0.0] * place.layout.ranks
-            dist.all_gather_object(losses, result.sums.get("loss", 0.0) if place.is_source else 0.0)
-            figures.append((update, role, sum(losses), result.grad_norm, result.learning_rate))
-        if save_at == update + 1:
-            save_checkpoint(folder, update + 1, roles, {"updates": update + 1})
+            (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), trained.place.layout, 0).mini_batches
+            update = trained.update(batch, mini_batch, objective_of(role, 100))
+            figures.append((number, role, total_loss(update, trained.place), update.grad_norm, update.learning_rate))
+        if save_at == number + 1:
+            save_checkpoint(folder, number + 1, roles, {"updates": number + 1})
     return figures

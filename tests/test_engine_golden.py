@@ -1,9 +1,11 @@
-"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank and TP2 x PP2."""
+"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, and TP2 with
+sequence parallelism."""
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.reshard.boxes import Layout
 from tests.engine_cases import full_logits, random_batch
 from tests.ranks import run_ranks
 from tests.tiny_models import FAMILIES, save_tiny_model
@@ -26,7 +28,7 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
         rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
     expected = np.concatenate(rows)
-    for layout in ((1, 1, 1), (2, 2, 1)):
-        found = run_ranks(full_logits, layout[0] * layout[1], str(directory), layout, LENGTHS)[-1]
+    for layout in (Layout(), Layout(tensor=2, pipeline=2), Layout(tensor=2, sequence_parallel=True)):
+        found = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS)[-1]
         assert np.abs(found - expected).max() <= 1e-4
         assert np.abs(expected).max() > 0.5  # the model says something

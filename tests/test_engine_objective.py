@@ -44,7 +44,7 @@ def _run(objective, batch, outputs, cut):
     total = torch.zeros(())
     for samples in cut:
         rows = torch.cat([torch.arange(starts[sample], starts[sample + 1]) for sample in samples])
-        micro = pack(batch, MicroBatch(samples, 0), torch.device("cpu"))
+        micro = pack(batch, MicroBatch(samples, *[sum(sum(LENGTHS[sample]) for sample in samples)] * 2), torch.device("cpu"))
         loss, _ = objective(micro, {name: values[rows] for name, values in outputs.items()})
         total = total + loss
     return total

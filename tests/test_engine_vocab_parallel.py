@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.reshard.boxes import Layout
 from tests.ranks import run_ranks
 
 VOCAB, TOKENS, TEMPERATURE = 11, 7, 0.7
@@ -21,14 +22,12 @@ def _cut(compile):
     from megarl.engine.vocab_parallel import LogProbabilities
     from tests.engine_cases import start
 
-    place = start((2, 1, 1))
-    from megatron.core import parallel_state
-
+    place = start(Layout(tensor=2))
     logits, targets, weights = _inputs()
     padded = torch.cat([logits, torch.randn(TOKENS, 16 - VOCAB)], dim=-1)  # 16 columns, 5 of them padding
     width = 16 // place.layout.tensor
     mine = padded[:, place.tensor_rank * width : (place.tensor_rank + 1) * width].clone().requires_grad_()
-    head = LogProbabilities(VOCAB, TEMPERATURE, parallel_state.get_tensor_model_parallel_group(), compile)
+    head = LogProbabilities(VOCAB, TEMPERATURE, place.tensor_group, compile)
     logprobs, entropy = head(mine, targets)
     (weights[0] * logprobs + weights[1] * entropy).sum().backward()
     assert mine.grad is not None

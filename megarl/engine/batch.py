@@ -42,28 +42,42 @@ class Batch:
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Sequences laid end to end, on the device.
+    """Sequences laid end to end, on the device; behind them, where the layout pads, a sequence of dummy tokens.
 
     `head_positions` are the rows whose output predicts a completion token: token t is predicted at position t - 1,
-    and a critic's value of the state before token t stands there too.
+    and a critic's value of the state before token t stands there too. No dummy token is one.
     """
 
     samples: tuple[int, ...]
-    input_ids: Tensor  # [1, tokens]
-    position_ids: Tensor  # [1, tokens]
-    bounds: Tensor  # [sequences + 1] int32, cumulative lengths
+    input_ids: Tensor  # [1, slots]
+    position_ids: Tensor  # [1, slots]
+    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where there is padding
+    padding: int  # dummy tokens
     longest: int
     head_positions: Tensor  # [completion tokens]
     targets: Tensor  # [completion tokens]
     completion_lengths: tuple[int, ...]
 
     @property
-    def num_tokens(self) -> int:
+    def num_slots(self) -> int:
+        """Tokens that the model runs."""
         return self.input_ids.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences."""
+        return self.num_slots - self.padding
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.bounds) - 1 - bool(self.padding)
 
 
 def pack(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
-    """Lay the sequences of a planned micro-batch end to end."""
+    """Lay the sequences of a planned micro-batch end to end, and pad them to its slots.
+
+    The padding is a sequence of its own: no token attends to it, and it is no longer than the alignment.
+    """
     tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
     for sample_id in micro_batch.samples:
         sample = batch.samples[sample_id]
@@ -76,6 +90,12 @@ def pack(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedM
         start += total
         lengths.append(start)
 
+    padding = micro_batch.slots - start
+    if padding:
+        tokens.append(np.zeros(padding))
+        positions.append(np.arange(padding))
+        lengths.append(micro_batch.slots)
+
     def on_device(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
@@ -84,6 +104,7 @@ def pack(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedM
         input_ids=on_device(tokens).unsqueeze(0),
         position_ids=on_device(positions).unsqueeze(0),
         bounds=torch.tensor(lengths, dtype=torch.int32, device=device),
+        padding=padding,
         longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
         head_positions=on_device(heads),
         targets=on_device(targets),

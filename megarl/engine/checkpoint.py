@@ -27,7 +27,11 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 
 
 def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:
-    """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory."""
+    """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory.
+
+    The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
+    itself asks for no layout.
+    """
     target = Path(directory) / f"step-{step:06d}"
     partial = target.with_name(target.name + ".partial")
     if dist.get_rank() == 0:
@@ -47,35 +51,41 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
 def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """Fill every role's weights, optimizer and learning-rate schedule; returns the saved `state`. Collective."""
     for engine in engines.values():
-        for optimizer in _optimizers(engine):
-            # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
-            # what does not exist (megatron-core 0.16 and 0.19).
-            optimizer._init_optimizer_states_with_dummy_values()
+        with engine.place.active():
+            for optimizer in _optimizers(engine):
+                # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
+                # what does not exist (megatron-core 0.16 and 0.19).
+                optimizer._init_optimizer_states_with_dummy_values()
     wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
     loaded = dist_checkpointing.load(wanted, str(checkpoint))
     for role, engine in engines.items():
-        # Before the load: 0.19 pairs saved and present groups by these values.
-        own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
-        for group in loaded[role]["optimizer"]["optimizer"]["param_groups"]:
-            group.update(own)
-        engine.model.load_state_dict(loaded[role]["model"])
-        for optimizer in _optimizers(engine):
-            optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
-        engine.optimizer.load_state_dict(loaded[role]["optimizer"])
-        # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
-        engine.scheduler.num_steps = 0
-        engine.scheduler.load_state_dict(loaded[role]["scheduler"])
-        for optimizer in _optimizers(engine):
-            # megatron-core gives every parameter the same `step` tensor, which Adam then raises once a parameter: the
-            # first update after a resume is right and the second is not.
-            for entry in optimizer.optimizer.state.values():
-                if isinstance(entry.get("step"), torch.Tensor):
-                    entry["step"] = entry["step"].clone()
+        with engine.place.active():
+            _restore(engine, loaded[role])
     return dict(loaded["state"])
 
 
+def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
+    # Before the load: 0.19 pairs saved and present groups by these values.
+    own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
+    for group in loaded["optimizer"]["optimizer"]["param_groups"]:
+        group.update(own)
+    engine.model.load_state_dict(loaded["model"])
+    for optimizer in _optimizers(engine):
+        optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
+    engine.optimizer.load_state_dict(loaded["optimizer"])
+    # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
+    engine.scheduler.num_steps = 0
+    engine.scheduler.load_state_dict(loaded["scheduler"])
+    for optimizer in _optimizers(engine):
+        # megatron-core gives every parameter the same `step` tensor, which Adam then raises once a parameter: the
+        # first update after a resume is right and the second is not.
+        for entry in optimizer.optimizer.state.values():
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].clone()
+
+
 def load_weights(checkpoint: str | Path, role: str, model: DecoderModel) -> None:
-    """Fill a role's weights alone, under this process group's layout."""
+    """Fill a role's weights alone; to be called inside the place that `model` was built in."""
     prefix = f"{role}."
     wanted = model.sharded_state_dict(prefix=prefix)
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))["model"]
@@ -83,8 +93,9 @@ def load_weights(checkpoint: str | Path, role: str, model: DecoderModel) -> None
 
 
 def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    model = engine.model.sharded_state_dict(prefix=f"{engine.role}.")
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+    with engine.place.active():
+        model = engine.model.sharded_state_dict(prefix=f"{engine.role}.")
+        optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"

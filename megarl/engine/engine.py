@@ -7,6 +7,7 @@ Both execute exactly the micro-batches they are given and report what they execu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from megarl.reshard.boxes import ModelShape
 from megarl.reshard.megatron import checkpoint_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch
 
-from megatron.core import parallel_state  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
@@ -71,7 +71,20 @@ class Engine:
         seed: int = 1,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
-        self.model = build_model(shape, place.layout, precision, role, place.device)
+        self.chunk: Any
+        self.optimizer: Any = None
+        self._is_last_run = True
+        with place.active():
+            self._build(directory, precision, seed)
+            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_entropy)
+            if optimizer is None:
+                self.model.requires_grad_(False)
+            else:
+                self._make_trainable(optimizer, steps, updates_per_step, precision)
+
+    def _build(self, directory: str | Path, precision: str, seed: int) -> None:
+        shape, place, role = self.shape, self.place, self.role
+        self.chunk = self.model = build_model(shape, place.layout, precision, role, place.device)
         self.config = self.model.config
         segments = rank_segments(
             shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"
@@ -80,15 +93,6 @@ class Engine:
         load_shards(directory, segments, named_shards(self.model), sizes)
         if role == "critic" and self.model.post_process:
             _initialise_value_head(self.model.output_layer.weight, shape, seed)
-        self.head = LogProbabilities(
-            shape.vocab, temperature, parallel_state.get_tensor_model_parallel_group(), compile_entropy
-        )
-        self.chunk: Any = self.model
-        self.optimizer: Any = None
-        if optimizer is None:
-            self.model.requires_grad_(False)
-        else:
-            self._make_trainable(optimizer, steps, updates_per_step, precision)
 
     def _make_trainable(self, settings: OptimizerSection, steps: int, updates_per_step: int, precision: str) -> None:
         data = DistributedDataParallelConfig(
@@ -131,8 +135,8 @@ class Engine:
         )
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.no_sync_func = self.chunk.no_sync
+        self.config.finalize_model_grads_func = self._finalize
+        self.config.no_sync_func = self._no_sync
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
@@ -141,11 +145,10 @@ class Engine:
 
         Empty but on the last pipeline stage. Returns what was executed as well.
         """
-        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
         self.model.eval()
-        with torch.no_grad():
+        with self.place.active(), torch.no_grad():
             stored, executed = self._run(
-                packed, lambda micro, output, **_: (micro, self._outputs(micro, output)), forward_only=True
+                batch, mini_batch, lambda micro, output: (micro, self._outputs(micro, output)), forward_only=True
             )
         results: dict[str, dict[int, Tensor]] = {}
         for micro, outputs in stored:
@@ -157,21 +160,15 @@ class Engine:
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
         """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite."""
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
-        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
         self.model.train()
-        self.chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks; the
-        # objective's weights already are those of the whole mini-batch, so both are undone here.
-        scale = len(packed) * self.place.layout.data
-
-        def loss(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            value, sums = objective(micro, self._outputs(micro, output))
-            return value * scale, sums
-
-        stored, executed = self._run(packed, loss, forward_only=False)
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = self.optimizer.step()
+        with self.place.active():
+            self.chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            stored, executed = self._run(
+                batch, mini_batch, lambda micro, output: objective(micro, self._outputs(micro, output)), forward_only=False
+            )
+            learning_rate = self.optimizer.param_groups[0]["lr"]
+            succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.as_tensor(grad_norm)):
             raise RuntimeError(
                 f"the {self.role}'s gradient norm is {grad_norm}: its weights are lost; "
@@ -186,40 +183,73 @@ class Engine:
         return Update(sums, float(grad_norm), float(learning_rate), executed)
 
     def _run(
-        self, packed: list[PackedMicroBatch], finish: Callable[..., Any], forward_only: bool
+        self, batch: Batch, mini_batch: MiniBatch, finish: Callable[[PackedMicroBatch, Tensor], Any], forward_only: bool
     ) -> tuple[list[Any], Executed]:
-        """Drive megatron-core's pipeline schedule over the micro-batches.
+        """Drive megatron-core's pipeline schedule over this rank's micro-batches, one pipeline run after the other.
 
-        Returns what `finish` returned (on the last stage) and the shapes that went through the model, in that order.
+        Returns what `finish(micro_batch, output)` returned (on the last stage) and what went through the model, in that
+        order. In training `finish` returns a loss and what is to be stored; gradients add up over the runs.
         """
-        ran: list[PackedMicroBatch] = []
-
-        def step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(iterator)
-            self.model.head_positions = micro.head_positions
-            packing = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=micro.bounds,
-                cu_seqlens_kv=micro.bounds,
-                max_seqlen_q=micro.longest,
-                max_seqlen_kv=micro.longest,
-            )
-            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
-            ran.append(micro)
-            # finish(micro, output, non_loss_data=True) when forward-only, finish(micro, output) in training
-            return output, partial(finish, micro)
-
-        stored = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(packed),
-            model=[self.chunk],
-            num_microbatches=len(packed),
-            seq_length=packed[0].num_tokens,  # read only without a pipeline: shapes travel with the tensors
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
+        stored: list[Any] = []
+        ran: list[list[PackedMicroBatch]] = []  # by pipeline run
+        remaining = iter(packed)
+        for number, size in enumerate(mini_batch.runs, 1):
+            self._is_last_run = number == len(mini_batch.runs)
+            ran.append([])
+            with nullcontext() if forward_only or self._is_last_run else self.chunk.no_sync():
+                stored += get_forward_backward_func()(
+                    forward_step_func=partial(self._step, finish, ran[-1], size),
+                    data_iterator=remaining,
+                    model=[self.chunk],
+                    num_microbatches=size,
+                    seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
         return stored, _executed(ran)
+
+    def _step(
+        self,
+        finish: Callable[[PackedMicroBatch, Tensor], Any],
+        ran: list[PackedMicroBatch],
+        num_micro_batches: int,
+        micro_batches: Iterator[PackedMicroBatch],
+        model: Any,
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """One micro-batch through this stage: its output, and what megatron-core does with it on the last one."""
+        micro = next(micro_batches)
+        self.model.head_positions = micro.head_positions
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.bounds,
+            cu_seqlens_kv=micro.bounds,
+            max_seqlen_q=micro.longest,
+            max_seqlen_kv=micro.longest,
+        )
+        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
+        ran.append(micro)
+
+        def last(output: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:  # forward only
+                return finish(micro, output)
+            loss, sums = finish(micro, output)
+            # Megatron divides a loss by the micro-batches of a pipeline run and averages gradients over data-parallel ranks;
+            # the objective's weights already are those of the whole mini-batch, so both are undone here.
+            return loss * (num_micro_batches * self.place.layout.data), sums
+
+        return output, last
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        """megatron-core leaves it at the last micro-batch of a pipeline run, to reduce gradients over data-parallel ranks:
+        it must have nothing to leave in any run but the last."""
+        return self.chunk.no_sync() if self._is_last_run else nullcontext()
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs."""
+        if self._is_last_run:
+            finalize_model_grads(*args, **kwargs)
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor) -> Outputs:
         # output [1, completion tokens, vocabulary / tensor] or, of a critic, [1, completion tokens, 1]
@@ -240,24 +270,32 @@ def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None
         weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
 
 
-def _executed(packed: list[PackedMicroBatch]) -> Executed:
-    """Read off the tensors that ran, not off the plan."""
+def _executed(ran: list[list[PackedMicroBatch]]) -> Executed:
+    """Read off the tensors that ran, run by run, not off the plan."""
+    micro_batches = [micro for run in ran for micro in run]
     return Executed(
-        sequences=tuple(len(micro.bounds) - 1 for micro in packed), tokens=tuple(micro.num_tokens for micro in packed)
+        sequences=tuple(micro.num_sequences for micro in micro_batches),
+        tokens=tuple(micro.num_tokens for micro in micro_batches),
+        slots=tuple(micro.num_slots for micro in micro_batches),
+        runs=tuple(len(run) for run in ran),
     )
 
 
 def share_results(results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place) -> list[Tensor]:
-    """Per-token results of every sequence, on every rank, in sample order: one broadcast a data-parallel rank."""
-    shared: dict[int, Tensor] = {}
+    """Per-token results of every sequence, on every rank, in sample order: one broadcast a data-parallel rank.
+
+    So results reach roles of any layout by sample; `place` is that of the role that made them.
+    """
+    ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
-        order = [sample for micro in micro_batches for sample in micro.samples]
-        lengths = [int(batch.completion_lengths[sample]) for sample in order]
+        own = [sample for micro in micro_batches for sample in micro.samples]
+        lengths = [int(batch.completion_lengths[sample]) for sample in own]
         source = place.source_of(data_rank)
         if place.rank == source:
-            flat = torch.cat([results[sample] for sample in order]).to(place.device)
+            flat = torch.cat([results[sample] for sample in own]).to(place.device)
         else:
             flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
         dist.broadcast(flat, src=source)
-        shared.update(zip(order, flat.cpu().split(lengths), strict=True))
-    return [shared[sample] for sample in range(len(batch.completion_lengths))]
+        ordered += flat.cpu().split(lengths)
+    by_sample = dict(zip(mini_batch.order, ordered, strict=True))
+    return [by_sample[sample] for sample in range(len(batch.completion_lengths))]

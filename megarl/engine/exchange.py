@@ -12,8 +12,6 @@ from megarl.data.sample import Sample
 from megarl.engine.parallel import Place
 from megarl.schedule import Plan
 
-from megatron.core import parallel_state  # isort: skip
-
 Value = TypeVar("Value")
 _control: dist.ProcessGroup | None = None
 
@@ -34,7 +32,7 @@ def broadcast_from_first(value: Value | None) -> Value:
 
 
 def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
-    """The tokens of every sequence that some phase runs on this data-parallel rank.
+    """The tokens of every sequence that some of `plans`, all of the place's layout, runs on this data-parallel rank.
 
     Its leader fetches them from where the engines left them and passes them on inside its model-parallel group: no rank
     holds the tokens of the whole batch unless it runs them.
@@ -47,7 +45,6 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
         for sample in micro_batch.samples
     }
     box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
-    group = parallel_state.get_model_parallel_group()
     leader = place.layout.rank(0, 0, place.data_rank)
-    dist.broadcast_object_list(box, src=leader, group=group, device=place.device)
+    dist.broadcast_object_list(box, src=leader, group=place.model_parallel_group, device=place.device)
     return box[0]

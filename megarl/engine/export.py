@@ -56,9 +56,10 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
             "gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1, timeout=timedelta(minutes=5)
         )
         try:
-            place = start_parallel(Layout(), recipe.run.seed, 300.0, local_rank=0)
-            model = build_model(shape, place.layout, precision, "actor", place.device)
-            load_weights(checkpoint, "actor", model)
+            (place,) = start_parallel([Layout()], recipe.run.seed, 300.0, local_rank=0).values()
+            with place.active():
+                model = build_model(shape, place.layout, precision, "actor", place.device)
+                load_weights(checkpoint, "actor", model)
             partial.mkdir(parents=True)
             write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))
         finally:

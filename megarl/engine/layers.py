@@ -72,12 +72,14 @@ class PackedAttention(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """A critic's output layer: one value a token, replicated over the tensor group."""
+    """A critic's output layer: one value a token, replicated over the tensor group.
+
+    Every tensor rank sees all rows, under sequence parallelism too: its gradient is whole and is not summed.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         # hidden [tokens, 1, hidden] -> [tokens, 1, 1]

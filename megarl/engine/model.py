@@ -18,6 +18,7 @@ from megarl.reshard.megatron import padded_vocab
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt import gpt_layer_specs  # isort: skip
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
@@ -28,12 +29,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class DecoderModel(GPTModel):
     """A GPTModel whose head sees only the positions that a phase asks for.
 
-    Set `head_positions` [n] before a forward: prompts need no logits, and logits are the largest activation.
+    Set `head_positions` [n] before a forward: prompts need no logits, and logits are the largest activation. Under sequence
+    parallelism the rows are gathered first, and the head works as without it: the gradient that it returns is whole on every
+    tensor rank, which takes its own rows of it.
     """
 
     head_positions: Tensor | None = None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # hidden_states [slots, 1, hidden], of sequence parallelism [slots / tensor, 1, hidden]
+        if self.post_process and self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
         if self.post_process and self.head_positions is not None:
             hidden_states = hidden_states.index_select(0, self.head_positions)
         return super()._postprocess(hidden_states, *args, **kwargs)
@@ -72,6 +80,8 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         persist_layer_norm=False,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        # Of one tensor rank megatron-core refuses it; there it has nothing to split.
+        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
@@ -100,7 +110,10 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str) -> Modul
 
 
 def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> DecoderModel:
-    """This rank's stage of a role, weights not read yet. A critic gets a value head in place of the vocabulary."""
+    """This rank's stage of a role, weights not read yet. A critic gets a value head in place of the vocabulary.
+
+    To be called inside the layout's place.
+    """
     config = transformer_config(shape, layout, precision)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     critic = role == "critic"
@@ -118,6 +131,9 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, de
     )
     if critic and last:
         model.output_layer = ValueHead(config)
+    elif last and config.sequence_parallel:
+        # It would gather its input by itself, behind the choice of positions; DecoderModel does it before.
+        model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     return model.to(device=device, dtype=DTYPES[precision])
 

@@ -1,9 +1,16 @@
-"""Which part of the layout this rank is, and the few collectives the phases need."""
+"""Which part of a layout this rank is, and the few collectives the phases need.
+
+Roles may be cut differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
+`parallel_state`, and many of its modules read them; so each layout's set of globals is kept in a `Place`, and only there is
+it decided which one megatron-core sees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +19,23 @@ from megarl import platform
 from megarl.reshard.boxes import Layout
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+
+def _read_globals() -> dict[str, Any]:
+    """megatron-core's parallel state: its module's globals, named `_LIKE_THIS` but for the list of groups."""
+    names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
+    return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
+
+
+# As megatron-core is imported: nothing initialised, so that a call outside of every place fails instead of using the groups
+# of some role.
+_NO_PLACE = _read_globals()
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's coordinates. `is_source`: it holds the results of its data-parallel rank (last stage, tensor rank 0)."""
+    """This rank's coordinates in a layout, and the layout's process groups."""
 
     layout: Layout
     rank: int
@@ -24,9 +43,14 @@ class Place:
     pipeline_rank: int
     data_rank: int
     device: torch.device
+    tensor_group: dist.ProcessGroup = field(repr=False, compare=False)
+    model_parallel_group: dist.ProcessGroup = field(repr=False, compare=False)  # the ranks of one data-parallel rank
+    _globals: Mapping[str, Any] = field(repr=False, compare=False)
+    _random_states: dict[str, Any] = field(repr=False, compare=False)  # megatron-core's tracker: differs by tensor rank
 
     @property
     def is_source(self) -> bool:
+        """It holds the results of its data-parallel rank (last stage, tensor rank 0)."""
         return self.tensor_rank == 0 and self.pipeline_rank == self.layout.pipeline - 1
 
     @property
@@ -37,33 +61,67 @@ class Place:
     def source_of(self, data_rank: int) -> int:
         return self.layout.rank(0, self.layout.pipeline - 1, data_rank)
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """megatron-core sees this layout inside, and what it saw before afterwards.
 
-def start_parallel(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
-    """Cut the started process group into megatron-core's groups.
+        Everything that builds, runs, saves or loads a model goes inside; outside, megatron-core has no groups at all.
+        """
+        tracker = get_cuda_rng_tracker()
+        globals_before, states_before = _read_globals(), tracker.get_states()
+        vars(parallel_state).update(self._globals)
+        tracker.set_states(dict(self._random_states))
+        try:
+            yield
+        finally:
+            self._random_states.update(tracker.get_states())
+            tracker.set_states(states_before)
+            vars(parallel_state).update(globals_before)
 
-    Raises ValueError where the number of started ranks is not the layout's.
+
+def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local_rank: int) -> dict[Layout, Place]:
+    """Cut the started process group once for each different layout. Collective; the same layouts on every rank.
+
+    Raises ValueError where the number of started ranks is not a layout's, and for a layout that the engine does not run.
     """
+    return {layout: _start_place(layout, seed, timeout_s, local_rank) for layout in dict.fromkeys(layouts)}
+
+
+def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
     world = dist.get_world_size()
     if world != layout.ranks:
         raise ValueError(f"trainer.ranks = {layout.ranks}, but {world} ranks were started; start as many")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Place(
-        layout=layout,
-        rank=dist.get_rank(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        device=platform.current.device(local_rank),
-    )
+    for name in ("context", "virtual_pipeline"):
+        if getattr(layout, name) != 1:
+            raise ValueError(f"{layout}: the engine does not run {name} = {getattr(layout, name)} yet; set it to 1")
+    globals_before = _read_globals()
+    vars(parallel_state).update(_NO_PLACE)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        return Place(
+            layout=layout,
+            rank=dist.get_rank(),
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            device=platform.current.device(local_rank),
+            tensor_group=parallel_state.get_tensor_model_parallel_group(),
+            model_parallel_group=parallel_state.get_model_parallel_group(),
+            _globals=_read_globals(),
+            _random_states=get_cuda_rng_tracker().get_states(),
+        )
+    finally:
+        get_cuda_rng_tracker().reset()
+        vars(parallel_state).update(globals_before)
 
 
 def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[str, float]:
-    """Sum (op "sum") or maximum (op "max") over the data-parallel sources, known to every rank.
+    """Sum (op "sum") or maximum (op "max") over the place's data-parallel sources, known to every rank.
 
     The mapping must have the same keys on every source; other ranks may pass an empty one. Raises whatever the
     collective raises at its deadline.
