@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -28,16 +30,51 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as run.steps=3 or rollout.temperature=0.7."),
 ]
+CheckArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes, YAML files, and overrides that hold for all of them."),
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as runs/NAME.")]
 
 BAD_INPUT = 2
 
 
 @app.command()
-def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Prove a recipe without touching a device, and show what each phase will do."""
-    loaded = _load(recipe, overrides or [])
-    _print_table(loaded)
+def check(
+    arguments: CheckArgument,
+    plan: Annotated[bool, typer.Option("--plan", help="Forecast each phase: plan, memory, operations, time.")] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND|FILE|RUN_DIR",
+            help="Lengths to plan: uniform, log-normal (default), long-tail, a file "
+            "of lengths, or an earlier run's directory.",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the lengths and of the plan; 1 by default.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Sustained 10**12 operations a second of one device; goes before device.tflops.")
+    ] = None,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
+) -> None:
+    """Prove recipes without touching a device, and show what each phase will do."""
+    recipes, overrides = _recipes_and_overrides(arguments)
+    if tflops is not None and not (0 < tflops < math.inf):
+        _fail(f"--tflops = {tflops:g}: must be above 0, as --tflops 400")
+    for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops)):
+        if value is not None and not (plan or suggest or as_json):
+            _fail(f"{name} = {value}: nothing reads it without --plan, --suggest or --json")
+    if not (plan or suggest or as_json):
+        _check_each(recipes, overrides)
+        return
+    from megarl.planner.check import Question, check_recipes
+
+    question = Question(plan, suggest, as_json, lengths, 1 if seed is None else seed, tflops)
+    status, document = check_recipes(recipes, overrides, question, _console(), _print_violations)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -115,11 +152,43 @@ def _print_violations(path: str, error: RecipeError) -> None:
             console.print(f"      [green]nearest: {escape(violation.nearest)}[/]")
 
 
+def _recipes_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What names a recipe, and the rest; with `=` in it and no such file, an argument is an override."""
+    recipes: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        named = Path(argument).suffix in (".yaml", ".yml") or not recipes
+        recipe = Path(argument).exists() or ("=" not in argument and named)
+        (recipes if recipe else overrides).append(argument)
+    if not recipes:
+        _fail(f"no recipe among {' '.join(arguments)}; give a YAML file, as recipes/quickstart.yaml")
+    return recipes, overrides
+
+
+def _check_each(recipes: list[str], overrides: list[str]) -> None:
+    """Print every recipe's table or violations; exit with BAD_INPUT when one is illegal, after all of them."""
+    from megarl.recipe import RecipeError, load_recipe
+
+    status = 0
+    for path in recipes:
+        try:
+            _print_table(load_recipe(path, overrides))
+        except RecipeError as error:
+            _print_violations(path, error)
+            status = BAD_INPUT
+    if status:
+        raise typer.Exit(status)
+
+
+def _console() -> Console:
+    # Not narrower than the tables when the output is no terminal: a pipe has no width to wrap to.
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=150)
+
+
 def _print_table(recipe: Recipe) -> None:
     from megarl.recipe.table import phase_table
 
-    # Not narrower than the table when the output is no terminal: a pipe has no width to wrap to.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
+    console = _console()
     summary = (
         f"{recipe.run.name}: {recipe.run.steps} steps, {recipe.num_sequences} sequences a step of at most "
         f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks"

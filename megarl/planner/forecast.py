@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megarl.estimate import Memory, Role, forward_flops, largest_cap, peak
 from megarl.planner.job import Job
+from megarl.planner.layouts import longest_slots
 from megarl.schedule import Cost, Plan, Quality, Schedule, plan_phase, quality
 
 
@@ -113,28 +114,19 @@ def is_update(schedule: Schedule) -> bool:
     return schedule.mini_batch is not None
 
 
-def longest_slots(job: Job, role: Role) -> int:
-    """Slots of a micro-batch that holds one longest sequence."""
-    tokens = job.limits.longest
-    for multiple in (role.layout.sequence_multiple, role.layout.micro_batch_multiple):
-        tokens = -(-tokens // multiple) * multiple
-    return tokens
-
-
 def worst_memory(job: Job, schedule: Schedule) -> Memory:
     """The fullest trainer rank when every micro-batch is as full as the schedule allows and the pipeline is full."""
-    role = job.role(schedule.phase)
-    size = (schedule.mini_batch or job.limits.num_sequences) // role.layout.data
+    role, size = job.role(schedule.phase), schedule.mini_batch or job.limits.num_sequences
     if schedule.sequences is not None:
-        sequences = min(schedule.sequences, size)
-        slots = sequences * longest_slots(job, role)
+        sequences = min(schedule.sequences, size // role.layout.data)
+        slots = sequences * longest_slots(job, role.layout)
         head_tokens = sequences * job.limits.max_completion
     else:
         assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
-        # A cap that is no multiple of the padding is never reached; a batch may be smaller than the cap.
-        slots = min(schedule.max_tokens, job.limits.num_sequences * longest_slots(job, role))
+        slots = min(schedule.max_tokens, size * longest_slots(job, role.layout))
         head_tokens = slots
-    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, role.layout.pipeline)
+    # Two, because a second micro-batch starts while the results of the first are still held.
+    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, max(2, role.layout.pipeline))
 
 
 def cap_that_fits(job: Job, schedule: Schedule) -> int | None:
@@ -147,7 +139,7 @@ def cap_that_fits(job: Job, schedule: Schedule) -> int | None:
         role,
         job.budget_bytes,
         update=is_update(schedule),
-        longest=longest_slots(job, role),
+        longest=longest_slots(job, role.layout),
         num_sequences=schedule.mini_batch or job.limits.num_sequences,
         max_in_flight=schedule.max_micro_batches_in_flight,
     )

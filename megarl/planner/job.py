@@ -42,7 +42,8 @@ class Job:
     """One step to forecast.
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
-    `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said.
+    `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
+    None where nobody said.
     """
 
     roles: tuple[Role, ...]
@@ -51,6 +52,7 @@ class Job:
     limits: Limits
     seed: int
     engines: Engines | None
+    kl_in_reward: bool = False
     device_bytes: int | None = None
     tflops: float | None = None
 
@@ -96,20 +98,15 @@ class Job:
         return None if self.usable_bytes is None else self.usable_bytes - self.engine_bytes
 
 
-def limits_of(recipe: Recipe) -> Limits:
-    """What the recipe allows a step's sequences to be."""
-    return Limits(
-        recipe.num_sequences, recipe.algorithm.group_size, recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
-    )
-
-
 def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops: float | None = None) -> Job:
     """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them.
 
     `tflops` goes before the recipe's `device.tflops`. Raises ValueError for lengths that are none.
     """
     roles = memory_roles(recipe)
-    limits = limits_of(recipe)
+    limits = Limits(
+        recipe.num_sequences, recipe.algorithm.group_size, recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+    )
     device = recipe.device
     return Job(
         roles=tuple(roles.values()),
@@ -118,6 +115,7 @@ def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops
         limits=limits,
         seed=seed,
         engines=None if recipe.rollout.replay else _engines(recipe, roles["actor"].shape),
+        kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
         device_bytes=None if device is None else int(device.memory_gib * GIB),
         tflops=tflops if tflops is not None or device is None else device.tflops,
     )

@@ -1,0 +1,116 @@
+"""What does not fit the device, and the mildest legal change that does: a cap, an earlier drain, a layout, a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megarl.estimate import BYTES
+from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
+from megarl.planner.forecast import Forecast, PhaseForecast, forecast_phase, worst_memory
+from megarl.planner.job import Engines, Job
+from megarl.planner.layouts import layout_text, layouts_of, longest_slots, with_layouts
+
+# A changed schedule or layout: the overrides, and the bytes of the fullest device in the phase's worst case.
+Fix = tuple[tuple[str, ...], int]
+
+
+def fit(forecast: Forecast) -> list[Advice]:
+    """Advice on memory; none without a device."""
+    return [*_phases(forecast), *_engines(forecast)]
+
+
+def kv_bytes_per_token(engines: Engines) -> int:
+    """KV cache of one token on one engine rank."""
+    shape = engines.shape
+    return 2 * shape.num_layers * -(-shape.groups // engines.tensor) * shape.head_dim * BYTES[engines.precision]
+
+
+def _phases(forecast: Forecast) -> Iterator[Advice]:
+    """Phases whose worst case is above the device."""
+    job = forecast.job
+    if job.usable_bytes is None or job.device_bytes is None:
+        return
+    for phase in forecast.phases:
+        before = phase.worst_memory.total + job.engine_bytes
+        if before <= job.usable_bytes:
+            continue
+        changes, after = _other_cap(job, phase) or _other_layout(job, phase) or ((), None)
+        held = (
+            f"takes up to {gib(before)} with engines; the device has {gib(job.device_bytes)}, {gib(job.usable_bytes)} usable"
+        )
+        way_out = f"{shown(changes)} takes {gib(after)}" if after is not None else "no cap and no layout on these ranks fits"
+        yield Advice("memory", phase.phase, f"{held}; {way_out}", changes, "device_bytes", before, after)
+
+
+def _other_cap(job: Job, phase: PhaseForecast) -> Fix | None:
+    """The largest cap that fits, with as many micro-batches in flight as leave room for one."""
+    schedule, stated = phase.schedule, phase.schedule.max_micro_batches_in_flight
+    held = stated or phase.role.layout.pipeline
+    fewer = range(held - 1, 0, -1) if schedule.mini_batch is not None else ()
+    for in_flight in (stated, *fewer):
+        drained = replace(schedule, max_micro_batches_in_flight=in_flight)
+        cap = forecast_phase(job, drained).largest_cap
+        if not cap:
+            continue
+        changes = [] if in_flight == stated else [f"phases.{phase.phase}.max_micro_batches_in_flight={in_flight}"]
+        if schedule.max_tokens is None or schedule.max_tokens > cap:
+            drained = with_cap(drained, cap)
+            changes.append(cap_change(schedule, cap))
+        return tuple(changes), worst_memory(job, drained).total + job.engine_bytes
+    return None
+
+
+def _other_layout(job: Job, phase: PhaseForecast) -> Fix | None:
+    """The simplest layout of all roles under which every phase fits with the schedules as they are."""
+    for layout in layouts_of(job, "actor"):
+        if any(layout not in layouts_of(job, role.name) for role in job.roles):
+            continue
+        moved = with_layouts(job, {role.name: layout for role in job.roles})
+        if any(one.max_tokens is not None and one.max_tokens < longest_slots(job, layout) for one in job.schedules):
+            continue
+        if all(worst_memory(moved, one).total <= (moved.budget_bytes or 0) for one in moved.schedules):
+            values = {role.name: layout_text(layout) if role.name == "actor" else "null" for role in job.roles}
+            changes = tuple(f"{role}.layout={value}" for role, value in values.items())
+            return changes, worst_memory(moved, phase.schedule).total + moved.engine_bytes
+    return None
+
+
+def _engines(forecast: Forecast) -> Iterator[Advice]:
+    """What an engine rank takes against what it needs and against the largest safe share of the device."""
+    job, safe = forecast.job, forecast.safe_utilization
+    if safe is None or job.engines is None or job.device_bytes is None:
+        return
+    engines, stated = job.engines, job.engines.utilization
+    needed, room = engines.memory.total, int(safe * job.device_bytes)
+    taken = needed if stated is None else int(stated * job.device_bytes)
+    if taken <= room and taken >= needed:
+        return
+    if taken > room:
+        text = (
+            f"an engine rank takes {gib(taken)}, {taken / job.device_bytes:.1%} of the device; beside the trainer's worst "
+            f"case rollout.memory_utilization = {safe:.3f} is the largest that is safe"
+        )
+    else:
+        text = f"an engine rank needs {gib(needed)} and rollout.memory_utilization = {stated:g} gives it {gib(taken)}"
+    # Shares have three digits, rounded so that they are safe and enough.
+    share = min(-(-1000 * needed // job.device_bytes), int(1000 * safe)) / 1000
+    room = min(room, int(share * job.device_bytes)) if stated is not None else room
+    cache = min(engines.kv_cache_bytes, engines.kv_cache_bytes - needed + room)
+    if cache < kv_bytes_per_token(engines) * job.limits.longest:
+        yield Advice("engine", "rollout", f"{text}; no whole sequence's KV cache fits: the trainer must hold less", (),
+                     "engine_bytes", taken, None)  # fmt: skip
+        return
+    changes = [] if stated is None else [f"rollout.memory_utilization={share:g}"]
+    if cache < engines.kv_cache_bytes:
+        changes.append(f"rollout.kv_cache_bytes={cache}")
+    after = needed - engines.kv_cache_bytes + cache if stated is None else int(share * job.device_bytes)
+    yield Advice(
+        "engine",
+        "rollout",
+        f"{text}; {shown(tuple(changes))} takes {gib(after)}",
+        tuple(changes),
+        "engine_bytes",
+        taken,
+        after,
+    )

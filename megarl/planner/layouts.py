@@ -1,0 +1,61 @@
+"""Layouts a role may have on the trainer ranks, the simplest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megarl.planner.job import Job
+from megarl.recipe import ROLE_OF
+from megarl.recipe.rules import tensor_divides
+from megarl.reshard.boxes import Layout
+from megarl.schedule import Schedule
+
+# Ranks of one machine. A tensor group talks twice a layer, which only the links inside a machine carry.
+NODE_RANKS = 8
+
+
+def layouts_of(job: Job, role_name: str) -> list[Layout]:
+    """Legal layouts of a role: few ranks a copy of the model first, then few pipeline stages.
+
+    Fewer ranks a copy leave more data-parallel ranks, which need no talk inside a step; a tensor group waits less than a
+    pipeline of the same size, which idles while it fills. Activations between tensor regions are always cut
+    (sequence parallelism): that costs nothing and saves memory.
+    """
+    role = next(role for role in job.roles if role.name == role_name)
+    schedules = [one for one in job.schedules if ROLE_OF[one.phase] == role_name]
+    found = [
+        Layout(tensor, pipeline, job.ranks // (tensor * pipeline), sequence_parallel=tensor > 1)
+        for tensor in range(1, min(NODE_RANKS, job.ranks) + 1)
+        if tensor_divides(role.shape, tensor)
+        for pipeline in range(1, job.ranks // tensor + 1)
+        if job.ranks % (tensor * pipeline) == 0 and role.shape.num_layers % pipeline == 0
+    ]
+    legal = [layout for layout in found if all(_runs(job, one, layout) for one in schedules)]
+    return sorted(legal, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline))
+
+
+def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
+    """The job with other layouts, by role."""
+    return replace(job, roles=tuple(replace(role, layout=layouts.get(role.name, role.layout)) for role in job.roles))
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout as a recipe writes it."""
+    sequence_parallel = "true" if layout.sequence_parallel else "false"
+    return f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, sequence_parallel: {sequence_parallel}}}"
+
+
+def longest_slots(job: Job, layout: Layout) -> int:
+    """Slots of a micro-batch that holds one longest sequence, padding included."""
+    tokens = job.limits.longest
+    for multiple in (layout.sequence_multiple, layout.micro_batch_multiple):
+        tokens = -(-tokens // multiple) * multiple
+    return tokens
+
+
+def _runs(job: Job, schedule: Schedule, layout: Layout) -> bool:
+    """Whether a layout can run a schedule, its cap aside: what must divide divides, the drain is one."""
+    sizes = (job.limits.num_sequences, schedule.mini_batch or job.limits.num_sequences)
+    in_flight = schedule.max_micro_batches_in_flight
+    return all(size % layout.data == 0 for size in sizes) and (in_flight is None or in_flight < layout.pipeline)

@@ -1,0 +1,224 @@
+"""Layouts, engines and caps for a model on a cluster, each with its reason: what `megarl check --suggest` proposes.
+
+The search takes the simplest layout under which everything fits with room: in every phase a cap of four mean sequences
+(packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
+that room, it asks for one longest sequence of each. Engines share the devices of the trainer, one engine rank a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.planner.advice import MIB, best_cap, gib, with_cap
+from megarl.planner.fit import kv_bytes_per_token
+from megarl.planner.forecast import Forecast, cap_that_fits, forecast, worst_memory
+from megarl.planner.job import Engines, Job
+from megarl.planner.layouts import NODE_RANKS, layouts_of, longest_slots, with_layouts
+from megarl.recipe import ROLE_OF
+from megarl.recipe.rules import tensor_divides
+from megarl.reshard import vllm
+from megarl.reshard.boxes import Layout
+from megarl.schedule import Schedule
+
+# Mean sequences in a cap that leaves the packing free to fill it.
+ROOMY = 4
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A value for a dotted recipe key, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+class NothingFits(ValueError):
+    """No layout on these ranks holds the model; the message says what the best one would take."""
+
+
+def suggest(job: Job) -> list[Suggestion]:
+    """Keys that make the job's model run on its ranks.
+
+    Raises ValueError for a job without a device, and NothingFits.
+    """
+    if job.device_bytes is None:
+        raise ValueError("--suggest needs the memory of one trainer rank's device; add device: {memory_gib: 80}")
+    plain = replace(job, schedules=tuple(replace(one, max_micro_batches_in_flight=None) for one in job.schedules))
+    chosen = _search(plain, roomy=True) or _search(plain, roomy=False)
+    if chosen is None:
+        raise NothingFits(_what_is_missing(plain))
+    chosen = _with_kv_cache(_with_caps(_with_own_layouts(chosen)))
+    found = forecast(chosen)
+    return [*_layout_keys(plain, found), *_engine_keys(found), *_phase_keys(job, found)]
+
+
+def _search(job: Job, roomy: bool) -> Job | None:
+    """The job under the first layout, the same for all roles, and the smallest engine that fit together."""
+    for layout in _common_layouts(job):
+        moved = with_layouts(job, {role.name: layout for role in job.roles})
+        for engines in _engine_sizes(moved, roomy):
+            tried = replace(moved, engines=engines)
+            tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
+            if _fits(tried):
+                return tried
+    return None
+
+
+def _common_layouts(job: Job) -> list[Layout]:
+    """Layouts that every role may have."""
+    others = [layouts_of(job, role.name) for role in job.roles]
+    return [layout for layout in layouts_of(job, "actor") if all(layout in legal for legal in others)]
+
+
+def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
+    """Engines over all ranks, small ones first: they talk least. None where rollouts are replayed."""
+    if job.engines is None:
+        yield None
+        return
+    shape, groups = job.engines.shape, job.limits.num_sequences // job.limits.group_size
+    for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
+        if job.ranks % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
+            continue
+        engines = replace(job.engines, count=min(job.ranks // tensor, groups), tensor=tensor)
+        tokens = job.limits.longest
+        if roomy:
+            tokens = max(tokens, _concurrent(job, engines) * sum(job.lengths.totals) // len(job.lengths.totals))
+        yield _with_share(job, replace(engines, kv_cache_bytes=tokens * kv_bytes_per_token(engines)))
+
+
+def _concurrent(job: Job, engines: Engines) -> int:
+    """Sequences an engine decodes at a time, never more than its part of the batch."""
+    return min(engines.max_concurrent, -(-job.limits.num_sequences // engines.count))
+
+
+def _with_share(job: Job, engines: Engines) -> Engines:
+    """The engines with the share of the device that holds what they need, in thousandths."""
+    assert job.device_bytes is not None, "a suggestion has a device"
+    return replace(engines, utilization=-(-1000 * engines.memory.total // job.device_bytes) / 1000)
+
+
+def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
+    """The cap below which a phase should not go: for mean sequences with room, always for one longest."""
+    layout = job.role(schedule.phase).layout
+    longest = longest_slots(job, layout)
+    mean = sum(job.lengths.totals) // len(job.lengths.totals)
+    share = (schedule.mini_batch or job.limits.num_sequences) // layout.data
+    return max(longest, min(ROOMY, share) * mean) if roomy else longest
+
+
+def _fits(job: Job) -> bool:
+    assert job.budget_bytes is not None, "a suggestion has a device"
+    return all(worst_memory(job, schedule).total <= job.budget_bytes for schedule in job.schedules)
+
+
+def _with_own_layouts(job: Job) -> Job:
+    """Reference and critic under the simplest layout that still fits, where it is simpler than the actor's."""
+    for role in job.roles[1:]:
+        for layout in layouts_of(job, role.name):
+            moved = with_layouts(job, {role.name: layout})
+            holds = all(one.max_tokens is None or one.max_tokens >= longest_slots(moved, layout) for one in job.schedules)
+            if holds and _fits(moved):
+                job = moved
+                break
+    return job
+
+
+def _with_caps(job: Job) -> Job:
+    """The cap of each phase that its plan is best with; actor_logprob is cut like actor_update, as the ratio wants it."""
+    caps: dict[str, int] = {}
+    for schedule in reversed(job.schedules):  # actor_update is the last phase, and actor_logprob follows it
+        largest = cap_that_fits(job, schedule)
+        assert largest, "the search proved that a cap fits"
+        if schedule.phase == "actor_logprob" and caps["actor_update"] <= largest:
+            caps[schedule.phase] = caps["actor_update"]
+            continue
+        best = best_cap(job, schedule, largest)
+        assert best is not None and best.schedule.max_tokens is not None, "the largest cap holds a longest sequence"
+        caps[schedule.phase] = best.schedule.max_tokens
+    return replace(job, schedules=tuple(with_cap(one, caps[one.phase]) for one in job.schedules))
+
+
+def _with_kv_cache(job: Job) -> Job:
+    """The KV cache that the caps leave room for, up to every concurrent sequence at its longest."""
+    if job.engines is None:
+        return job
+    assert job.usable_bytes is not None and job.device_bytes is not None, "a suggestion has a device"
+    trainer = max(worst_memory(job, schedule).total for schedule in job.schedules)
+    room = 1000 * (job.usable_bytes - trainer) // job.device_bytes * job.device_bytes // 1000
+    without_cache = job.engines.memory.total - job.engines.kv_cache_bytes
+    wanted = _concurrent(job, job.engines) * job.limits.longest * kv_bytes_per_token(job.engines)
+    cache = max(job.engines.kv_cache_bytes, min(wanted, room - without_cache) // MIB * MIB)
+    return replace(job, engines=_with_share(job, replace(job.engines, kv_cache_bytes=cache)))
+
+
+def _what_is_missing(job: Job) -> str:
+    """The least that any layout would take, for the longest sequence."""
+    takes: list[tuple[int, Layout]] = []
+    for layout in _common_layouts(job):
+        moved = with_layouts(job, {role.name: layout for role in job.roles})
+        for engines in _engine_sizes(moved, roomy=False):
+            tried = replace(moved, engines=engines)
+            capped = [with_cap(one, _least_cap(tried, one, roomy=False)) for one in job.schedules]
+            takes.append((max(worst_memory(tried, one).total for one in capped) + tried.engine_bytes, layout))
+    if not takes:
+        return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
+    least, layout = min(takes, key=lambda one: one[0])
+    return (
+        f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
+        f"{gib(least)}, takes TP{layout.tensor} x PP{layout.pipeline}; more trainer.ranks, a shorter rollout.max_new_tokens "
+        "or a larger device"
+    )
+
+
+def _layout_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
+    actor = found.job.roles[0].layout
+    simpler = layouts_of(job, "actor")
+    simpler = simpler[: simpler.index(actor)]
+    peak, usable = gib(found.device_peak), gib(job.usable_bytes or 0)
+    for role in found.job.roles:
+        layout = role.layout
+        fits = f"{peak} at worst of {usable} usable, engines included"
+        if role.name != "actor":
+            same = layout == actor
+            reason = "cut like the actor" if same else f"needs less than the actor and fits uncut by more; {fits}"
+        elif simpler:
+            names = ", ".join(f"TP{one.tensor} x PP{one.pipeline}" for one in simpler)
+            reason = f"the simplest that fits with room: {fits}; {names} would not"
+        else:
+            reason = f"no cut is needed: {fits}"
+        value = {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence_parallel": layout.sequence_parallel}
+        yield Suggestion(f"{role.name}.layout", value, f"{reason}; {layout.data} data-parallel ranks")
+
+
+def _engine_keys(found: Forecast) -> Iterator[Suggestion]:
+    job, engines = found.job, found.job.engines
+    if engines is None:
+        return
+    memory = engines.memory
+    yield Suggestion("rollout.engines", engines.count, f"{engines.count} x {engines.tensor} of {job.ranks} ranks decode")
+    reason = f"the smallest that fits: {gib(memory.weights)} of weights a rank"
+    yield Suggestion("rollout.tensor", engines.tensor, reason)
+    tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
+    reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
+    yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)
+    reason = f"an engine rank takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe beside the trainer"
+    yield Suggestion("rollout.memory_utilization", engines.utilization, reason)
+
+
+def _phase_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
+    for phase in found.phases:
+        quality, cap = phase.quality, phase.schedule.max_tokens
+        reason = (
+            f"efficiency {quality.efficiency:.2f}, {quality.num_micro_batches} micro-batches a rank, "
+            f"{gib(phase.worst_memory.total)} at worst; caps up to {phase.largest_cap} fit"
+        )
+        if phase.phase == "actor_logprob":
+            reason = f"like actor_update, so that the policy ratio starts at 1; {reason}"
+        yield Suggestion(f"phases.{phase.phase}.micro_batch", {"max_tokens": cap}, reason)
+        stated = job.schedule(phase.phase)
+        if stated is not None and stated.max_micro_batches_in_flight is not None:
+            key = f"phases.{phase.phase}.max_micro_batches_in_flight"
+            yield Suggestion(key, None, f"the {ROLE_OF[phase.phase]} fits without draining its pipeline early")
