@@ -40,14 +40,22 @@ def batch():
 
 def _run(objective, batch, outputs, cut):
     """Summed loss of the micro-batches that `cut` makes; outputs are [tokens] in sample order."""
+    return sum(loss for loss, _ in _each(objective, batch, outputs, cut))
+
+
+def _sums(objective, batch, logprobs, cut):
+    """The sums for the metrics of each micro-batch."""
+    outputs = {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}
+    return [sums for _, sums in _each(objective, batch, outputs, cut)]
+
+
+def _each(objective, batch, outputs, cut):
     starts = np.cumsum([0, *(completion for _, completion in LENGTHS)])
-    total = torch.zeros(())
     for samples in cut:
         rows = torch.cat([torch.arange(starts[sample], starts[sample + 1]) for sample in samples])
-        micro = pack(batch, MicroBatch(samples, *[sum(sum(LENGTHS[sample]) for sample in samples)] * 2), torch.device("cpu"))
-        loss, _ = objective(micro, {name: values[rows] for name, values in outputs.items()})
-        total = total + loss
-    return total
+        tokens = sum(sum(LENGTHS[sample]) for sample in samples)
+        micro = pack(batch, MicroBatch(samples, tokens, tokens), torch.device("cpu"))
+        yield objective(micro, {name: values[rows] for name, values in outputs.items()})
 
 
 CUTS = [[(0, 1, 2)], [(2,), (0, 1)]]
@@ -86,6 +94,23 @@ def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
     # The gradient of REINFORCE: minus advantage, averaged over each of the two valid sequences, then over both.
     shares = torch.cat([torch.full((completion,), 1 / completion / 2) for _, completion in LENGTHS])
     torch.testing.assert_close(found, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
+
+
+def test_ratio_drift_is_the_distance_of_the_ratio_from_one(batch):
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    # Against old log-probabilities of -1: ratios 1, 1, 1.1 | 0.5 | 1, 1.25, 1, 1, 1 of the three sequences.
+    batch.fields["logprobs"] = [torch.full((completion,), -1.0) for _, completion in LENGTHS]
+    ratios = torch.tensor([1.0, 1.0, 1.1, 0.5, 1.0, 1.25, 1.0, 1.0, 1.0])
+    logprobs = ratios.log() - 1.0
+    (whole,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    assert whole["ratio_drift_max"].item() == pytest.approx(0.5)
+    assert whole["ratio_drift_sum"].item() == pytest.approx(0.1 + 0.5 + 0.25)
+    last, first = _sums(objective, batch, logprobs, [(2,), (0, 1)])
+    assert (last["ratio_drift_max"].item(), first["ratio_drift_max"].item()) == pytest.approx((0.25, 0.5))
+    del batch.fields["logprobs"]  # no actor_logprob phase: exactly 1
+    (skipped,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    assert skipped["ratio_drift_max"].item() == skipped["ratio_drift_sum"].item() == 0.0
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -59,11 +59,16 @@ class PolicyObjective:
         rollout = torch.cat([torch.from_numpy(self.batch.samples[sample].completion.logprobs) for sample in micro.samples])
         difference = (old - rollout.to(device)).abs()
         log_ratio = (logprobs - old).detach()
+        # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
+        # micro-batches (other shapes, other kernels, another order of sums).
+        ratio_drift = log_ratio.expm1().abs()
         sums |= {
             "loss": loss.detach(),
             "entropy_sum": entropy.detach().sum(),
             "clipped_sum": clipped.sum(),
             "drift_sum": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "ratio_drift_sum": ratio_drift.sum(),
+            "ratio_drift_max": ratio_drift.max(),
             "mismatch_sum": difference.sum(),
             "mismatch_max": difference.max(),
             "tokens": torch.tensor(float(len(micro.targets))),
