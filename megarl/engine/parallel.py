@@ -88,12 +88,12 @@ def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local
 
 
 def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
+    for name, size in (("context", layout.context), ("virtual_pipeline", layout.virtual_pipeline)):
+        if size != 1:
+            raise ValueError(f"{layout}: the engine does not run {name} = {size} yet; set it to 1")
     world = dist.get_world_size()
     if world != layout.ranks:
         raise ValueError(f"trainer.ranks = {layout.ranks}, but {world} ranks were started; start as many")
-    for name in ("context", "virtual_pipeline"):
-        if getattr(layout, name) != 1:
-            raise ValueError(f"{layout}: the engine does not run {name} = {getattr(layout, name)} yet; set it to 1")
     globals_before = _read_globals()
     vars(parallel_state).update(_NO_PLACE)
     try:
