@@ -1,12 +1,37 @@
-"""Bytes that one trainer rank holds, from the recipe alone."""
+"""Bytes that one trainer rank holds, from the recipe alone.
+
+What is counted are live bytes of tensors; a caching allocator's fragmentation comes on top (see RESERVE in `cap.py`).
+Activations and logits are derived in `activations.py`. With N the weights of a rank's stage (tied embeddings count once
+without a pipeline, on both ends with one; the vocabulary is padded) and b the bytes of the precision:
+
+    weights     N b
+    gradients   4 N         megatron-core's gradient buffer is fp32 and covers every local weight
+    optimizer   8 N / data  two Adam moments in fp32, cut over the data-parallel ranks; bf16 adds a fp32 copy: 12 N / data
+
+A phase works at its largest moment. A forward phase: inside a layer, or at the logits. An update, beside the activations
+of every micro-batch that 1F1B holds on the stage:
+
+    logits              logits of one micro-batch, on the last stage
+    their weight        gradient of the logits and of the head's weight; added to the buffer, bf16 is widened to fp32
+    backward            gradients inside the last layer or the final norm; a tied head's weight gradient waits for the
+                        embedding's
+    tied embedding      both gradients of the tied weight (and its fp32 copy), activations gone
+    reduction           gloo copies the gradient buffer (NCCL does not): 4 N, activations gone
+    step                two fp32 intermediates of the largest weight's share (fused optimizers have none)
+
+Checked on the CPU path: `benchmarks/memory.py`, `tests/test_estimate_memory.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megarl.estimate.roles import Role, stage_weights
+from megarl.estimate import activations
+from megarl.estimate.roles import Role, largest_weight, stage_weights
 from megarl.reshard.megatron import stage_layers
+
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -29,19 +54,28 @@ class Memory:
 
 
 def resident(role: Role, pipeline_rank: int) -> Memory:
-    """What a rank holds for a role between phases."""
+    """What a rank holds for a role between phases, from its first update on."""
     weights = stage_weights(role, pipeline_rank)
     if not role.trained:
         return Memory(weights=weights * role.bytes_per_weight)
-    share = -(-weights // (role.layout.data * role.layout.context))
     copies = 3 if role.precision == "bf16" else 2
-    return Memory(weights=weights * role.bytes_per_weight, gradients=4 * weights, optimizer=4 * copies * share)
+    return Memory(
+        weights=weights * role.bytes_per_weight, gradients=_FP32 * weights, optimizer=_FP32 * copies * _share(role, weights)
+    )
 
 
-def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, max_in_flight: int | None) -> int:
-    """Micro-batches whose activations a stage holds at once: 1F1B starts one a later stage and its own."""
+def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, max_in_flight: int | None) -> float:
+    """Micro-batches whose activations a stage holds at once.
+
+    1F1B: its own and one for every later stage (Narayanan et al. 2021, sec. 2.2). Interleaved (same, fig. 4): a stage
+    starts 2 (later stages) + (chunks - 1) pipeline + 1 chunks, each a share of a micro-batch.
+    """
+    layout = role.layout
     limit = num_micro_batches if max_in_flight is None else min(num_micro_batches, max_in_flight)
-    return min(limit, role.layout.pipeline - pipeline_rank)
+    later, chunks = layout.pipeline - 1 - pipeline_rank, layout.virtual_pipeline
+    if chunks == 1:
+        return min(limit, later + 1)
+    return min(limit, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
 
 
 def working(
@@ -55,18 +89,60 @@ def working(
     num_micro_batches: int,
     max_in_flight: int | None,
 ) -> Memory:
-    """What a phase holds on top of what is resident, at its peak."""
-    shape, layout = role.shape, role.layout
-    layers = len(stage_layers(shape, layout, pipeline_rank))
-    tokens = slots // layout.context
-    per_token = (
-        10 * shape.hidden + (6 * shape.heads * shape.head_dim + 6 * shape.ffn) // layout.tensor
-    ) * role.bytes_per_weight
-    held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight) * layers if update else 2
-    logits = 0
+    """What a phase holds on top of what is resident, at its peak.
+
+    `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
+    token, `longest` its longest sequence, `num_micro_batches` those of one data-parallel rank in one mini-batch,
+    `max_in_flight` the schedule's limit. Raises ValueError for an update of a role that is not trained.
+    """
+    if update and not role.trained:
+        raise ValueError(f"the {role.name} is not trained: it has no update")
+    context = role.layout.context
+    tokens, head_tokens = -(-slots // context), -(-head_tokens // context)
+    if update:
+        held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
+        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held)
+    else:
+        moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches)
+    tables = Memory(activations=_FP32 * longest * role.shape.head_dim)  # the rotary embedding's angles
+    return max(moments, key=lambda memory: memory.total) + tables
+
+
+def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, num_micro_batches: int) -> list[Memory]:
+    kept = 0
+    moments = []
     if role.has_head(pipeline_rank) and not role.critic:
-        logits = head_tokens * role.vocab_width * (20 if role.precision == "fp32" else 18)
-    return Memory(activations=tokens * per_token * held, logits=logits)
+        kept = activations.logits_kept(role, head_tokens) if num_micro_batches > 1 else 0
+        moments.append(Memory(logits=kept + activations.logits_forward(role, head_tokens)))
+    return [Memory(activations=tokens * activations.forward_per_token(role), logits=kept), *moments]
+
+
+def _update_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float) -> list[Memory]:
+    layers = len(stage_layers(role.shape, role.layout, pipeline_rank))
+    per_token = layers * activations.saved_per_token(role) + activations.passed_per_token(role, pipeline_rank)
+    saved = int(held * tokens * per_token)
+    weights = stage_weights(role, pipeline_rank)
+    width, vocabulary = role.bytes_per_weight, role.vocab_width * role.shape.hidden
+    widened = _FP32 if width != _FP32 else 0
+    tied = vocabulary * width if role.shares_embedding else 0
+    moments = [
+        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank) + tied),
+        Memory(gradients=vocabulary * (2 * width + widened) if tied else 0),
+        Memory(gradients=_FP32 * weights),
+        Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, weights))),
+    ]
+    if role.has_head(pipeline_rank) and not role.critic:
+        saved += tokens * activations.final_norm_per_token(role) + head_tokens * role.shape.hidden * width
+        logits = max(activations.logits_forward(role, head_tokens), activations.logits_backward(role, head_tokens))
+        moments += [
+            Memory(activations=saved, logits=logits),
+            Memory(
+                activations=saved,
+                gradients=vocabulary * (width + widened),
+                logits=activations.logits_kept(role, head_tokens),
+            ),
+        ]
+    return moments
 
 
 def peak(
@@ -82,22 +158,18 @@ def peak(
 ) -> Memory:
     """Memory of the trainer rank that holds most while `running` works and every role of `roles` is resident.
 
-    Raises ValueError where `running` is no member of `roles` or the roles lie on different numbers of ranks.
+    Arguments as of `working`. Raises ValueError where `running` is no member of `roles` or the roles lie on different
+    numbers of ranks.
     """
     if running not in roles:
         raise ValueError(f"the running role {running.name} is not one of {[role.name for role in roles]}")
     counts = {role.name: role.layout.ranks for role in roles}
     if len(set(counts.values())) != 1:
         raise ValueError(f"the roles' layouts must have the same number of ranks, not {counts}")
-    stages = {tuple(_stage(role, rank) for role in roles) for rank in range(running.layout.ranks)}
-    best = Memory()
-    for stage in sorted(stages):
-        found = Memory()
-        for role, pipeline_rank in zip(roles, stage, strict=True):
-            found += resident(role, pipeline_rank)
-        found += working(
+    at_work = [
+        working(
             running,
-            stage[list(roles).index(running)],
+            pipeline_rank,
             update=update,
             slots=slots,
             head_tokens=head_tokens,
@@ -105,9 +177,25 @@ def peak(
             num_micro_batches=num_micro_batches,
             max_in_flight=max_in_flight,
         )
-        best = max(best, found, key=lambda memory: memory.total)
-    return best
+        for pipeline_rank in range(running.layout.pipeline)
+    ]
+    position = list(roles).index(running)
+    # Ranks that have the same stage of every role hold the same.
+    stages = sorted({tuple(_stage(role, rank) for role in roles) for rank in range(running.layout.ranks)})
+    totals = []
+    for stage in stages:
+        held = at_work[stage[position]]
+        for role, pipeline_rank in zip(roles, stage, strict=True):
+            held += resident(role, pipeline_rank)
+        totals.append(held)
+    return max(totals, key=lambda memory: memory.total)
 
 
 def _stage(role: Role, rank: int) -> int:
+    """Pipeline rank of a trainer rank: stages are the slowest coordinate."""
     return rank // (role.layout.ranks // role.layout.pipeline)
+
+
+def _share(role: Role, weights: int) -> int:
+    """Weights of a stage whose optimizer states one data-parallel rank holds; context-parallel ranks share them too."""
+    return -(-weights // (role.layout.data * role.layout.context))

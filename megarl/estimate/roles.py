@@ -75,3 +75,10 @@ def stage_weights(role: Role, pipeline_rank: int) -> int:
         elif not role.shares_embedding:
             weights += role.vocab_width * shape.hidden
     return weights
+
+
+def largest_weight(role: Role, pipeline_rank: int) -> int:
+    """Elements of the largest weight of one pipeline stage on one tensor rank."""
+    shape = role.shape
+    embedding = role.has_embedding(pipeline_rank) or (role.has_head(pipeline_rank) and not role.critic)
+    return shape.hidden * max(2 * shape.ffn // role.layout.tensor, role.vocab_width if embedding else 0)

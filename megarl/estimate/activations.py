@@ -1,0 +1,103 @@
+"""Bytes of activations and logits of one micro-batch on one rank, term by term.
+
+Derived from megarl's local layer spec: megatron-core's layers with the unfused norm and attention of `engine/layers.py` (the
+CPU path), where autograd keeps what each operation below needs. Transformer Engine fuses norms, SwiGLU and attention on a
+GPU and keeps less, so there these are upper estimates; not yet compared on a GPU.
+
+With b the bytes of the precision, t the tensor ranks, s = t under sequence parallelism and 1 otherwise, h = hidden,
+d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for its backward pass, a token:
+
+    two norms           2 (4 + 2 b) h / s   input in fp32, normalised input, output; in fp32 the input is the residual itself
+    qkv                 (a + 2 k) b         the fused output, of which values (and keys, queries) are views
+    q/k norms           (a + k) (4 + b)     input in fp32 and normalised input; in fp32 the keys' input is the qkv view
+    rotary embedding    (a + k + 4 d) b     rotated queries and keys, and two tables each for queries and keys
+    attention           2 a b + 4 heads / t output, its copy that joins the sequences, log of the softmax's sums
+    SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
+
+Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
+(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
+"""
+
+from __future__ import annotations
+
+from megarl.estimate.roles import Role
+
+_FP32 = 4
+
+
+def saved_per_token(role: Role) -> int:
+    """Bytes that one layer keeps of each token until its backward pass."""
+    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+    queries, keys = _heads_width(role)
+    norms = 2 * (_FP32 + 2 * width) * hidden_width(role)
+    qkv = (queries + 2 * keys) * width
+    query_key_norms = 0
+    if shape.qk_norm:
+        query_key_norms = (queries + keys) * (_FP32 + width) - (keys * _FP32 if width == _FP32 else 0)
+    rotary = (queries + keys + 4 * shape.head_dim) * width
+    attention = 2 * queries * width + _FP32 * shape.heads // tensor
+    return norms + qkv + query_key_norms + rotary + attention + 5 * (shape.ffn // tensor) * width
+
+
+def passed_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token that a stage keeps of what it received and sent until its backward pass."""
+    width = role.bytes_per_weight
+    received = hidden_width(role) * width if pipeline_rank > 0 and width != _FP32 else 0
+    sent = 0 if role.has_head(pipeline_rank) else hidden_width(role) * width
+    return received + sent
+
+
+def final_norm_per_token(role: Role) -> int:
+    """Bytes of each token that the final norm keeps for its backward pass: input in fp32 and normalised input."""
+    return (_FP32 + role.bytes_per_weight) * hidden_width(role)
+
+
+def backward_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token on top of what is saved, where the backward pass of a stage is largest.
+
+    The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
+    the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
+    residual.
+    """
+    swiglu = (2 * (role.shape.ffn // role.layout.tensor) + hidden_width(role)) * role.bytes_per_weight
+    final_norm = 6 * _FP32 * hidden_width(role) if role.has_head(pipeline_rank) else 0
+    return max(swiglu, final_norm)
+
+
+def forward_per_token(role: Role) -> int:
+    """Bytes of each token where a forward pass that keeps nothing is largest: in a layer's SwiGLU (as above) or rotary
+    embedding (qkv, its parts and five products), beside four hidden states (the stage's and the layer's input, the residual,
+    the norm's output)."""
+    queries, keys = _heads_width(role)
+    swiglu = 5 * (role.shape.ffn // role.layout.tensor)
+    rotary = 7 * queries + 3 * keys
+    return (4 * hidden_width(role) + max(swiglu, rotary)) * role.bytes_per_weight
+
+
+def logits_forward(role: Role, head_tokens: int) -> int:
+    """Bytes of the vocabulary's columns at the forward peak of `engine/vocab_parallel.py`: the logits, and in fp32 their
+    scaled copy, the exponentials and two intermediates of the entropy."""
+    return head_tokens * role.vocab_width * (role.bytes_per_weight + 4 * _FP32)
+
+
+def logits_kept(role: Role, head_tokens: int) -> int:
+    """Bytes of one micro-batch's logits alone, which a forward phase keeps until the next micro-batch has its own."""
+    return head_tokens * role.vocab_width * role.bytes_per_weight
+
+
+def logits_backward(role: Role, head_tokens: int) -> int:
+    """Bytes of the vocabulary's columns at the backward peak: probabilities and two gradients in fp32; an entropy bonus
+    needs six in all."""
+    return head_tokens * role.vocab_width * _FP32 * (6 if role.entropy_bonus else 3)
+
+
+def hidden_width(role: Role) -> int:
+    """Elements of a token's hidden state on one rank: sequence parallelism cuts the tokens over the tensor group."""
+    layout = role.layout
+    return role.shape.hidden // (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _heads_width(role: Role) -> tuple[int, int]:
+    """Elements of the queries and of the keys of a token on one tensor rank."""
+    shape, tensor = role.shape, role.layout.tensor
+    return shape.heads * shape.head_dim // tensor, shape.groups * shape.head_dim // tensor
