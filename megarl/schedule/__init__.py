@@ -2,6 +2,7 @@
 
 from megarl.schedule.compare import Executed, PlanMismatch, compare
 from megarl.schedule.cost import Cost
+from megarl.schedule.legal import violations
 from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
 from megarl.schedule.quality import Quality, quality
 from megarl.schedule.schedule import Schedule, bubble_share, worst_case_micro_batches
@@ -19,5 +20,6 @@ __all__ = [
     "compare",
     "plan_phase",
     "quality",
+    "violations",
     "worst_case_micro_batches",
 ]

@@ -1,68 +1,66 @@
-"""Sequences into bins under a cap: how many micro-batches, and what is in each."""
+"""Sequences into bins under a cap: the micro-batches of one data-parallel rank, or of all of them."""
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
-def pack(samples: Sequence[int], lengths: Sequence[int], cap: int, unit: int) -> list[list[int]]:
-    """Bins under the cap: a multiple of `unit`, as few as the packing finds, none empty.
+def level(
+    longest_first: Sequence[int], slots: Sequence[int], costs: Sequence[float], cap: int, count: int
+) -> list[list[int]] | None:
+    """`count` bins of at most `cap` slots and of costs as even as they come; None where no packing was found.
 
-    Tries the smallest count first. Balance comes first (longest into the lightest bin); where that overflows, first-fit
-    may still fit, because it fills bins instead of levelling them.
-    """
-    longest_first = sorted(samples, key=lambda sample: (-lengths[sample], sample))
-    total = sum(lengths[sample] for sample in samples)
-    alone = sum(2 * lengths[sample] > cap for sample in samples)  # no two of these share a bin
-    count = max(-(-total // cap), alone, 1)
-    count = -(-count // unit) * unit
-    first_fit: list[list[int]] = []
-    while True:
-        balanced = _lightest_bin(longest_first, lengths, cap, count)
-        if balanced is not None:
-            return balanced
-        first_fit = first_fit or _first_fit(longest_first, lengths, cap)
-        if len(first_fit) <= count:
-            return _spread(first_fit, lengths, count)
-        count += unit
-
-
-def _lightest_bin(longest_first: list[int], lengths: Sequence[int], cap: int, count: int) -> list[list[int]] | None:
-    """Each sequence into the lightest of `count` bins (Graham's LPT); None when one would pass the cap.
-
-    With at least `count` sequences no bin stays empty: the first `count` of them find an empty, hence lightest, bin.
+    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first); where that ends with a
+    sequence and no room, best-fit may still find some, because it fills bins instead of levelling them. No bin stays
+    empty as long as there are `count` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]
+    room = [cap] * count
+    cheapest = [(0.0, number) for number in range(count)]
     for sample in longest_first:
-        load, number = heapq.heappop(loads)
-        if load + lengths[sample] > cap:
-            return None
+        wanted = slots[sample]
+        passed = []
+        while cheapest and room[cheapest[0][1]] < wanted:
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
+            tight = best_fit(longest_first, slots, cap)
+            return split(tight, slots, count) if len(tight) <= count else None
+        spent, number = cheapest[0]
+        heapq.heapreplace(cheapest, (spent + costs[sample], number))
+        for bin_passed in passed:
+            heapq.heappush(cheapest, bin_passed)
         bins[number].append(sample)
-        heapq.heappush(loads, (load + lengths[sample], number))
+        room[number] -= wanted
     return bins
 
 
-def _first_fit(longest_first: list[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Each sequence into the first bin with room (first-fit decreasing)."""
+def best_fit(longest_first: Sequence[int], slots: Sequence[int], cap: int) -> list[list[int]]:
+    """Few bins of at most `cap` slots: each sequence into the fullest bin with room (best-fit decreasing)."""
     bins: list[list[int]] = []
-    loads: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (free slots, bin), ascending
     for sample in longest_first:
-        number = next((number for number, load in enumerate(loads) if load + lengths[sample] <= cap), len(bins))
-        if number == len(bins):
-            bins.append([])
-            loads.append(0)
-        bins[number].append(sample)
-        loads[number] += lengths[sample]
+        at = bisect_left(rooms, (slots[sample], -1))
+        if at == len(rooms):
+            insort(rooms, (cap - slots[sample], len(bins)))
+            bins.append([sample])
+        else:
+            room, number = rooms.pop(at)
+            insort(rooms, (room - slots[sample], number))
+            bins[number].append(sample)
     return bins
 
 
-def _spread(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Fill up to `count` bins by moving the shortest sequence out of the heaviest bin that holds more than one."""
-    bins = [list(held) for held in bins]
-    while len(bins) < count:
-        shared = [held for held in bins if len(held) > 1]
-        heaviest = max(shared, key=lambda held: sum(lengths[sample] for sample in held))
-        bins.append([heaviest.pop()])
-    return bins
+def split(bins: Sequence[Sequence[int]], slots: Sequence[int], count: int) -> list[list[int]]:
+    """Up to `count` bins, by moving the shortest sequence out of the fullest bin that holds more than one."""
+    halves = [list(held) for held in bins]
+    fullest = [(-sum(slots[sample] for sample in held), number) for number, held in enumerate(halves) if len(held) > 1]
+    heapq.heapify(fullest)
+    while len(halves) < count:
+        filled, number = heapq.heappop(fullest)
+        sample = halves[number].pop()
+        halves.append([sample])
+        if len(halves[number]) > 1:
+            heapq.heappush(fullest, (filled + slots[sample], number))
+    return halves

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.reshard.boxes import Layout
-from megarl.schedule.balance import Work, balance
+from megarl.schedule.balance import balance
 from megarl.schedule.cost import Cost
-from megarl.schedule.schedule import Schedule, in_runs, padded
+from megarl.schedule.legal import violations
+from megarl.schedule.ranks import Work
+from megarl.schedule.schedule import Schedule, in_micro_batch, in_runs, padded
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,13 @@ def plan_phase(
     """
     lengths = [int(length) for length in lengths]
     _refuse_impossible(schedule, lengths, layout)
-    slots = [padded(length, layout) for length in lengths]
+    multiple, slots = layout.micro_batch_multiple, padded(lengths, layout)
     work = Work(slots, [cost.sequence(length) for length in slots])
     mini_batches = []
     for epoch in range(schedule.epochs):
         for samples in _draw_mini_batches(schedule, len(lengths), groups, f"{seed}/{schedule.phase}/{epoch}"):
             ranks = _cut_by_count(schedule, samples, layout) or balance(schedule, samples, work, layout, cost)
-            micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, layout) for own in rank) for rank in ranks)
+            micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, multiple) for own in rank) for rank in ranks)
             in_flight = schedule.max_micro_batches_in_flight
             mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase, in_flight))
     return Plan(schedule.phase, tuple(mini_batches), layout)
@@ -124,74 +126,25 @@ def _cut_by_count(schedule: Schedule, samples: tuple[int, ...], layout: Layout) 
     return [[list(own[start : start + size]) for start in range(0, share, size)] for own in ranks]
 
 
-def _micro_batch(samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], layout: Layout) -> MicroBatch:
-    filled, multiple = sum(slots[sample] for sample in samples), layout.micro_batch_multiple
-    return MicroBatch(tuple(samples), sum(lengths[sample] for sample in samples), -(-filled // multiple) * multiple)
+def _micro_batch(samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], multiple: int) -> MicroBatch:
+    filled = sum(map(slots.__getitem__, samples))
+    return MicroBatch(tuple(samples), sum(map(lengths.__getitem__, samples)), -(-filled // multiple) * multiple)
 
 
 def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layout) -> None:
-    phase, size, data, step = schedule.phase, schedule.mini_batch or len(lengths), layout.data, layout.micro_batch_step
     if not lengths:
-        raise ValueError(f"phase {phase}: the batch is empty")
-    if len(lengths) % size:
-        legal = _nearest([n for n in range(1, len(lengths) + 1) if len(lengths) % n == 0 and n % data == 0], size)
+        raise ValueError(f"phase {schedule.phase}: the batch is empty")
+    shortest, longest = min(lengths), max(lengths)
+    if shortest < 1:
+        raise ValueError(f"phase {schedule.phase}: sample {lengths.index(shortest)} has {shortest} tokens")
+    cap, needed = schedule.max_tokens, in_micro_batch(longest, layout)
+    if cap is not None and needed > cap:
+        padding = f" ({needed} with padding)" if needed > longest else ""
         raise ValueError(
-            f"phases.{phase}.mini_batch = {size} does not divide the batch of {len(lengths)} sequences{_hint(legal)}"
+            f"phases.{schedule.phase}.micro_batch.max_tokens = {cap}, but sample {lengths.index(longest)} has {longest} "
+            f"tokens{padding}; the nearest legal value is {needed}"
         )
-    if size % data:
-        key = f"phases.{phase}.mini_batch = {size}" if schedule.mini_batch else f"phase {phase}: a batch of {size} sequences"
-        raise ValueError(
-            f"{key} must be a multiple of the data-parallel size {data}{_hint(max(1, round(size / data)) * data)}"
-        )
-    if size // data < step:
-        raise ValueError(
-            f"phases.{phase}: {size} sequences give each of {data} data-parallel ranks {size // data}, but a virtual "
-            f"pipeline runs micro-batches by {step}; the nearest legal number of sequences is {data * step}"
-        )
-    _refuse_in_flight(schedule, layout)
-    if schedule.sequences is not None and -(-(size // data) // schedule.sequences) % step:
-        share = size // data
-        legal = _nearest([n for n in range(1, share + 1) if -(-share // n) % step == 0], schedule.sequences)
-        raise ValueError(
-            f"phases.{phase}.micro_batch.sequences = {schedule.sequences} cuts {share} sequences a rank into "
-            f"{-(-share // schedule.sequences)} micro-batches, but a virtual pipeline runs them by {step}{_hint(legal)}"
-        )
-    for sample, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"phase {phase}: sample {sample} has {length} tokens")
-    if schedule.max_tokens is not None:
-        _refuse_longest(schedule.phase, schedule.max_tokens, lengths, layout)
-
-
-def _refuse_in_flight(schedule: Schedule, layout: Layout) -> None:
-    in_flight = schedule.max_micro_batches_in_flight
-    if in_flight is None:
-        return
-    key = f"phases.{schedule.phase}.max_micro_batches_in_flight = {in_flight}"
-    if layout.virtual_pipeline > 1:
-        raise ValueError(f"{key} needs virtual_pipeline = 1, not {layout.virtual_pipeline}; remove one of the two")
-    if in_flight >= layout.pipeline:
-        legal = f"the nearest legal value is {layout.pipeline - 1}, or " if layout.pipeline > 1 else ""
-        raise ValueError(
-            f"{key}, but a pipeline of {layout.pipeline} never holds more than {layout.pipeline}; {legal}remove it"
-        )
-
-
-def _refuse_longest(phase: str, cap: int, lengths: Sequence[int], layout: Layout) -> None:
-    multiple = layout.micro_batch_multiple
-    longest = max(range(len(lengths)), key=lambda sample: lengths[sample])
-    filled = -(-padded(lengths[longest], layout) // multiple) * multiple
-    if filled > cap:
-        padding = f" ({filled} with padding)" if filled > lengths[longest] else ""
-        raise ValueError(
-            f"phases.{phase}.micro_batch.max_tokens = {cap}, but sample {longest} has {lengths[longest]} tokens{padding}"
-            f"{_hint(filled)}"
-        )
-
-
-def _nearest(legal: Sequence[int], value: int) -> int | None:
-    return min(legal, key=lambda one: abs(one - value), default=None)
-
-
-def _hint(legal: int | None) -> str:
-    return "" if legal is None else f"; the nearest legal value is {legal}"
+    # One token a sequence: whether these very lengths need more micro-batches than a rank has sequences shows in packing.
+    found = violations(schedule, len(lengths), layout, max_sequence_tokens=1)
+    if found:
+        raise ValueError("; ".join(found))

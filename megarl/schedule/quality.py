@@ -33,6 +33,7 @@ class Quality:
 
 def quality(plan: Plan, lengths: Sequence[int], cost: Cost) -> Quality:
     """The figures of `plan` for the batch of `lengths` it was made for."""
+    costs = [cost.sequence(slots) for slots in padded([int(length) for length in lengths], plan.layout)]
     layout, every = (
         plan.layout,
         [one for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for one in rank],
@@ -42,9 +43,9 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost) -> Quality:
         useful += sum(cost.sequence(int(lengths[sample])) for sample in mini_batch.samples)
         rank_costs, times = [], []
         for rank in mini_batch.micro_batches:
-            costs = [sum(cost.sequence(padded(int(lengths[s]), layout)) for s in one.samples) for one in rank]
-            rank_costs.append(sum(costs))
-            times.append(run_times(costs, mini_batch.runs, layout, cost))
+            cut = [sum(costs[sample] for sample in one.samples) for one in rank]
+            rank_costs.append(sum(cut))
+            times.append(run_times(cut, mini_batch.runs, layout, cost))
         highest, mean = highest + max(rank_costs), mean + sum(rank_costs) / layout.data
         slowest += max(time for time, _ in times)
         spent, bubble = spent + sum(time for time, _ in times), bubble + sum(idle for _, idle in times)

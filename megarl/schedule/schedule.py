@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.reshard.boxes import Layout
@@ -40,25 +41,37 @@ class Schedule:
             )
 
 
-def padded(length: int, layout: Layout) -> int:
-    """Slots of one sequence inside a micro-batch: its tokens and the padding its context-parallel split needs."""
-    return _ceil(length, layout.sequence_multiple) * layout.sequence_multiple
+def padded(lengths: Sequence[int], layout: Layout) -> list[int]:
+    """Slots of sequences inside a micro-batch: their tokens and the padding that their context-parallel split needs."""
+    multiple = layout.sequence_multiple
+    return [-(-length // multiple) * multiple for length in lengths]
 
 
 def worst_case_micro_batches(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> int:
     """Most micro-batches one data-parallel rank can get for one mini-batch (forward phases: for the batch).
 
-    Under `sequences` and without a pipeline the worst case is every sequence at `max_sequence_tokens`: shorter ones
-    never need more. With a pipeline, `max_tokens` plans may go down to one sequence a micro-batch to shorten the bubble.
+    Under `sequences` that is their exact number. Under `max_tokens` it is what sequences of `max_sequence_tokens` need and
+    one more, which may balance better; with a pipeline one for each sequence, as small ones shorten the bubble.
     """
     share, step = (schedule.mini_batch or num_sequences) // layout.data, layout.micro_batch_step
     if schedule.sequences is not None:
-        return _ceil(share, schedule.sequences)
-    assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
+        return ceil(share, schedule.sequences)
     if layout.pipeline > 1:
         return share // step * step
-    per_micro_batch = max(1, schedule.max_tokens // padded(max_sequence_tokens, layout))
-    return _ceil(_ceil(share * layout.data, per_micro_batch), layout.data)
+    return min(share, fewest_for_longest(schedule, share, layout, max_sequence_tokens) + 1)
+
+
+def fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest: int) -> int:
+    """Micro-batches of a rank that always suffice: those for sequences that are all of the longest length."""
+    assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
+    cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
+    each = max(1, cap // padded([longest], layout)[0])
+    return ceil(ceil(share, each), layout.micro_batch_step) * layout.micro_batch_step
+
+
+def in_micro_batch(tokens: int, layout: Layout) -> int:
+    """Slots of a micro-batch that holds one sequence of `tokens`."""
+    return ceil(padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
 
 
 def in_runs(num_micro_batches: int, max_in_flight: int | None) -> tuple[int, ...]:
@@ -75,5 +88,6 @@ def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 
     return (pipeline - 1) / (virtual_pipeline * num_micro_batches + pipeline - 1)
 
 
-def _ceil(count: int, unit: int) -> int:
+def ceil(count: int, unit: int) -> int:
+    """Units that hold `count`."""
     return -(-count // unit)
