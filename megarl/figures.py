@@ -9,7 +9,10 @@ import numpy as np
 
 from megarl.engine.engine import Update
 from megarl.engine.parallel import Place, reduce_scalars
-from megarl.schedule import Executed, Plan
+from megarl.schedule import Cost, Executed, Plan, quality
+
+# Quantiles of completion lengths, in percent: `megarl check --plan --lengths RUN_DIR` draws from them.
+LENGTH_QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 
 
 def rollout_figures(rollouts: Any) -> dict[str, float]:
@@ -18,6 +21,7 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
     return {
         "rollout/completion_length_mean": float(lengths.mean()),
         "rollout/completion_length_max": int(lengths.max()),
+        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in LENGTH_QUANTILES},
         "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
         "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
         "rollout/version": int(rollouts.last_version.min()),
@@ -29,13 +33,33 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
     }
 
 
-def forward_figures(phase: str, executed: Executed) -> dict[str, int]:
-    """The shapes that data-parallel rank 0's engine executed (all ranks agree with the plan, or the step failed)."""
-    return {
-        f"schedule/{phase}/micro_batches": len(executed.sequences),
-        f"schedule/{phase}/sequences": max(executed.sequences),
-        f"schedule/{phase}/max_tokens": max(executed.tokens),
+def schedule_figures(
+    plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost
+) -> dict[str, float]:
+    """Planned against executed shapes of one phase, and what the plan is worth.
+
+    `ranks` holds what each data-parallel rank executed, a mini-batch at a time. Counts of micro-batches are one rank's (the
+    same on all), tokens and slots are summed over the data-parallel ranks.
+    """
+    planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
+    executed = [shapes for rank in ranks for shapes in rank]
+    worth = quality(plan, lengths, cost)
+    figures: dict[str, float] = {
+        "planned_micro_batches": len(planned) // plan.layout.data,
+        "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
+        "planned_tokens": sum(micro.tokens for micro in planned),
+        "tokens": sum(sum(shapes.tokens) for shapes in executed),
+        "planned_slots": sum(micro.slots for micro in planned),
+        "slots": sum(sum(shapes.slots) for shapes in executed),
+        "planned_max_tokens": max(micro.slots for micro in planned),
+        "max_tokens": max(max(shapes.slots) for shapes in executed),
+        "sequences": max(max(shapes.sequences) for shapes in executed),
+        "useful_share": worth.useful_share,
+        "imbalance": worth.imbalance,
+        "bubble_share": worth.bubble_share,
+        "efficiency": worth.efficiency,
     }
+    return {f"schedule/{plan.phase}/{name}": value for name, value in figures.items()}
 
 
 def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
@@ -51,17 +75,14 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
         f"schedule/{plan.phase}/updates": len(updates),
         f"schedule/{plan.phase}/mini_batch": max(len(mini_batch.samples) for mini_batch in plan.mini_batches),
     }
-    figures |= forward_figures(
-        plan.phase,
-        Executed(
-            tuple(n for update in updates for n in update.executed.sequences),
-            tuple(n for update in updates for n in update.executed.tokens),
-        ),
-    )
     if plan.phase == "actor_update":
         # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
         figures["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
         figures["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
+        # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
+        figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
+        figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
+        total.pop("ratio_drift_sum")
     for key, value in total.items():
         name = key.removesuffix("_sum")
         figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))

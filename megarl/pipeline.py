@@ -13,15 +13,16 @@ import torch
 
 from megarl.algorithm.advantage import gae, grpo_advantages, token_rewards, whiten
 from megarl.algorithm.kl import kl
+from megarl.data.sample import Sample
 from megarl.engine.batch import Batch
 from megarl.engine.engine import Engine, share_results
-from megarl.engine.exchange import broadcast_from_first, distribute_samples
+from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place
-from megarl.figures import forward_figures, rollout_figures, update_figures
+from megarl.figures import rollout_figures, schedule_figures, update_figures
 from megarl.platform import current as platform
-from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.schedule import Plan, PlanMismatch, compare, plan_phase
+from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
+from megarl.schedule import Cost, Executed, Plan, PlanMismatch, compare, plan_phase
 from megarl.telemetry import PhaseClock
 
 Figures = dict[str, Any]
@@ -42,20 +43,27 @@ class Parts:
     dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
 
     @property
+    def engines(self) -> dict[str, Engine]:
+        """Roles that run."""
+        engines = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        return {role: engine for role, engine in engines.items() if engine is not None}
+
+    @property
     def trained(self) -> dict[str, Engine]:
         """Roles that have an optimizer, and so go into a checkpoint."""
-        engines = {"actor": self.actor, "critic": self.critic}
-        return {role: engine for role, engine in engines.items() if engine is not None}
+        return {role: engine for role, engine in self.engines.items() if engine.optimizer is not None}
 
 
 class Pipeline:
     """Runs steps. `version` counts weight syncs; it and the prompt position are what a resume needs besides the roles."""
 
-    def __init__(self, recipe: Recipe, place: Place, parts: Parts, clock: PhaseClock) -> None:
-        self.recipe, self.place, self.parts, self.clock = recipe, place, parts, clock
+    def __init__(self, recipe: Recipe, rank: int, parts: Parts, clock: PhaseClock) -> None:
+        self.recipe, self.rank, self.parts, self.clock = recipe, rank, parts, clock
+        self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
         self.runs = frozenset(recipe.running_phases)
         self.version = 0
         self.figures: Figures = {}
+        self.warned_of_drift = False
 
     def step(self, number: int) -> Figures:
         """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
@@ -64,19 +72,9 @@ class Pipeline:
             rollouts, prompts = self._rollout(number)
         with self._phase("reward"):
             batch = self._reward(rollouts, prompts)
-        plans = {
-            phase: plan_phase(
-                self.recipe.schedule(phase),
-                batch.lengths.tolist(),
-                self.place.layout.data,
-                # A new order of mini-batches in every step, the same one after a resume.
-                seed=self.recipe.run.seed * 1_000_003 + number,
-            )
-            for phase in ENGINE_PHASES
-            if phase in self.runs
-        }
+        plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
         with self._phase("rollout"):
-            batch.samples = distribute_samples(rollouts.payload, plans.values(), self.place)
+            batch.samples = self._samples(rollouts.payload, plans)
         if "actor_logprob" in self.runs:
             with self._phase("actor_logprob"):
                 batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
@@ -103,7 +101,7 @@ class Pipeline:
     def _rollout(self, number: int) -> tuple[Any, Any]:
         """Rank 0 has the engines complete the next prompts; every rank learns the metadata, rank 0 keeps the prompts."""
         rollouts = prompts = None
-        if self.place.rank == 0:
+        if self.rank == 0:
             prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
             rollouts = self.parts.rollouts.generate(prompts, number)
             if self.parts.dump is not None:
@@ -114,13 +112,27 @@ class Pipeline:
         ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
         if ran != planned:
             raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
+        self._refuse_overlong(rollouts)
         self.figures |= rollout_figures(rollouts)
         return rollouts, prompts
+
+    def _refuse_overlong(self, rollouts: Any) -> None:
+        """A sequence longer than the recipe allows is a fault upstream: named, never cut. Caps were proved without it."""
+        for part, found, key, limit in (
+            ("prompt", rollouts.prompt_lengths, "data.max_prompt_tokens", self.recipe.data.max_prompt_tokens),
+            ("completion", rollouts.completion_lengths, "rollout.max_new_tokens", self.recipe.rollout.max_new_tokens),
+        ):
+            sample = int(np.argmax(found))
+            if found[sample] > limit:
+                raise ValueError(
+                    f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {found[sample]} "
+                    f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
+                )
 
     def _reward(self, rollouts: Any, prompts: Any) -> Batch:
         """Rank 0 has the completions scored; every rank learns the rewards."""
         scored = None
-        if self.place.rank == 0:
+        if self.rank == 0:
             group_size = self.recipe.algorithm.group_size
             scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
             if not scored.valid.any():
@@ -138,12 +150,41 @@ class Pipeline:
             valid=scored.valid,
         )
 
+    def _plan(self, phase: str, batch: Batch, number: int) -> Plan:
+        """The plan of one engine phase, from its own section and its role's layout alone; the same on every rank."""
+        role = ROLE_OF[phase]
+        return plan_phase(
+            self.recipe.schedule(phase),
+            batch.lengths.tolist(),
+            self.parts.engines[role].place.layout,
+            # A new order of mini-batches in every step, the same one after a resume.
+            seed=self.recipe.run.seed * 1_000_003 + number,
+            cost=self.costs[role],
+            groups=batch.groups.tolist(),
+        )
+
+    def _samples(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
+        """The tokens that this rank needs: roles with unlike layouts run unlike sequences on it."""
+        samples: dict[int, Sample] = {}
+        for place in dict.fromkeys(engine.place for engine in self.parts.engines.values()):
+            own = [plan for phase, plan in plans.items() if self.parts.engines[ROLE_OF[phase]].place == place]
+            samples |= distribute_samples(payload, own, place)
+        return samples
+
     def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
         (mini_batch,) = plan.mini_batches
         results, executed = engine.forward(batch, mini_batch)
-        compare(mini_batch, self.place.data_rank, executed)
-        self.figures |= forward_figures(plan.phase, executed)
-        return share_results(results.get(name, {}), mini_batch, batch, self.place)
+        self._prove(engine.place, plan, batch, [executed])
+        return share_results(results.get(name, {}), mini_batch, batch, engine.place)
+
+    def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
+        """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both."""
+        everywhere = gather_to_all(executed)
+        ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
+        for data_rank, ran in enumerate(ranks):
+            for mini_batch, shapes in zip(plan.mini_batches, ran, strict=True):
+                compare(mini_batch, data_rank, shapes)
+        self.figures |= schedule_figures(plan, ranks, batch.lengths.tolist(), self.costs[ROLE_OF[plan.phase]])
 
     def _advantages(self, batch: Batch) -> None:
         """Every rank computes them for every sequence: the same sum in the same order under every layout."""
@@ -180,10 +221,25 @@ class Pipeline:
         updates = []
         for mini_batch in plan.mini_batches:
             weights = token_weights(batch, mini_batch, settings.aggregation)
-            update = engine.update(batch, mini_batch, objective(settings, batch, weights))
-            compare(mini_batch, self.place.data_rank, update.executed)
-            updates.append(update)
-        self.figures |= update_figures(engine.role, plan, updates, self.place)
+            updates.append(engine.update(batch, mini_batch, objective(settings, batch, weights)))
+        self._prove(engine.place, plan, batch, [update.executed for update in updates])
+        self.figures |= update_figures(engine.role, plan, updates, engine.place)
+        if engine.role == "actor":
+            self._check_drift()
+
+    def _check_drift(self) -> None:
+        """Before the first update the policy has not moved, so a ratio other than 1 comes from unlike micro-batches."""
+        drift, bound = self.figures["actor/ratio_drift_max"], self.recipe.algorithm.max_ratio_drift
+        self.figures["actor/ratio_drift_exceeded"] = int(drift > bound)
+        if drift > bound and self.rank == 0 and not self.warned_of_drift:
+            logger.warning(
+                "before the first update a policy ratio is %.3g away from 1, more than algorithm.max_ratio_drift = %.3g: "
+                "actor_logprob and actor_update cut the batch unlike; give them the same micro_batch "
+                "(said once; see actor/ratio_drift_max)",
+                drift,
+                bound,
+            )
+            self.warned_of_drift = True
 
     def sync(self, version: int) -> None:
         """Publish the actor's weights as `version`; rank 0 has the engines take them."""

@@ -54,7 +54,8 @@ def train(recipe: Recipe, resume: bool) -> None:
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     rank = int(os.environ["RANK"])
     control = start_control(_longest_wait_s(recipe))
-    place = start_parallel(recipe.layout, recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
+    layouts = recipe.layouts
+    places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
     checkpoint = None
     if rank == 0:
@@ -65,11 +66,12 @@ def train(recipe: Recipe, resume: bool) -> None:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         clock = PhaseClock(rank, on_phase=progress.phase)
         with clock.phase("start"):
-            parts = build_parts(recipe, place, control, directory, stack)
-        run_steps(Pipeline(recipe, place, parts, clock), recipe, directory, checkpoint, progress)
+            role_places = {role: places[layout] for role, layout in layouts.items()}
+            parts = build_parts(recipe, role_places, control, directory, stack)
+        run_steps(Pipeline(recipe, rank, parts, clock), recipe, directory, checkpoint, progress)
 
 
-def build_parts(recipe: Recipe, place: Place, control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
+def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
     """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective.
 
     What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
@@ -78,21 +80,23 @@ def build_parts(recipe: Recipe, place: Place, control: Any, run: RunDirectory, s
     shape = ModelShape.from_directory(directory)
     engine = partial(
         Engine,
-        place=place,
         precision=recipe.trainer.precision,
         temperature=recipe.rollout.temperature,
         compile_entropy=recipe.trainer.compile_entropy,
         seed=recipe.run.seed,
         steps=recipe.run.steps,
     )
-    actor = engine("actor", shape, directory, optimizer=recipe.actor.optimizer, updates_per_step=recipe.updates_per_batch)
-    reference = engine("reference", shape, directory) if "reference_logprob" in recipe.running_phases else None
+    place = places["actor"]
+    actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer,
+                   updates_per_step=recipe.updates_per_batch)  # fmt: skip
+    reference = engine("reference", shape, directory, places["reference"]) if "reference" in places else None
     critic = None
     if recipe.critic is not None:
         values = model_directory(recipe.critic_path)
         cut = recipe.schedule("critic_update")
         assert cut.mini_batch is not None
-        critic = engine("critic", ModelShape.from_directory(values), values, optimizer=recipe.critic.optimizer,
+        critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
+                        optimizer=recipe.critic.optimizer,
                         updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
     replayed = recipe.rollout.replay is not None
     weights = None
@@ -119,7 +123,7 @@ def build_parts(recipe: Recipe, place: Place, control: Any, run: RunDirectory, s
         if recipe.run.dump_rollouts:
             dump = partial(dump_rollout, run.rollouts)
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
-    if place.is_leader and place.rank != 0 and address is not None:
+    if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
     return Parts(actor, reference, critic, prompts, rollouts, rewards, weights, dump)
 
@@ -128,7 +132,7 @@ def run_steps(
     pipeline: Pipeline, recipe: Recipe, run: RunDirectory, checkpoint: Path | None, progress: ProgressLine
 ) -> None:
     """From the first step, or from behind the checkpoint, to the last one."""
-    place, clock, trained = pipeline.place, pipeline.clock, pipeline.parts.trained
+    rank, clock, trained = pipeline.rank, pipeline.clock, pipeline.parts.trained
     done = 0
     if checkpoint is not None:
         with clock.phase("load_checkpoint"):
@@ -138,7 +142,7 @@ def run_steps(
         progress.resumed(done)
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
-    metrics = MetricsWriter(run.metrics) if place.rank == 0 else None
+    metrics = MetricsWriter(run.metrics) if rank == 0 else None
     if metrics is not None:
         metrics.truncate_after(done)
     clock.take()  # the start of a run belongs to no step

@@ -63,8 +63,8 @@ def tiny_recipe(
     return file
 
 
-def fake_rollouts(folder: Path, steps: int, num_prompts: int = 4, group_size: int = 4) -> Path:
-    """Dumped rollouts of random tokens for the prompts that a tiny recipe gives in each step."""
+def fake_rollouts(folder: Path, steps: int, num_prompts: int = 4, group_size: int = 4, longest: int = 12) -> Path:
+    """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps; completions of up to `longest` tokens."""
     from megarl.data.prompts import PromptStream
     from megarl.data.sample import Completion, Sample
     from megarl.data.tokenizer import load_tokenizer
@@ -85,7 +85,7 @@ def fake_rollouts(folder: Path, steps: int, num_prompts: int = 4, group_size: in
         samples = []
         for prompt in stream.take(num_prompts):
             for _ in range(group_size):
-                length = int(generator.integers(1, 13))
+                length = int(generator.integers(1, longest + 1))
                 tokens = generator.integers(2, 97, length).astype(np.int32)
                 logprobs = np.full(length, -4.0, np.float32)
                 samples.append(Sample(prompt.index, prompt.token_ids, Completion(tokens, logprobs, "stop", 0, 0)))

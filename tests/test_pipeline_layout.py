@@ -12,20 +12,37 @@ CLOSE = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/entropy", 
          "critic/value_mean", "mismatch/logprob_mean", "mismatch/logprob_max")  # fmt: skip
 
 
+# Ranks, tensor and pipeline of the actor, and what else a recipe says.
+RUNS = {
+    "tp2pp2": (4, 2, 2, {}),
+    "one": (1, 1, 1, {}),
+    "tp2": (2, 2, 1, {}),
+    "pp2": (2, 1, 2, {}),
+    "dp2": (2, 1, 1, {}),
+    # Three roles with three layouts on the same four ranks, and a pipeline that is drained after every micro-batch.
+    "mixed": (
+        4,
+        2,
+        2,
+        {
+            "critic__layout": {"tensor": 1, "pipeline": 2},
+            "reference": {"layout": {"tensor": 1, "pipeline": 1}},
+            "phases__actor_update__max_micro_batches_in_flight": 1,
+        },
+    ),
+    "sequence parallel": (4, 2, 2, {"actor__layout__sequence_parallel": True}),
+}
+
+
 def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path):
     tiny_run(tmp_path, "qwen3")
     replay = fake_rollouts(tmp_path, STEPS)
     found = {}
-    for name, (ranks, tensor, pipeline) in {
-        "tp2pp2": (4, 2, 2),
-        "one": (1, 1, 1),
-        "tp2": (2, 2, 1),
-        "pp2": (2, 1, 2),
-        "dp2": (2, 1, 1),
-    }.items():
-        recipe = tiny_recipe(tmp_path, name, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay))
+    for name, (ranks, tensor, pipeline, more) in RUNS.items():
+        run = name.replace(" ", "-")
+        recipe = tiny_recipe(tmp_path, run, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay), **more)
         megarl("train", str(recipe))
-        found[name] = figures(tmp_path, name)
+        found[name] = figures(tmp_path, run)
         assert len(found[name]) == STEPS
     for name, lines in found.items():
         for line, expected in zip(lines, found["one"], strict=True):
@@ -35,3 +52,9 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path):
                 assert line[key] == pytest.approx(expected[key], rel=1e-4), (name, line["step"], key)
     losses = [line["critic/loss"] for line in found["one"]]
     assert len(set(losses)) == STEPS, "the updates move the weights"
+
+    # Each phase is planned for its own role's layout: 2 data-parallel ranks for the critic, 4 for the reference.
+    assert found["mixed"][0]["schedule/critic_update/micro_batches"] == 2 * 2  # 16 sequences, by 2, over 2 ranks
+    assert found["tp2pp2"][0]["schedule/critic_update/micro_batches"] == 2 * 4
+    assert found["mixed"][0]["schedule/reference_logprob/micro_batches"] == 1  # 16 sequences, by 4, over 4 ranks
+    assert found["tp2pp2"][0]["schedule/reference_logprob/micro_batches"] == 4

@@ -210,7 +210,7 @@ def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder
         assert load_recipe(file) == recipe
         return recipe.schedule("actor_update").max_tokens
 
-    caps = [cap(1e-3 * 1.05**step) for step in range(80)]
+    caps = [cap(1e-3 * 1.12**step) for step in range(36)]
     found = [one for one in caps if one is not None]
     longest = load_recipe(write(folder, edited())).max_sequence_tokens
     assert caps[0] is None and caps == [None] * (len(caps) - len(found)) + found

@@ -31,6 +31,13 @@ def broadcast_from_first(value: Value | None) -> Value:
     return box[0]
 
 
+def gather_to_all(value: Value) -> list[Value]:
+    """Every rank's value, in rank order, on every rank; for metadata."""
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, value, group=_control)
+    return boxes
+
+
 def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
     """The tokens of every sequence that some of `plans`, all of the place's layout, runs on this data-parallel rank.
 
