@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megarl.planner.forecast import Forecast, PhaseForecast, forecast_phase
+from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, forecast_phase
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
 from megarl.recipe.memory import GIB
@@ -97,7 +97,9 @@ def _cap(job: Job, phase: PhaseForecast) -> Iterator[Advice]:
     if phase.phase == "actor_logprob":
         return  # it should be cut like actor_update, see _ratio
     before = phase.quality
-    best = best_cap(job, phase.schedule, phase.largest_cap or _cap_of_same_memory(job, phase))
+    # Where the device is not known, no more than the phase may take already.
+    largest = phase.largest_cap or cap_that_fits(job, phase.schedule, phase.worst_memory.total)
+    best = best_cap(job, phase.schedule, largest or 0)
     if best is None or best.schedule.max_tokens is None or best.quality.efficiency < before.efficiency * (1 + WORTHWHILE):
         return
     after, changes = best.quality, (cap_change(phase.schedule, best.schedule.max_tokens),)
@@ -109,16 +111,6 @@ def _cap(job: Job, phase: PhaseForecast) -> Iterator[Advice]:
         f"peak at worst {gib(phase.worst_memory.total)} -> {gib(best.worst_memory.total)})"
     )
     yield Advice("cap", phase.phase, text, changes, "efficiency", before.efficiency, after.efficiency)
-
-
-def _cap_of_same_memory(job: Job, phase: PhaseForecast) -> int:
-    """The cap that fills the micro-batches the schedule allows already."""
-    schedule, layout = phase.schedule, phase.role.layout
-    if schedule.max_tokens is not None:
-        return schedule.max_tokens
-    assert schedule.sequences is not None, "a schedule has one of sequences and max_tokens"
-    size = (schedule.mini_batch or job.limits.num_sequences) // layout.data
-    return min(schedule.sequences, size) * longest_slots(job, layout)
 
 
 def _mini_batch(job: Job, phase: PhaseForecast) -> Iterator[Advice]:

@@ -129,15 +129,19 @@ def worst_memory(job: Job, schedule: Schedule) -> Memory:
     return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, max(2, role.layout.pipeline))
 
 
-def cap_that_fits(job: Job, schedule: Schedule) -> int | None:
-    """The largest `max_tokens` whose worst case fits the device; None without a device, 0 where no cap does."""
-    if job.budget_bytes is None:
+def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
+    """The largest `max_tokens` whose worst case fits `budget_bytes`, by default what the device leaves the trainer.
+
+    None without a budget, 0 where no cap fits.
+    """
+    budget_bytes = job.budget_bytes if budget_bytes is None else budget_bytes
+    if budget_bytes is None:
         return None
     role = job.role(schedule.phase)
     cap = largest_cap(
         job.roles,
         role,
-        job.budget_bytes,
+        budget_bytes,
         update=is_update(schedule),
         longest=longest_slots(job, role.layout),
         num_sequences=schedule.mini_batch or job.limits.num_sequences,

@@ -1,0 +1,157 @@
+"""Advice names legal changes only, and the numbers it promises are those the planner gives after the change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.planner.advice import WORTHWHILE, Advice, advise
+from megarl.planner.fit import fit
+from megarl.planner.forecast import Forecast
+from megarl.recipe.memory import GIB
+from tests.planner_cases import forecast_of, write_qwen, write_small
+from tests.recipe_cases import CONFIG
+
+# Recipe, its overrides, and the kinds of advice that it must draw, with their phase.
+SMALL: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
+    "alike": (["actor.layout.pipeline=1", "phases.actor_logprob.micro_batch={max_tokens: 64}"], set()),
+    "unlike": (["phases.actor_logprob.micro_batch={max_tokens: 128}"], {("ratio_drift", "actor_logprob")}),
+    "sequences": (
+        [
+            "trainer.ranks=1",
+            "actor.layout={tensor: 1, pipeline: 1}",
+            "phases.actor_update={mini_batch: 16, micro_batch: {sequences: 2}, epochs: 2}",
+        ],
+        {("cap", "actor_update")},
+    ),
+    "idle": (
+        ["actor.layout={tensor: 1, pipeline: 4}", "phases.actor_update={mini_batch: 4, micro_batch: {max_tokens: 64}}"],
+        {("mini_batch", "actor_update")},
+    ),
+}
+QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
+    "good": ([], set()),
+    "one at a time": (["phases.reference_logprob.micro_batch={sequences: 1}"], {("cap", "reference_logprob")}),
+    "cap too large": (["phases.actor_update.micro_batch.max_tokens=60000"], {("memory", "actor_update")}),
+    "sequences too many": (["phases.actor_update.micro_batch={sequences: 12}"], {("memory", "actor_update")}),
+    "layout too small": (
+        ["actor.layout={tensor: 1, pipeline: 1}", "phases.actor_logprob.micro_batch.max_tokens=8192"],
+        {("memory", "actor_update"), ("engine", "rollout")},
+    ),
+    "drain": (
+        ["actor.layout={tensor: 1, pipeline: 4}", "phases.actor_update.micro_batch.max_tokens=5120"],
+        {("memory", "actor_update")},
+    ),
+    "cache too large": (["rollout.kv_cache_bytes=51539607552"], {("engine", "rollout")}),
+    "share too large": (["rollout.memory_utilization=0.7"], {("engine", "rollout")}),
+    "share too small": (["rollout.memory_utilization=0.05"], {("engine", "rollout")}),
+    "device too small": (["device.memory_gib=20"], {("memory", "actor_update"), ("engine", "rollout")}),
+}
+
+
+def advice_on(found: Forecast) -> list[Advice]:
+    return [*fit(found), *advise(found)]
+
+
+def measured(found: Forecast, one: Advice) -> float:
+    """What the forecast says of an advice's measure."""
+    if one.measure == "engine_bytes":
+        engines, device = found.job.engines, found.job.device_bytes
+        assert engines is not None and device is not None
+        return int(engines.utilization * device) if engines.utilization is not None else engines.memory.total
+    phase = next(phase for phase in found.phases if phase.phase == one.phase)
+    if one.measure == "device_bytes":
+        return phase.worst_memory.total + found.job.engine_bytes
+    value = getattr(phase.quality, one.measure)
+    assert isinstance(value, int | float)
+    return value
+
+
+def check_promises(file: Path, overrides: list[str], expected: set[tuple[str, str]]) -> None:
+    found = forecast_of(file, overrides)
+    advice = advice_on(found)
+    assert expected <= {(one.kind, one.phase) for one in advice}, advice
+    assert bool(expected) == bool(advice), advice
+    for one in advice:
+        assert measured(found, one) == pytest.approx(one.before)
+        if not one.changes:
+            assert one.after is None
+            continue
+        changed = forecast_of(file, [*overrides, *one.changes])  # raises where a change is not legal
+        assert one.after is not None and measured(changed, one) == pytest.approx(one.after)
+        again = {(other.kind, other.phase) for other in advice_on(changed)}
+        assert (one.kind, one.phase) not in again, f"{one} does not solve it"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_change_keeps_its_promise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_small(tmp_path, ("phases.critic_update.micro_batch", {"max_tokens": 128}))
+    check_promises(file, ["phases.reference_logprob.micro_batch={max_tokens: 128}", *SMALL[name][0]], SMALL[name][1])
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_every_change_to_a_stated_device_keeps_its_promise(name: str, tmp_path: Path) -> None:
+    check_promises(write_qwen(tmp_path), *QWEN[name])
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_following_the_advice_ends(name: str, tmp_path: Path) -> None:
+    """Change by change, the first that is offered each time: no two pieces of advice undo each other."""
+    file, overrides = write_qwen(tmp_path), list(QWEN[name][0])
+    for _ in range(8):
+        found = forecast_of(file, overrides)
+        changes = next((one.changes for one in advice_on(found) if one.changes), ())
+        if not changes:
+            break
+        overrides += changes
+    assert not changes
+    assert found.fits or name == "device too small"
+
+
+def test_what_cannot_fit_is_said_without_a_change(tmp_path: Path) -> None:
+    found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=12"])
+    for one in fit(found):
+        assert (one.changes, one.after) == ((), None)
+        assert "no cap and no layout on these ranks fits" in one.text or "the trainer must hold less" in one.text
+
+
+def test_more_memory_is_asked_for_only_where_it_is_known_to_be_there(tmp_path: Path) -> None:
+    file, single = write_qwen(tmp_path), ["phases.reference_logprob.micro_batch={sequences: 2}"]
+    takes = {}
+    for device in ("{memory_gib: 80}", "null"):
+        stated = [*single, f"device={device}"]
+        before = forecast_of(file, stated)
+        (one,) = [one for one in advice_on(before) if one.phase == "reference_logprob"]
+        assert one.after is not None and one.after >= one.before * (1 + WORTHWHILE)
+        after = forecast_of(file, [*stated, *one.changes])
+        takes[device] = tuple(
+            next(phase for phase in found.phases if phase.phase == "reference_logprob").worst_memory.total
+            for found in (before, after)
+        )
+    assert takes["{memory_gib: 80}"][1] > takes["{memory_gib: 80}"][0]
+    assert takes["null"][1] <= takes["null"][0]
+
+
+def test_a_larger_mini_batch_names_the_phase_that_then_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_small(tmp_path, ("phases.actor_logprob", {"micro_batch": {"max_tokens": 64}}), model=CONFIG)
+    layout = "actor.layout={tensor: 1, pipeline: 4}"
+    (one,) = [one for one in advise(forecast_of(file, [layout])) if (one.kind, one.phase) == ("mini_batch", "actor_update")]
+    assert one.changes == ("phases.actor_update.mini_batch=16", "phases.actor_logprob=null")
+    in_reward = [layout, "algorithm.kl.place=reward"]
+    (kept,) = [
+        one for one in advise(forecast_of(file, in_reward)) if (one.kind, one.phase) == ("mini_batch", "actor_update")
+    ]
+    assert kept.changes == ("phases.actor_update.mini_batch=16",)
+
+
+def test_a_phase_that_does_not_fit_gets_no_advice_on_its_speed(tmp_path: Path) -> None:
+    found = forecast_of(write_qwen(tmp_path), ["phases.actor_update.micro_batch={sequences: 12}"])
+    kinds: dict[str, list[Any]] = {}
+    for one in advice_on(found):
+        kinds.setdefault(one.phase, []).append(one.kind)
+    assert kinds["actor_update"] == ["memory"]
+    assert found.device_peak > 72 * GIB

@@ -1,0 +1,169 @@
+"""The forecast of a step: each phase from its own plan, memory never under-stated, time from efficiency and rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.estimate import RESERVE, forward_flops
+from megarl.planner.forecast import Forecast, cap_that_fits, forecast, forecast_phase, worst_memory
+from megarl.planner.job import Job, job_of
+from megarl.planner.lengths import Lengths
+from megarl.recipe import load_recipe
+from megarl.recipe.memory import GIB, engine_bytes, memory_roles
+from megarl.schedule import Cost, plan_phase, quality
+from tests.planner_cases import forecast_of, write_qwen, write_small
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_small(tmp_path)
+
+
+def by_phase(found: Forecast) -> dict[str, Any]:
+    return {phase.phase: phase for phase in found.phases}
+
+
+def test_every_engine_phase_that_runs_is_forecast_from_its_own_plan(small: Path) -> None:
+    recipe = load_recipe(small)
+    job = job_of(recipe, "long-tail", seed=5)
+    found = forecast(job)
+    assert [phase.phase for phase in found.phases] == [
+        "actor_logprob", "reference_logprob", "critic_value", "critic_update", "actor_update"
+    ]  # fmt: skip
+    for phase in found.phases:
+        cost = Cost.of(phase.role.shape)
+        groups = [sample // 2 for sample in range(16)]
+        plan = plan_phase(recipe.schedule(phase.phase), job.lengths.totals, phase.role.layout, 5, cost, groups)
+        assert phase.quality == quality(plan, job.lengths.totals, cost)
+        assert phase.num_mini_batches == len(plan.mini_batches)
+
+
+def test_a_phase_is_forecast_from_its_own_section_and_layout_alone(small: Path) -> None:
+    """verl #1028, #7462: what another phase's section says must not arrive here."""
+    before = by_phase(forecast_of(small))
+    after = by_phase(forecast_of(small, ["phases.critic_value.micro_batch.max_tokens=128"]))
+    assert [name for name in before if before[name] != after[name]] == ["critic_value"]
+    moved = by_phase(forecast_of(small, ["critic.layout={tensor: 1, pipeline: 2}"]))
+    changed = [name for name in before if before[name].quality != moved[name].quality]
+    assert changed == ["critic_value", "critic_update"]
+
+
+def test_operations_count_every_sequence_and_epoch(small: Path) -> None:
+    found = by_phase(forecast_of(small))
+    twice = by_phase(forecast_of(small, ["phases.actor_update.epochs=2"]))
+    job = job_of(load_recipe(small))
+    pairs = list(zip(job.lengths.totals, job.lengths.completions, strict=True))
+    shape = job.role("actor_update").shape
+    once = sum(forward_flops(shape, length, head) for length, head in pairs)
+    assert found["reference_logprob"].flops == pytest.approx(once)
+    assert found["actor_update"].flops == pytest.approx(3 * once)
+    assert twice["actor_update"].flops == pytest.approx(6 * once)
+    values = sum(forward_flops(shape, length, head, critic=True) for length, head in pairs)
+    assert found["critic_update"].flops == pytest.approx(3 * values) and values < once
+
+
+def test_time_is_operations_over_what_the_plan_leaves_of_the_rate(small: Path) -> None:
+    for phase in forecast(job_of(load_recipe(small), tflops=2.0)).phases:
+        assert phase.seconds == pytest.approx(phase.flops / (8 * 2e12 * phase.quality.efficiency))
+    stated = ["device={memory_gib: 1, tflops: 4}"]
+    slow = job_of(load_recipe(small, stated), tflops=2.0)
+    assert (slow.tflops, job_of(load_recipe(small, stated)).tflops, job_of(load_recipe(small)).tflops) == (2.0, 4.0, None)
+
+
+RULES = ("{sequences: 1}", "{sequences: 3}", "{max_tokens: 64}", "{max_tokens: 150}", "{max_tokens: 4096}")
+LAYOUTS = ("{tensor: 1, pipeline: 1}", "{tensor: 2, pipeline: 2, sequence_parallel: true}", "{tensor: 1, pipeline: 4}")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    """Every rule under every layout."""
+    file, found = write_small(tmp_path_factory.mktemp("jobs")), []
+    for rule in RULES:
+        phases = [f"phases.{phase}.micro_batch={rule}" for phase in ("actor_update", "reference_logprob", "critic_update")]
+        found += [job_of(load_recipe(file, [*phases, f"actor.layout={layout}"])) for layout in LAYOUTS]
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    number=st.integers(0, 14), pairs=st.lists(st.tuples(st.integers(1, 32), st.integers(1, 32)), min_size=16, max_size=16)
+)
+def test_no_lengths_take_more_memory_than_the_worst_case(jobs: list[Job], number: int, pairs: list[tuple[int, int]]) -> None:
+    prompts, completions = zip(*pairs, strict=True)
+    for phase in forecast(replace(jobs[number], lengths=Lengths(prompts, completions, "drawn"))).phases:
+        assert phase.memory.total <= phase.worst_memory.total, phase.phase
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_the_largest_cap_is_the_largest_that_fits(tensor: int, tmp_path: Path) -> None:
+    job = job_of(load_recipe(write_qwen(tmp_path), [f"actor.layout.tensor={tensor}"]))
+    job = replace(job, device_bytes=150 * GIB)
+    assert job.budget_bytes is not None
+    for schedule in job.schedules:
+        cap = cap_that_fits(job, schedule)
+        assert cap
+        assert worst_memory(job, replace(schedule, max_tokens=cap)).total <= job.budget_bytes
+        everything = job.limits.longest * (schedule.mini_batch or job.limits.num_sequences)
+        if cap < everything:
+            above = cap + job.role(schedule.phase).layout.micro_batch_multiple
+            assert worst_memory(job, replace(schedule, max_tokens=above)).total > job.budget_bytes
+
+
+def test_without_a_device_nothing_is_said_of_it(small: Path) -> None:
+    found = forecast_of(small)
+    assert (found.fits, found.safe_utilization) == (None, None)
+    assert {phase.largest_cap for phase in found.phases} == {None} and {phase.seconds for phase in found.phases} == {None}
+
+
+def test_auto_takes_the_cap_that_the_forecast_says_fits(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    stated = by_phase(forecast_of(file))
+    resolved = load_recipe(file, ["phases.actor_update.micro_batch.max_tokens=auto"])
+    assert resolved.schedule("actor_update").max_tokens == stated["actor_update"].largest_cap
+    assert forecast(job_of(resolved)).fits
+
+
+def test_engines_take_their_part_of_the_device(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    found = forecast_of(file)
+    job = found.job
+    assert job.engines is not None and job.device_bytes == 80 * GIB
+    recipe = load_recipe(file)
+    assert job.engine_bytes == engine_bytes(recipe, memory_roles(recipe)["actor"].shape) == job.engines.memory.total
+    assert found.device_peak == max(phase.worst_memory.total for phase in found.phases) + job.engine_bytes
+    # Two engines of eight ranks' worth each: two engine ranks on every device.
+    crowded = forecast_of(file, ["rollout.engines=4"])
+    assert crowded.job.engine_bytes == 2 * job.engine_bytes
+    assert crowded.safe_utilization == pytest.approx((found.safe_utilization or 0) / 2)
+    replayed = forecast_of(file, [f"rollout.replay={tmp_path}"])
+    assert (replayed.job.engine_bytes, replayed.safe_utilization, replayed.waves) == (0, None, None)
+
+
+def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    safe = forecast_of(file).safe_utilization
+    assert safe is not None and 0 < safe < 1 - RESERVE
+    assert forecast_of(file, [f"rollout.memory_utilization={safe - 1e-6}"]).fits
+    assert not forecast_of(file, [f"rollout.memory_utilization={safe + 1e-3}"]).fits
+
+
+def test_waves_count_how_often_the_engines_fill_up(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    # 16 prompts of 8 completions over 2 engines
+    waves = {size: forecast_of(file, [f"phases.rollout.max_concurrent={size}"]).waves for size in (16, 25, 64, 2048)}
+    assert waves == {16: 4, 25: 3, 64: 1, 2048: 1}
+
+
+def test_a_cut_of_other_numbers_is_forecast_without_touching_the_job(small: Path) -> None:
+    job: Job = job_of(load_recipe(small))
+    schedule = job.schedule("actor_update")
+    assert schedule is not None
+    other = forecast_phase(job, replace(schedule, mini_batch=16))
+    assert other.num_mini_batches == 1 and job.schedule("actor_update") == schedule

@@ -1,0 +1,149 @@
+"""Lengths of a step: drawn, read or drawn like an earlier run's, never beyond what the recipe allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.planner.distribution import DISTRIBUTIONS
+from megarl.planner.lengths import QUANTILES, Limits, find_lengths
+
+LIMITS = Limits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
+limits = st.builds(
+    lambda groups, size, prompt, completion: Limits(groups * size, size, prompt, completion),
+    st.integers(1, 20),
+    st.integers(1, 8),
+    st.integers(1, 2000),
+    st.integers(1, 5000),
+)
+
+
+@given(st.sampled_from(DISTRIBUTIONS), limits, st.integers(0, 9))
+def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: str, bounds: Limits, seed: int) -> None:
+    found = find_lengths(kind, bounds, seed)
+    assert len(found.prompts) == len(found.completions) == bounds.num_sequences
+    assert all(bounds.max_prompt / 2 <= prompt <= bounds.max_prompt for prompt in found.prompts)
+    assert all(1 <= completion <= bounds.max_completion for completion in found.completions)
+    assert found.totals == tuple(map(sum, zip(found.prompts, found.completions, strict=True)))
+    for start in range(0, bounds.num_sequences, bounds.group_size):
+        assert len(set(found.prompts[start : start + bounds.group_size])) == 1
+    assert find_lengths(kind, bounds, seed) == found
+
+
+def test_another_seed_draws_other_lengths() -> None:
+    bounds = Limits(64, 8, 1000, 4000)
+    for kind in DISTRIBUTIONS:
+        assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "50 10\n100 300\n\n1 1\n7, 200\n",
+        "[[50, 10], [100, 300], [1, 1], [7, 200]]",
+        '[[50, 10], {"prompt_tokens": 100, "completion_tokens": 300}, [1, 1], [7, 200]]',
+        '{"prompt_tokens": 50, "completion_tokens": 10, "id": 3}\n{"prompt_tokens": 100, "completion_tokens": 300}\n'
+        '{"prompt_tokens": 1, "completion_tokens": 1}\n{"prompt_tokens": 7, "completion_tokens": 200}',
+    ],
+)
+def test_every_form_of_a_file_gives_the_same_lengths(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    found = find_lengths(str(file), LIMITS, 1)
+    assert (found.prompts, found.completions) == ((50, 100, 1, 7), (10, 300, 1, 200))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(2, 400), min_size=4, max_size=4), st.booleans())
+def test_a_whole_length_is_split_so_that_both_parts_are_legal(tmp_path: Path, totals: list[int], as_json: bool) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("\n".join(f'{{"length": {one}}}' if as_json else str(one) for one in totals))
+    found = find_lengths(str(file), LIMITS, 1)
+    assert found.totals == tuple(totals)
+    assert all(1 <= prompt <= 100 for prompt in found.prompts)
+    assert all(1 <= completion <= 300 for completion in found.completions)
+
+
+def test_another_number_of_rows_is_drawn_from(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("40\n80\n")
+    found = find_lengths(str(file), Limits(64, 8, 100, 300), 3)
+    assert len(found.totals) == 64 and set(found.totals) == {40, 80}
+    assert "drawn with replacement" in found.origin and "2 rows" in found.origin
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("40\nforty\n", ["row 2", "'forty'"]),
+        ("40\n\n1.5\n", ["row 3", "'1.5'"]),
+        ("1 2 3\n", ["row 1", "[1, 2, 3]"]),
+        ('{"length": true}\n', ["row 1", "True"]),
+        ('{"length": "9"}\n', ["row 1", "'9'"]),
+        ('{"prompt_tokens": 3}\n', ["row 1", "completion_tokens"]),
+        ('{"length": 3\n', ["row 1", "length"]),
+        ("[3, 40, null]", ["row 3", "None"]),
+        ("[3, 40", ["JSON list"]),
+        ("10\n1\n", ["row 2", "1 tokens", "at least one prompt token"]),
+        ("10\n-5\n", ["row 2", "-5 tokens"]),
+        ("10\n401\n", ["row 2", "401 tokens", "= 400"]),
+        ("101 5\n", ["row 1", "prompt of 101", "data.max_prompt_tokens = 100"]),
+        ("5 301\n", ["row 1", "completion of 301", "rollout.max_new_tokens = 300"]),
+        ("\n", ["no row"]),
+    ],
+)
+def test_a_bad_row_is_named_with_its_value(text: str, said: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "some-lengths"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="some-lengths") as caught:
+        find_lengths(str(file), LIMITS, 1)
+    assert all(part in str(caught.value) for part in said), caught.value
+
+
+def test_what_is_no_source_of_lengths_names_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--lengths = 'lognormal'.*uniform, log-normal, long-tail"):
+        find_lengths("lognormal", LIMITS, 1)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="UTF-8"):
+        find_lengths(str(tmp_path / "binary"), LIMITS, 1)
+
+
+def write_run(directory: Path, *steps: dict[str, float]) -> str:
+    directory.mkdir()
+    lines = [json.dumps({"step": number, **step}) for number, step in enumerate(steps, start=1)]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return str(directory)
+
+
+def quantiles(*values: float) -> dict[str, float]:
+    return {f"rollout/completion_length_p{percent:02d}": value for percent, value in zip(QUANTILES, values, strict=True)}
+
+
+def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
+    first = quantiles(0, 20, 40, 80, 120, 180, 230, 280) | {"rollout/prompt_length_mean": 40.0}
+    second = quantiles(2, 20, 60, 120, 180, 220, 270, 300) | {"rollout/prompt_length_mean": 45.0}
+    means = (1, 20, 50, 100, 150, 200, 250, 290)
+    found = find_lengths(write_run(tmp_path / "run", first, second), Limits(8000, 8, 100, 300), 1)
+    assert set(found.prompts) == {42}
+    assert min(found.completions) >= 1 and max(found.completions) <= 290
+    for percent, mean in zip(QUANTILES[1:-1], means[1:-1], strict=True):
+        share = sum(one <= mean for one in found.completions) / len(found.completions)
+        assert abs(share - percent / 100) < 0.02, (percent, share)
+
+
+def test_a_run_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"--lengths = .*empty.*metrics.jsonl"):
+        find_lengths(str(tmp_path / "empty"), LIMITS, 1)
+    with pytest.raises(ValueError, match="no step in metrics.jsonl has rollout/completion_length_p00"):
+        find_lengths(write_run(tmp_path / "old", {"rollout/prompt_length_mean": 4.0}), LIMITS, 1)
+    long = quantiles(*[400.0] * 8) | {"rollout/prompt_length_mean": 40.0}
+    with pytest.raises(ValueError, match=r"completion_length_p100 is 400.*rollout.max_new_tokens = 300"):
+        find_lengths(write_run(tmp_path / "long", long), LIMITS, 1)
+    wide = quantiles(*[40.0] * 8) | {"rollout/prompt_length_mean": 140.0}
+    with pytest.raises(ValueError, match=r"prompt_length_mean is 140.*data.max_prompt_tokens = 100"):
+        find_lengths(write_run(tmp_path / "wide", wide), LIMITS, 1)

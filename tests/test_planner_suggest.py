@@ -1,0 +1,146 @@
+"""Suggestions are legal, fit, and are no more than the model needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.planner.job import job_of
+from megarl.planner.layouts import NODE_RANKS, layouts_of
+from megarl.planner.show import suggestion_lines
+from megarl.planner.suggest import NothingFits, Suggestion, suggest
+from megarl.recipe import load_recipe
+from tests.planner_cases import forecast_of, write_qwen, write_small
+
+# A critic, and everything PPO needs, beside the actor and the reference.
+PPO = [
+    "algorithm.advantage=gae",
+    "algorithm.gae={}",
+    "algorithm.value_loss={}",
+    "critic={optimizer: {lr: 1e-6}}",
+    "phases.critic_value={micro_batch: {max_tokens: 8192}}",
+    "phases.critic_update={mini_batch: 64, micro_batch: {max_tokens: 8192}}",
+]
+CASES: dict[str, list[str]] = {
+    "8 x 80 GiB": [],
+    "8 x 141 GiB": ["device.memory_gib=141"],
+    "16 x 80 GiB": ["trainer.ranks=16"],
+    "64 x 80 GiB": ["trainer.ranks=64"],
+    "ppo, 16 x 80 GiB": ["trainer.ranks=16", *PPO],
+    "replay": ["rollout.replay=."],
+    "a drain that the layout makes needless": [
+        "actor.layout={tensor: 1, pipeline: 4}",
+        "phases.actor_update.max_micro_batches_in_flight=2",
+    ],
+    "one update a batch": ["phases.actor_update.mini_batch=128", "phases.actor_logprob=null"],
+}
+
+
+def suggestions_of(file: Path, overrides: list[str]) -> list[Suggestion]:
+    return suggest(job_of(load_recipe(file, overrides)))
+
+
+def as_overrides(suggestions: list[Suggestion]) -> list[str]:
+    return [
+        f"{one.key}={yaml.safe_dump(one.value, default_flow_style=True).removesuffix('...').strip()}" for one in suggestions
+    ]
+
+
+def by_key(suggestions: list[Suggestion]) -> dict[str, Any]:
+    return {one.key: one.value for one in suggestions}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_suggested_is_legal_and_fits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_qwen(tmp_path)
+    found = suggestions_of(file, CASES[name])
+    assert all(one.reason for one in found)
+    taken = forecast_of(file, [*CASES[name], *as_overrides(found)])
+    assert taken.fits, taken.device_peak
+    recipe = load_recipe(file, [*CASES[name], *as_overrides(found)])
+    for phase in taken.phases:
+        layout = phase.role.layout
+        assert layout.tensor <= NODE_RANKS
+        cap = phase.schedule.max_tokens
+        assert cap is not None and recipe.max_sequence_tokens <= cap <= (phase.largest_cap or 0)
+    engines = taken.job.engines
+    if engines is None:
+        assert not any(one.key.startswith("rollout.") for one in found)
+        return
+    assert engines.count * engines.tensor <= recipe.trainer.ranks
+    assert engines.utilization is not None and taken.safe_utilization is not None
+    assert engines.memory.total / (taken.job.device_bytes or 0) <= engines.utilization <= taken.safe_utilization + 1e-9
+    # Suggestions are where the search ends: asked again, it has nothing else to say.
+    again = suggestions_of(file, [*CASES[name], *as_overrides(found)])
+    assert by_key(again) == {key: value for key, value in by_key(found).items() if not key.endswith("in_flight")}
+
+
+def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
+    """What people run: no pipeline, two or four tensor ranks for the actor, small engines with a cache that serves them."""
+    found = by_key(suggestions_of(write_qwen(tmp_path), []))
+    assert found["actor.layout"]["pipeline"] == 1 and found["actor.layout"]["tensor"] in (2, 4)
+    assert found["actor.layout"]["sequence_parallel"] is True
+    assert found["rollout.tensor"] == 1 and found["rollout.engines"] == 8
+    assert 0.2 < found["rollout.memory_utilization"] < 0.6
+    # Of the 16 concurrent sequences at least 8 at their longest: 28 layers x 4 groups x 128 x 2 x 2 bytes a token.
+    assert found["rollout.kv_cache_bytes"] >= 8 * 5120 * 57344
+    assert found["phases.actor_logprob.micro_batch"] == found["phases.actor_update.micro_batch"]
+
+
+def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
+    file, last = write_qwen(tmp_path), 8
+    for memory_gib in (50, 64, 80, 100, 141, 192, 288):
+        try:
+            layout = by_key(suggestions_of(file, [f"device.memory_gib={memory_gib}"]))["actor.layout"]
+        except NothingFits:
+            assert last == 8
+            continue
+        cut = layout["tensor"] * layout["pipeline"]
+        assert cut <= last
+        last = cut
+    assert last == 1
+
+
+def test_a_model_too_large_is_said_with_what_it_takes(tmp_path: Path) -> None:
+    with pytest.raises(NothingFits, match=r"nothing fits 14\.4 GiB usable on each of 8 ranks.*TP\d x PP\d"):
+        suggestions_of(write_qwen(tmp_path), ["device.memory_gib=16"])
+
+
+def test_without_a_device_the_key_to_add_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"add device: \{memory_gib: 80\}"):
+        suggestions_of(write_qwen(tmp_path), ["device=null"])
+
+
+def test_the_printed_keys_are_the_suggestions(tmp_path: Path) -> None:
+    found = suggestions_of(write_qwen(tmp_path), [])
+    lines = suggestion_lines(found)
+    pasted = yaml.safe_load("\n".join(lines))
+    for one in found:
+        here = pasted
+        for part in one.key.split("."):
+            here = here[part]
+        assert here == one.value
+        assert any(
+            line.strip().startswith(one.key.split(".")[-1] + ": ") and line.endswith(f"# {one.reason}") for line in lines
+        )
+
+
+def test_layouts_divide_what_they_must_and_the_simplest_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of(load_recipe(write_small(tmp_path), ["device.memory_gib=1"]))
+    for role in ("actor", "reference", "critic"):
+        layouts = layouts_of(job, role)
+        sizes = [layout.tensor * layout.pipeline for layout in layouts]
+        assert sizes == sorted(sizes) and len(set(layouts)) == len(layouts)
+        for layout in layouts:
+            assert layout.ranks == 8 and 4 % layout.pipeline == 0 and 4 % layout.tensor == 0
+            assert layout.sequence_parallel == (layout.tensor > 1)
+    # actor_update has mini-batches of 8 sequences, critic_update of 16, the batch 16: data-parallel sizes divide them.
+    drained = job_of(load_recipe(write_small(tmp_path), ["phases.critic_update.max_micro_batches_in_flight=1"]))
+    assert {layout.pipeline for layout in layouts_of(drained, "critic")} == {2, 4}
+    few = job_of(load_recipe(write_small(tmp_path), ["phases.actor_update.mini_batch=2"]))
+    assert {layout.data for layout in layouts_of(few, "actor")} == {1, 2}
