@@ -1,0 +1,104 @@
+"""What a run proves of its schedules: the shapes it executed are the planned ones, and metrics.jsonl says so."""
+
+import re
+
+import pytest
+
+from megarl.recipe import ENGINE_PHASES
+from tests.ranks import run_ranks
+from tests.runs import fake_rollouts, figures, megarl, tiny_recipe, tiny_run
+
+STEPS = 2
+PROVEN = ("micro_batches", "tokens", "slots", "max_tokens")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule")
+    tiny_run(path)
+    fake_rollouts(path, STEPS)
+    return path
+
+
+def train(folder, name, ppo=True, check=True, **changes):
+    changes = {"rollout__replay": str(folder / "rollouts")} | changes
+    recipe = tiny_recipe(folder, name, ppo, 2, 1, 2, STEPS, **changes)
+    return megarl("train", str(recipe), check=check)
+
+
+def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
+    done = train(folder, "proof")
+    assert "algorithm.max_ratio_drift" not in done.stderr, "rounding is far below the default bound"
+    for line in figures(folder, "proof"):
+        for phase in ENGINE_PHASES:
+            at = f"schedule/{phase}/"
+            for name in PROVEN:
+                assert line[at + name] == line[f"{at}planned_{name}"] > 0, (phase, name)
+            assert (
+                line[at + "tokens"] == (line["tokens/prompt"] + line["tokens/completion"]) * line.get(at + "updates", 2) / 2
+            )
+            assert line[at + "useful_share"] == line[at + "tokens"] / line[at + "slots"] == 1.0
+            assert line[at + "imbalance"] == 1.0, "one data-parallel rank"
+            assert 0 < line[at + "bubble_share"] < 1
+        # the first stage waits for the last one: fewer micro-batches, more idle time
+        assert line["schedule/critic_value/bubble_share"] > line["schedule/critic_update/bubble_share"]
+
+
+def train_short_of_a_sequence(recipe):
+    """A rank whose engine leaves out the last of four sequences; only reference_logprob has four in a micro-batch."""
+    from megarl.engine import engine
+    from megarl.recipe import load_recipe
+    from megarl.schedule import MicroBatch
+    from megarl.train import train as run
+
+    whole = engine.pack
+
+    def short(batch, micro_batch, *rest):
+        samples = micro_batch.samples[:3] if len(micro_batch.samples) == 4 else micro_batch.samples
+        tokens = int(batch.lengths[list(samples)].sum())
+        return whole(batch, MicroBatch(samples, tokens, tokens), *rest)
+
+    engine.pack = short
+    run(load_recipe(recipe), resume=False)
+
+
+def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folder):
+    recipe = tiny_recipe(folder, "torn", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"),
+                         phases__actor_logprob={"micro_batch": {"sequences": 2}})  # fmt: skip
+    with pytest.raises(AssertionError, match=r"reference_logprob.*planned 4 sequences.*executed 3 sequences"):
+        run_ranks(train_short_of_a_sequence, 2, str(recipe))
+
+
+def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):
+    once = {"phases__actor_update": {"mini_batch": 16, "micro_batch": {"max_tokens": 40}}}
+    train(folder, "once", ppo=False, **once)
+    for line in figures(folder, "once"):
+        assert "schedule/actor_logprob/micro_batches" not in line
+        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == 0.0
+        assert line["actor/ratio_drift_exceeded"] == 0
+
+
+def test_drift_before_the_first_update_is_measured_and_warned_about_once(folder):
+    """Forward passes of one sequence and of many round unlike, in fp32 by about 5e-7."""
+    several = {
+        "phases__actor_logprob": {"micro_batch": {"sequences": 1}},
+        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 160}},
+    }
+    done = train(folder, "drift", ppo=False, algorithm__max_ratio_drift=1e-9, **several)
+    for line in figures(folder, "drift"):
+        assert 1e-9 < line["actor/ratio_drift_max"] < 1e-5 and line["actor/ratio_drift_exceeded"] == 1
+        assert 0 < line["actor/ratio_drift_mean"] <= line["actor/ratio_drift_max"]
+        # KL of the policy before and after the step's updates: what they moved is no drift
+        assert line["actor/drift"] > line["actor/ratio_drift_max"]
+    assert done.stderr.count("algorithm.max_ratio_drift") == 1
+
+
+def test_an_overlong_completion_is_named_and_never_cut(folder, tmp_path):
+    tiny_run(tmp_path)
+    replay = fake_rollouts(tmp_path, 1, longest=15)
+    done = train(tmp_path, "long", check=False, rollout__replay=str(replay))
+    assert done.returncode != 0
+    found = re.search(
+        r"sample (\d+) \(group \d+\) has a completion of (\d+) tokens, and rollout.max_new_tokens = 12", done.stderr
+    )
+    assert found and int(found[2]) > 12, done.stderr[-3000:]
