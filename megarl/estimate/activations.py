@@ -15,7 +15,7 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
 
 Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
-(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
+(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s), and has buffers beside (`buffers_per_token`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ def passed_per_token(role: Role, pipeline_rank: int) -> int:
     received = hidden_width(role) * width if pipeline_rank > 0 and width != _FP32 else 0
     sent = 0 if role.has_head(pipeline_rank) else hidden_width(role) * width
     return received + sent
+
+
+def buffers_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token in buffers of an update's exchanges: the input and its gradient of the micro-batch before, which a
+    stage is still sending back, and what sequence parallelism gathers for the linear layers."""
+    width = role.bytes_per_weight
+    sending = 2 * hidden_width(role) * width if pipeline_rank > 0 else 0
+    return sending + (role.shape.hidden * width if role.layout.sequence_parallel else 0)
 
 
 def final_norm_per_token(role: Role) -> int:

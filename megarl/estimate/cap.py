@@ -39,7 +39,8 @@ def largest_cap(
             slots=slots,
             head_tokens=cap,
             longest=longest,
-            num_micro_batches=running.layout.pipeline,
+            # A second one starts while results of the first are still held.
+            num_micro_batches=max(2, running.layout.pipeline),
             max_in_flight=max_in_flight,
         )
         return memory.total <= budget_bytes

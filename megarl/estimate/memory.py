@@ -1,15 +1,16 @@
 """Bytes that one trainer rank holds, from the recipe alone.
 
 What is counted are live bytes of tensors; a caching allocator's fragmentation comes on top (see RESERVE in `cap.py`).
-Activations and logits are derived in `activations.py`. With N the weights of a rank's stage (tied embeddings count once
-without a pipeline, on both ends with one; the vocabulary is padded) and b the bytes of the precision:
+Every micro-batch counts as full as the largest. Activations and logits are derived in `activations.py`. With N the weights
+of a rank's stage (tied embeddings count once without a pipeline, on both ends with one; the vocabulary is padded) and b the
+bytes of the precision:
 
     weights     N b
     gradients   4 N         megatron-core's gradient buffer is fp32 and covers every local weight
     optimizer   8 N / data  two Adam moments in fp32, cut over the data-parallel ranks; bf16 adds a fp32 copy: 12 N / data
 
-A phase works at its largest moment. A forward phase: inside a layer, or at the logits. An update, beside the activations
-of every micro-batch that 1F1B holds on the stage:
+A phase works at its largest moment, beside the packed inputs of its mini-batch. A forward phase: inside a layer, or at
+the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
 
     logits              logits of one micro-batch, on the last stage
     their weight        gradient of the logits and of the head's weight; added to the buffer, bf16 is widened to fp32
@@ -104,8 +105,10 @@ def working(
         moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held)
     else:
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches)
-    tables = Memory(activations=_FP32 * longest * role.shape.head_dim)  # the rotary embedding's angles
-    return max(moments, key=lambda memory: memory.total) + tables
+    # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
+    inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
+    angles = _FP32 * longest * role.shape.head_dim  # of the rotary embedding
+    return max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + angles)
 
 
 def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, num_micro_batches: int) -> list[Memory]:
@@ -114,13 +117,14 @@ def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: i
     if role.has_head(pipeline_rank) and not role.critic:
         kept = activations.logits_kept(role, head_tokens) if num_micro_batches > 1 else 0
         moments.append(Memory(logits=kept + activations.logits_forward(role, head_tokens)))
-    return [Memory(activations=tokens * activations.forward_per_token(role), logits=kept), *moments]
+    gathered = activations.buffers_per_token(role, 0)
+    return [Memory(activations=tokens * (activations.forward_per_token(role) + gathered), logits=kept), *moments]
 
 
 def _update_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float) -> list[Memory]:
     layers = len(stage_layers(role.shape, role.layout, pipeline_rank))
     per_token = layers * activations.saved_per_token(role) + activations.passed_per_token(role, pipeline_rank)
-    saved = int(held * tokens * per_token)
+    saved = int(held * tokens * per_token) + tokens * activations.buffers_per_token(role, pipeline_rank)
     weights = stage_weights(role, pipeline_rank)
     width, vocabulary = role.bytes_per_weight, role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0

@@ -1,0 +1,257 @@
+"""Phases that the memory model is compared on, and how a rank's peak is measured.
+
+Measured is the sum of live bytes of torch's CPU allocator, read off its own events: every tensor of the rank from the
+engines' construction to the end of the phase, temporaries inside operators included; not the process's resident size.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from megarl.engine.engine import Engine
+from megarl.engine.parallel import Place
+from megarl.estimate import Memory, Role, peak
+from megarl.recipe.sections import OptimizerSection
+from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.megatron import checkpoint_sizes
+from megarl.schedule import Plan, Schedule, plan_phase
+from tests.engine_cases import random_batch, start_places
+from tests.ranks import run_ranks
+
+TRAINED = ("actor", "critic")
+
+# config.json of models in which the layers, the vocabulary or a bias and a tied embedding weigh most.
+MODELS: dict[str, dict[str, Any]] = {
+    "layers": {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 256,
+    },
+    "vocabulary": {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8001,
+    },
+    "qwen2-tied": {
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4000,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 1000,
+    },
+}  # fmt: skip
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+LONG = ((16, 240), (24, 360), (8, 56), (16, 140))  # (prompt, completion) tokens of a data-parallel rank's sequences
+EQUAL = ((32, 96),) * 16
+SHORT = ((4, 12),) * 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One phase of `running` on one model, with every role of `layouts` resident; `lengths` for each data-parallel rank."""
+
+    name: str
+    model: str
+    running: str
+    update: bool
+    layouts: Mapping[str, Layout]
+    lengths: tuple[tuple[int, int], ...]
+    max_tokens: int
+    precision: str = "fp32"
+    max_in_flight: int | None = None
+    entropy_coefficient: float = 0.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**MODELS[self.model], **HEADS}
+
+    @property
+    def layout(self) -> Layout:
+        return self.layouts[self.running]
+
+    @property
+    def all_lengths(self) -> list[tuple[int, int]]:
+        return list(self.lengths) * self.layout.data
+
+    def roles(self) -> dict[str, Role]:
+        shape, bonus = ModelShape.from_config(self.config), self.entropy_coefficient > 0
+        return {
+            name: Role(name, shape, layout, self.precision, name in TRAINED, entropy_bonus=bonus and name == "actor")
+            for name, layout in self.layouts.items()
+        }
+
+    def plan(self) -> Plan:
+        schedule = Schedule(
+            "phase",
+            max_tokens=self.max_tokens,
+            mini_batch=len(self.all_lengths) if self.update else None,
+            max_micro_batches_in_flight=self.max_in_flight,
+        )
+        return plan_phase(schedule, [sum(pair) for pair in self.all_lengths], self.layout, 0)
+
+    def predicted(self) -> Memory:
+        """What the memory model says of the fullest rank under the phase's plan."""
+        roles, (mini_batch,) = self.roles(), self.plan().mini_batches
+        micro_batches = [one for own in mini_batch.micro_batches for one in own]
+        return peak(
+            list(roles.values()),
+            roles[self.running],
+            update=self.update,
+            slots=max(one.slots for one in micro_batches),
+            head_tokens=max(sum(self.all_lengths[sample][1] for sample in one.samples) for one in micro_batches),
+            longest=max(sum(pair) for pair in self.lengths),
+            num_micro_batches=mini_batch.num_micro_batches,
+            max_in_flight=self.max_in_flight,
+        )
+
+
+ONE = Layout()
+CASES = (
+    Case("actor forward", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256),
+    Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, ((120, 8),) * 16, 1024, "bf16"),
+    Case("reference forward", "qwen3", "reference", False, {"reference": Layout(1, 2, 1)}, EQUAL, 1024, "bf16"),
+    Case("actor update", "vocabulary", "actor", True, {"actor": ONE}, EQUAL, 512, "bf16"),
+    Case("actor update, long", "layers", "actor", True, {"actor": ONE}, LONG, 1024),
+    Case("actor update, weights alone", "vocabulary", "actor", True, {"actor": Layout(1, 1, 2)}, SHORT, 32),
+    Case("actor update, tied", "qwen2-tied", "actor", True, {"actor": ONE}, EQUAL, 512, "bf16"),
+    Case("actor update, tied weights alone", "qwen2-tied", "actor", True, {"actor": ONE}, SHORT, 32, "bf16"),
+    Case("actor update, entropy bonus", "qwen2-tied", "actor", True, {"actor": ONE}, EQUAL, 512, entropy_coefficient=0.1),
+    Case("actor update, tensor", "qwen3", "actor", True, {"actor": Layout(2, 1, 1)}, EQUAL, 1024),
+    Case("actor update, sequence parallel", "qwen3", "actor", True, {"actor": Layout(2, 1, 1, True)}, EQUAL, 1024, "bf16"),
+    Case("actor update, pipeline", "qwen2-tied", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024),
+    Case("actor update, drained pipeline", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024, "bf16", 1),
+    Case("critic update", "layers", "critic", True, {"critic": ONE}, LONG, 700, "bf16"),
+    Case(
+        "actor update beside critic and reference", "qwen3", "actor", True,
+        {"actor": Layout(2, 2, 1), "critic": Layout(1, 2, 2), "reference": Layout(2, 2, 1)}, EQUAL * 2, 1024, "bf16",
+    ),
+    Case(
+        "critic update beside actor and reference", "qwen3", "critic", True,
+        {"actor": Layout(2, 2, 1), "critic": Layout(1, 2, 2), "reference": Layout(2, 2, 1)}, EQUAL * 2, 1024,
+    ),
+)  # fmt: skip
+
+
+def write_model(config: Mapping[str, Any], directory: Path) -> None:
+    """A random checkpoint with this `config.json`."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(rows, columns, generator=generator) * 0.02 if columns > 1 else torch.ones(rows)
+        for name, (rows, columns) in checkpoint_sizes(ModelShape.from_config(dict(config))).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+
+
+def measure(cases: Sequence[Case], directory: Path) -> dict[str, list[int]]:
+    """Peak bytes of every rank, by the case's name. Models are written to `directory`; ranks are started once for all cases
+    of the same number."""
+    for model in MODELS:
+        write_model({**MODELS[model], **HEADS}, directory / model)
+    measured: dict[str, list[int]] = {}
+    for ranks in sorted({case.layout.ranks for case in cases}):
+        group = [case for case in cases if case.layout.ranks == ranks]
+        answers = run_ranks(measure_rank, ranks, group, str(directory))
+        measured |= {case.name: [answer[number] for answer in answers] for number, case in enumerate(group)}
+    return measured
+
+
+def measure_rank(cases: Sequence[Case], directory: str) -> list[int]:
+    """Peak bytes of this rank in each case."""
+    places = start_places(dict.fromkeys(layout for case in cases for layout in case.layouts.values()))
+    return [measure_case(case, f"{directory}/{case.model}", places) for case in cases]
+
+
+def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> int:
+    """Peak bytes: engines built, a small update of every trained role (it makes the optimizer's states), then the phase."""
+    gc.collect()  # the engines of the case before
+    shape = ModelShape.from_config(case.config)
+    batch = random_batch(shape.vocab, case.all_lengths)
+    (mini_batch,) = case.plan().mini_batches
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engines = {}
+        for name, layout in case.layouts.items():
+            optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
+            place = places[layout]
+            engines[name] = Engine(name, shape, directory, place, case.precision, 1.0, False, optimizer=optimizer)
+        for engine in engines.values():
+            if engine.optimizer is not None:
+                _take_small_update(engine, shape.vocab)
+        running = engines[case.running]
+        if case.update:
+            running.update(batch, mini_batch, _objective(case.entropy_coefficient))
+        else:
+            running.forward(batch, mini_batch)
+    return highest_total(profiler.profiler.kineto_results.experimental_event_tree())
+
+
+def _take_small_update(engine: Engine, vocab: int) -> None:
+    data = engine.place.layout.data
+    schedule = Schedule("warm", sequences=1, mini_batch=data)
+    (mini_batch,) = plan_phase(schedule, [2] * data, engine.place.layout, 0).mini_batches
+    engine.update(random_batch(vocab, [(1, 1)] * data), mini_batch, _objective(0.0))
+
+
+def _objective(entropy_coefficient: float) -> Any:
+    def objective(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = sum(output.square().mean() for name, output in outputs.items() if name != "entropy")
+        if entropy_coefficient and "entropy" in outputs:
+            loss = loss - entropy_coefficient * outputs["entropy"].mean()
+        assert isinstance(loss, torch.Tensor)
+        return loss, {"loss": loss.detach()}
+
+    return objective
+
+
+def highest_total(tree: list[Any]) -> int:
+    """Highest sum of live bytes over a profile's allocation events.
+
+    Threads that are not profiled do not report what they free: gloo's workers drop their copies last. Such a copy, allocated
+    inside a collective, is taken as freed when the call returns; anything else at the latest when its address is used again.
+    """
+    events: list[tuple[int, int, int]] = []  # time, address, bytes (negative: freed)
+    ends: dict[int, int] = {}  # number of an allocation inside a collective -> when the call returned
+    waiting = [(event, None) for event in tree]
+    while waiting:
+        event, collective_end = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            if collective_end is not None:
+                ends[len(events)] = collective_end
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.children:
+            inside = collective_end
+            if inside is None and event.tag == _EventType.TorchOp and event.name.startswith("c10d::"):
+                inside = event.end_time_ns
+            waiting += [(child, inside) for child in event.children]
+    order = np.argsort([time for time, _, _ in events], kind="stable").tolist()
+    return _replay(events, order, ends)
+
+
+def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int, int]) -> int:
+    live: dict[int, int] = {}
+    escaping: list[tuple[int, int]] = []  # (end of its collective, address)
+    total = highest = 0
+    for number in order:
+        time, address, size = events[number]
+        for end, escaped in [one for one in escaping if one[0] <= time]:
+            escaping.remove((end, escaped))
+            total -= live.pop(escaped, 0)
+        total -= live.pop(address, 0)
+        escaping = [one for one in escaping if one[1] != address]
+        if size > 0:
+            live[address] = size
+            total += size
+            if number in ends:
+                escaping.append((ends[number], address))
+        highest = max(highest, total)
+    return highest
