@@ -31,10 +31,10 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
         )
     elif schedule.sequences is not None and ceil(share, schedule.sequences) % step:
         legal = [n for n in range(1, share + 1) if ceil(share, n) % step == 0]
+        way_out = _nearest(legal, schedule.sequences) or "; no number of sequences gives a legal count: use max_tokens"
         found.append(
             f"phases.{phase}.micro_batch.sequences = {schedule.sequences} cuts {share} sequences a rank into "
-            f"{ceil(share, schedule.sequences)} micro-batches, but the virtual pipeline runs them by {step}"
-            f"{_nearest(legal, schedule.sequences)}"
+            f"{ceil(share, schedule.sequences)} micro-batches, but the virtual pipeline runs them by {step}{way_out}"
         )
     elif schedule.max_tokens is not None:
         found += _cap_violations(schedule, schedule.max_tokens, share, layout, max_sequence_tokens)

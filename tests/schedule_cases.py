@@ -1,0 +1,70 @@
+"""Cases for schedules: layouts, schedules and batches to plan, drawn wide."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from megarl.reshard.boxes import Layout
+from megarl.schedule import Cost, Plan, Schedule, plan_phase
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and what it is planned for; `longest` is what the recipe would promise about its lengths."""
+
+    schedule: Schedule
+    lengths: Sequence[int]
+    layout: Layout
+    seed: int
+    longest: int
+    cost: Cost
+    groups: list[int] | None
+
+    def plan(self) -> Plan:
+        return plan_phase(self.schedule, self.lengths, self.layout, self.seed, self.cost, self.groups)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tensor, pipeline = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))
+    return Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=draw(st.integers(1, 5)),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        virtual_pipeline=draw(st.integers(1, 3)) if pipeline > 1 else 1,
+        context=draw(st.integers(1, 3)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, capped: bool) -> Case:
+    """Mostly legal: sizes divide, the cap holds the longest sequence; the pipeline may still refuse the count."""
+    layout = draw(layouts())
+    update, group_size = draw(st.booleans()), draw(st.integers(1, 3))
+    size = layout.data * draw(st.integers(1, 7)) * group_size
+    count = size * (draw(st.integers(1, 2)) if update else 1)
+    longest = draw(st.integers(1, 80))
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([0.3, 1.0, 3.0]))  # few long sequences, all alike, mostly long
+    lengths = [max(1, round(longest * generator.random() ** (1 / spread))) for _ in range(count)]
+    groups = [sample // group_size for sample in range(count)]
+    generator.shuffle(groups)
+    step = layout.micro_batch_multiple * layout.sequence_multiple
+    in_flight = layout.pipeline > 1 and layout.virtual_pipeline == 1 and update and draw(st.booleans())
+    schedule = Schedule(
+        phase=draw(st.sampled_from(["actor_update", "critic_update"])) if update else "critic_value",
+        sequences=None if capped else draw(st.integers(1, 12)),
+        max_tokens=longest + step + draw(st.integers(0, 5 * longest)) if capped else None,
+        mini_batch=size if update else None,
+        epochs=draw(st.integers(1, 2)) if update else 1,
+        max_micro_batches_in_flight=draw(st.integers(1, layout.pipeline - 1)) if in_flight else None,
+    )
+    cost = Cost(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 1.0, 30.0])))
+    return Case(
+        schedule, lengths, layout, draw(st.integers(0, 2**31)), longest, cost, groups if draw(st.booleans()) else None
+    )
