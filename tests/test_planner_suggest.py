@@ -92,14 +92,15 @@ def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
 
 
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
-    file, last = write_qwen(tmp_path), 8
+    file, last = write_qwen(tmp_path), 64
     for memory_gib in (50, 64, 80, 100, 141, 192, 288):
         try:
-            layout = by_key(suggestions_of(file, [f"device.memory_gib={memory_gib}"]))["actor.layout"]
+            found = by_key(suggestions_of(file, [f"device.memory_gib={memory_gib}"]))
         except NothingFits:
-            assert last == 8
+            assert last == 64
             continue
-        cut = layout["tensor"] * layout["pipeline"]
+        layout = found["actor.layout"]
+        cut = layout["tensor"] * layout["pipeline"] * found["rollout.tensor"]
         assert cut <= last
         last = cut
     assert last == 1

@@ -125,8 +125,7 @@ def worst_memory(job: Job, schedule: Schedule) -> Memory:
         assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
         slots = min(schedule.max_tokens, size * longest_slots(job, role.layout))
         head_tokens = slots
-    # Two, because a second micro-batch starts while the results of the first are still held.
-    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, max(2, role.layout.pipeline))
+    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, _most_held(role))
 
 
 def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
@@ -161,8 +160,15 @@ def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Mem
         max(one.slots for one in every),
         max(sum(completions[sample] for sample in one.samples) for one in every),
         max(job.lengths.totals),
-        max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches),
+        min(_most_held(role), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
     )
+
+
+def _most_held(role: Role) -> int:
+    """Micro-batches whose activations or results a rank ever holds: those of the pipeline, and without one the next one's
+    beside the results of the last. Tokens of the others wait as well, at 40 bytes a slot too few to count.
+    """
+    return max(2, role.layout.pipeline)
 
 
 def _peak(

@@ -10,6 +10,7 @@ from megarl.recipe import ROLE_OF
 from megarl.recipe.rules import tensor_divides
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule
+from megarl.schedule.schedule import in_micro_batch
 
 # Ranks of one machine. A tensor group talks twice a layer, which only the links inside a machine carry.
 NODE_RANKS = 8
@@ -47,11 +48,8 @@ def layout_text(layout: Layout) -> str:
 
 
 def longest_slots(job: Job, layout: Layout) -> int:
-    """Slots of a micro-batch that holds one longest sequence, padding included."""
-    tokens = job.limits.longest
-    for multiple in (layout.sequence_multiple, layout.micro_batch_multiple):
-        tokens = -(-tokens // multiple) * multiple
-    return tokens
+    """Slots of a micro-batch that holds one longest sequence: the least legal cap."""
+    return in_micro_batch(job.limits.longest, layout)
 
 
 def _runs(job: Job, schedule: Schedule, layout: Layout) -> bool:

@@ -1,6 +1,6 @@
 """Layouts, engines and caps for a model on a cluster, each with its reason: what `megarl check --suggest` proposes.
 
-The search takes the simplest layout under which everything fits with room: in every phase a cap of four mean sequences
+The search takes the least cut under which everything fits with room: in every phase a cap of four mean sequences
 (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
 that room, it asks for one longest sequence of each. Engines share the devices of the trainer, one engine rank a device.
 """
@@ -56,15 +56,20 @@ def suggest(job: Job) -> list[Suggestion]:
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
-    """The job under the first layout, the same for all roles, and the smallest engine that fit together."""
-    for layout in _common_layouts(job):
-        moved = with_layouts(job, {role.name: layout for role in job.roles})
-        for engines in _engine_sizes(moved, roomy):
-            tried = replace(moved, engines=engines)
-            tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
-            if _fits(tried):
-                return tried
+    """The job under the layout, the same for all roles, and the engines that cut the model least and fit together."""
+    for layout, engines in _pairs(job, roomy):
+        tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
+        tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
+        if _fits(tried):
+            return tried
     return None
+
+
+def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, Engines | None]]:
+    """Layouts and engines by the product of their cuts: a trainer cut less must not cost engines that are cut more."""
+    pairs = [(layout, engines) for layout in _common_layouts(job) for engines in _engine_sizes(job, roomy)]
+    # The sort is stable: among equals the simplest layout is first.
+    return sorted(pairs, key=lambda pair: pair[0].tensor * pair[0].pipeline * (pair[1].tensor if pair[1] else 1))
 
 
 def _common_layouts(job: Job) -> list[Layout]:
@@ -162,9 +167,8 @@ def _what_is_missing(job: Job) -> str:
     """The least that any layout would take, for the longest sequence."""
     takes: list[tuple[int, Layout]] = []
     for layout in _common_layouts(job):
-        moved = with_layouts(job, {role.name: layout for role in job.roles})
-        for engines in _engine_sizes(moved, roomy=False):
-            tried = replace(moved, engines=engines)
+        for engines in _engine_sizes(job, roomy=False):
+            tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
             capped = [with_cap(one, _least_cap(tried, one, roomy=False)) for one in job.schedules]
             takes.append((max(worst_memory(tried, one).total for one in capped) + tried.engine_bytes, layout))
     if not takes:
@@ -182,6 +186,7 @@ def _layout_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
     simpler = layouts_of(job, "actor")
     simpler = simpler[: simpler.index(actor)]
     peak, usable = gib(found.device_peak), gib(job.usable_bytes or 0)
+    engine_tensor = found.job.engines.tensor if found.job.engines is not None else 0
     for role in found.job.roles:
         layout = role.layout
         fits = f"{peak} at worst of {usable} usable, engines included"
@@ -190,7 +195,7 @@ def _layout_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
             reason = "cut like the actor" if same else f"needs less than the actor and fits uncut by more; {fits}"
         elif simpler:
             names = ", ".join(f"TP{one.tensor} x PP{one.pipeline}" for one in simpler)
-            reason = f"the simplest that fits with room: {fits}; {names} would not"
+            reason = f"the simplest that fits beside engines of TP{engine_tensor}: {fits}; {names} would not"
         else:
             reason = f"no cut is needed: {fits}"
         value = {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence_parallel": layout.sequence_parallel}
