@@ -1,4 +1,15 @@
-"""Floating-point operations of a forward pass, counting matrix products (a multiplication and an addition are two)."""
+"""Floating-point operations of a forward pass: its matrix products, a multiplication and an addition counting as two.
+
+For a sequence of n tokens and a layer with hidden size h, a = heads * head_dim, k = groups * head_dim (terms as in
+Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal mask that is not computed):
+
+    linear layers     2 n h (a + 2 k + a + 3 ffn)
+    attention         2 a n (n + 1)       queries with keys and weights with values, 2 a each for n (n + 1) / 2 pairs
+    head, per row     2 h vocabulary, or 2 h for a critic; only rows that predict a completion token have one
+
+A backward pass takes twice that. Norms, rotary embedding, softmax and SwiGLU's product are left out, as is the
+recomputation of attention's weights in a fused backward pass.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +17,10 @@ from megarl.reshard.boxes import ModelShape
 
 
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:
-    """Operations of one sequence of `length` tokens with `head_tokens` rows of the head; an update takes 3 times that."""
-    attention = shape.heads * shape.head_dim
-    qkv = attention + 2 * shape.groups * shape.head_dim
-    weights = shape.num_layers * shape.hidden * (qkv + attention + 3 * shape.ffn)
-    # Two products of [length, length] per head, of which causality needs half.
-    scores = shape.num_layers * 2 * attention * length**2
-    head = shape.hidden * (1 if critic else shape.vocab)
-    return float(2 * weights * length + scores + 2 * head * head_tokens)
+    """Operations of one sequence of `length` tokens, `head_tokens` of which pass the head, over all ranks; an update takes
+    three times as many."""
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    linear = 2 * length * shape.hidden * (2 * queries + 2 * keys + 3 * shape.ffn)
+    attention = 2 * queries * length * (length + 1)
+    head = 2 * shape.hidden * (1 if critic else shape.vocab)
+    return float(shape.num_layers * (linear + attention) + head * head_tokens)

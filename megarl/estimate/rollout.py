@@ -1,19 +1,42 @@
-"""Bytes that one vLLM rank holds."""
+"""Bytes that one vLLM rank holds. Derived from vLLM 0.32's model code, not yet compared with a measurement.
+
+With t the engine's tensor ranks and b the bytes of its precision:
+
+    weights       decoder layers cut over t (with fewer key-value groups than ranks each rank keeps one group), the
+                  embedding and, where not tied, the head cut over the vocabulary padded to 64 t
+    engine        the KV cache, as the recipe sizes it
+    activations   of a prefill step of `batched_tokens` tokens: four hidden states, attention's input and output, and
+                  SwiGLU's gate, up and product
+    logits        a row of the whole vocabulary for each running sequence: logits in b and four copies in fp32 (widened,
+                  log-probabilities, probabilities, the sampler's noise)
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from megarl.estimate.memory import Memory
 from megarl.estimate.roles import BYTES, layer_weights
 from megarl.reshard.boxes import ModelShape
 
+_VOCAB_UNIT = 64
 
-def engine_memory(shape: ModelShape, tensor: int, precision: str, kv_cache_bytes: int, max_concurrent: int) -> Memory:
-    """One vLLM rank: its weights, its KV cache (in `engine`) and the working memory of a decoding step."""
-    rows = -(-shape.vocab // tensor) * shape.hidden
-    weights = shape.num_layers * layer_weights(shape, tensor) + shape.hidden + rows * (1 if shape.tied else 2)
+
+def engine_memory(
+    shape: ModelShape, tensor: int, precision: str, kv_cache_bytes: int, max_concurrent: int, batched_tokens: int = 2048
+) -> Memory:
+    """One rank of an engine with `tensor` ranks that runs up to `max_concurrent` sequences at once and takes up to
+    `batched_tokens` prompt tokens a step (rollout/engine.py asks for the longest sequence, at least 2048)."""
+    width = BYTES[precision]
+    local = replace(shape, groups=max(shape.groups, tensor))
+    unit = _VOCAB_UNIT * tensor
+    vocabulary = -(-shape.vocab // unit) * unit // tensor * shape.hidden
+    weights = shape.num_layers * layer_weights(local, tensor) + shape.hidden + vocabulary * (1 if shape.tied else 2)
+    attention = 2 * (local.heads + local.groups) * shape.head_dim // tensor
+    per_token = 4 * shape.hidden + attention + 3 * shape.ffn // tensor
     return Memory(
-        weights=weights * BYTES[precision],
-        activations=max_concurrent * (4 * shape.hidden + 4 * shape.ffn // tensor) * BYTES[precision],
-        logits=4 * 3 * max_concurrent * shape.vocab,
+        weights=weights * width,
+        activations=batched_tokens * per_token * width,
+        logits=max_concurrent * shape.vocab * (width + 4 * 4),
         engine=kv_cache_bytes,
     )

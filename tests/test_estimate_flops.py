@@ -1,0 +1,58 @@
+"""The operations that `megarl check` counts are those that a real engine computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.estimate import forward_flops
+from megarl.reshard.boxes import Layout, ModelShape
+from megarl.schedule import Schedule, plan_phase
+from tests.engine_cases import engine, objective_of, random_batch, start
+from tests.memory_cases import HEADS, MODELS, write_model
+from tests.ranks import run_ranks
+
+LENGTHS = [(5, 40), (70, 10), (3, 1), (100, 60)]
+SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
+
+
+def count(directory: str, role: str) -> tuple[int, int]:
+    """Operations of a forward phase and of an update, by torch's counter."""
+    trained = engine(directory, start(Layout()), role, lr=1e-3)
+    batch = random_batch(trained.shape.vocab, LENGTHS)
+    schedule = Schedule(f"{role}_update", max_tokens=200, mini_batch=len(LENGTHS))
+    (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), Layout(), 0).mini_batches
+    # The counter knows no operator of the CPU's fused attention; its plain form multiplies the masked half too.
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            trained.forward(batch, mini_batch)
+        with FlopCounterMode(display=False) as update:
+            trained.update(batch, mini_batch, objective_of(role, 1))
+    return forward.get_total_flops(), update.get_total_flops()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_operations_are_those_of_the_engine(tmp_path: Path, role: str) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    ((forward, update),) = run_ranks(count, 1, str(tmp_path), role)
+    queries = SHAPE.heads * SHAPE.head_dim
+    masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS)) * SHAPE.num_layers
+    counted = sum(forward_flops(SHAPE, sum(pair), pair[1], role == "critic") for pair in LENGTHS) + masked
+    assert forward == pytest.approx(counted, rel=0.01)
+    assert update == pytest.approx(3 * counted, rel=0.01)
+
+
+def test_one_long_sequence_costs_more_than_its_halves() -> None:
+    whole, half = forward_flops(SHAPE, 4096, 0), forward_flops(SHAPE, 2048, 0)
+    attention = SHAPE.num_layers * 2 * SHAPE.heads * SHAPE.head_dim * 2048**2 * 2
+    assert whole - 2 * half == attention
+
+
+def test_prompts_pay_no_head() -> None:
+    per_row = forward_flops(SHAPE, 100, 30) - forward_flops(SHAPE, 100, 29)
+    assert per_row == 2 * SHAPE.hidden * SHAPE.vocab
+    assert forward_flops(SHAPE, 100, 30, critic=True) == forward_flops(replace(SHAPE, vocab=1), 100, 30)

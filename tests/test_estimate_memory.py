@@ -1,0 +1,172 @@
+"""The memory model against torch's allocator, and laws that its numbers keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.estimate import Memory, Role, largest_cap, micro_batches_held, peak, resident, stage_weights, working
+from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.megatron import padded_vocab, rank_segments
+from megarl.schedule.schedule import in_micro_batch
+from tests.memory_cases import CASES, HEADS, MODELS, measure
+
+# The model's target is 10 % (benchmarks/memory.py); what it gets wrong here is below 3 %.
+TOLERANCE = 0.05
+
+
+def test_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
+    measured = measure(CASES, tmp_path)
+    ratios = {case.name: case.predicted().total / max(measured[case.name]) for case in CASES}
+    assert len(ratios) == len(CASES), "two cases have the same name"
+    wrong = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > TOLERANCE}
+    assert not wrong, f"predicted over measured: {wrong}"
+
+
+SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
+FULL: dict[str, Any] = dict(head_tokens=700, longest=300, num_micro_batches=8, max_in_flight=None)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    groups = draw(st.sampled_from([4, 8]))
+    config = {
+        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        "num_hidden_layers": draw(st.sampled_from([4, 8])),
+        "hidden_size": draw(st.sampled_from([64, 256])),
+        "intermediate_size": draw(st.sampled_from([96, 512])),
+        "num_attention_heads": groups * draw(st.sampled_from([1, 3])),
+        "num_key_value_heads": groups,
+        "head_dim": draw(st.sampled_from([8, 32])),
+        "vocab_size": draw(st.integers(50, 5000)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    return ModelShape.from_config(config)
+
+
+@st.composite
+def roles(draw: st.DrawFn, trained: bool = True) -> Role:
+    tensor = draw(st.sampled_from([1, 2, 4]))
+    layout = Layout(
+        tensor,
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2, 3])),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+    )
+    name = draw(st.sampled_from(["actor", "critic"]))
+    return Role(name, draw(shapes()), layout, draw(st.sampled_from(["fp32", "bf16"])), trained, draw(st.booleans()))
+
+
+@given(roles(), st.data())
+def test_weights_are_those_a_rank_loads(role: Role, data: st.DataObject) -> None:
+    layout = role.layout
+    stage = data.draw(st.integers(0, layout.pipeline - 1))
+    tensor_rank = data.draw(st.integers(0, layout.tensor - 1))
+    loaded = sum(
+        (one.row1 - one.row0) * (one.col1 - one.col0)
+        for one in rank_segments(role.shape, layout, tensor_rank, stage, critic=role.critic)
+    )
+    rows = padded_vocab(role.shape, layout.tensor) // layout.tensor
+    padding = rows - min(max(role.shape.vocab - tensor_rank * rows, 0), rows)
+    last = stage == layout.pipeline - 1
+    own_head = last and not role.critic and (not role.shape.tied or layout.pipeline > 1)
+    tables = (stage == 0) + own_head
+    value_head = role.shape.hidden if last and role.critic else 0
+    assert stage_weights(role, stage) == loaded + tables * padding * role.shape.hidden + value_head
+
+
+@given(roles())
+def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: Role) -> None:
+    one, three = (replace(role, layout=replace(role.layout, data=data)) for data in (1, 3))
+    whole, third = resident(one, 0), resident(three, 0)
+    assert (third.weights, third.gradients) == (whole.weights, whole.gradients)
+    assert 0 <= 3 * third.optimizer - whole.optimizer < 3 * 12
+    assert resident(replace(role, trained=False), 0) == Memory(weights=whole.weights)
+
+
+@given(roles(), st.booleans(), st.integers(1, 5000), st.integers(1, 5000))
+def test_the_peak_rises_with_slots_and_layers(role: Role, update: bool, slots: int, more: int) -> None:
+    def total(of: Role, tokens: int) -> int:
+        return peak([of], of, update=update, slots=tokens, **(FULL | {"head_tokens": tokens})).total
+
+    deeper = replace(role, shape=replace(role.shape, num_layers=2 * role.shape.num_layers))
+    assert total(role, slots) < total(role, slots + more)
+    assert total(role, slots) < total(deeper, slots)
+
+
+@given(roles(), st.integers(10, 400), st.integers(1, 30), st.booleans(), st.floats(0.5, 3.0))
+def test_the_largest_cap_fits_and_one_more_token_does_not(
+    role: Role, longest: int, count: int, update: bool, share: float
+) -> None:
+    def total(cap: int) -> int:
+        held = max(2, role.layout.pipeline)
+        arguments: dict[str, Any] = dict(head_tokens=cap, longest=longest, num_micro_batches=held, max_in_flight=None)
+        return peak([role], role, update=update, slots=cap, **arguments).total
+
+    lowest = in_micro_batch(longest, role.layout)
+    budget = int(total(lowest) * share)
+    cap = largest_cap([role], role, budget, update=update, longest=longest, num_sequences=count, max_in_flight=None)
+    if cap is None:
+        assert total(lowest) > budget
+        return
+    assert lowest <= cap <= lowest * count
+    assert total(cap) <= budget
+    assert cap == lowest * count or total(cap + 1) > budget
+
+
+def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:
+    role = Role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
+    assert [micro_batches_held(role, stage, 8, None) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_held(role, stage, 2, None) for stage in range(4)] == [2, 2, 2, 1]
+    assert [micro_batches_held(role, stage, 8, 1) for stage in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_drained_pipeline_holds_less() -> None:
+    # A critic: an actor's last stage, which holds one micro-batch, may be the fullest for its logits.
+    role = Role("critic", replace(SHAPE, num_layers=8), Layout(1, 4, 1), "bf16", True)
+    totals = [
+        peak([role], role, update=True, slots=1000, **(FULL | {"max_in_flight": limit})).total for limit in (1, 2, 3, None)
+    ]
+    assert all(fewer < more for fewer, more in pairwise(totals))
+
+
+def test_sequence_parallelism_saves_activations_and_no_weights() -> None:
+    plain, parallel = (Role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
+    held = [working(role, 0, update=True, slots=1000, **FULL).activations for role in (plain, parallel)]
+    assert held[1] < held[0]
+    assert resident(plain, 0) == resident(parallel, 0)
+
+
+def test_the_fullest_rank_is_found_across_layouts() -> None:
+    actor = Role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
+    critic = Role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
+    reference = Role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
+    found = peak([actor, critic, reference], critic, update=True, slots=500, **FULL)
+    by_rank = []
+    for rank in range(4):
+        total = working(critic, critic.layout.coordinates(rank)[1], update=True, slots=500, **FULL).total
+        for role in (actor, critic, reference):
+            total += resident(role, role.layout.coordinates(rank)[1]).total
+        by_rank.append(total)
+    assert found.total == max(by_rank) > min(by_rank)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    actor, critic = (Role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
+    with pytest.raises(ValueError, match="running role critic is not one of"):
+        peak([actor], critic, update=True, slots=10, **FULL)
+    wider = replace(critic, layout=Layout(4, 1, 1))
+    with pytest.raises(ValueError, match=r"'actor': 2, 'critic': 4"):
+        peak([actor, wider], actor, update=True, slots=10, **FULL)
+    with pytest.raises(ValueError, match="the actor is not trained"):
+        working(replace(actor, trained=False), 0, update=True, slots=10, **FULL)
+    with pytest.raises(ValueError, match="precision = 'fp8'"):
+        replace(actor, precision="fp8")
+    with pytest.raises(ValueError, match="role = 'judge'"):
+        replace(actor, name="judge")
