@@ -19,7 +19,7 @@ from megarl.engine.engine import Engine, Objective, Update, share_results
 from megarl.engine.parallel import Place, reduce_scalars, start_parallel
 from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import Layout, ModelShape
-from megarl.schedule import Schedule, compare, plan_phase
+from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 
 
@@ -109,7 +109,6 @@ def train(
     steps: int,
     max_tokens: int,
     precision: str = "fp32",
-    max_in_flight: int | None = None,
 ) -> dict[str, Figures]:
     """Every role in turn: forward, then an update, `steps` times."""
     places = start_places(layouts.values())
@@ -120,9 +119,7 @@ def train(
     for _ in range(steps):
         for role, trained in roles.items():
             place = trained.place
-            schedule = Schedule(
-                f"{role}_update", max_tokens=max_tokens, mini_batch=12, max_micro_batches_in_flight=max_in_flight
-            )
+            schedule = Schedule(f"{role}_update", max_tokens=max_tokens, mini_batch=12)
             (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
             results, executed = trained.forward(batch, mini_batch)
             compare(mini_batch, place.data_rank, executed)
@@ -131,6 +128,31 @@ def train(
             compare(mini_batch, place.data_rank, update.executed)
             figures[role].append((total_loss(update, place), update.grad_norm, torch.cat(shared).numpy()))
     return figures
+
+
+def gradients_of(
+    directory: str, layout: Layout, role: str, lengths: list[tuple[int, int]], mini_batches: list[MiniBatch]
+) -> list[tuple[float, np.ndarray, Executed]]:
+    """Of each mini-batch, all under the same weights: loss, this rank's part of the gradient, and what ran."""
+    place = start(layout)
+    trained = engine(directory, place, role, lr=1e-2)
+    batch = random_batch(trained.shape.vocab, lengths)
+    parts: list[np.ndarray] = []
+
+    def read_gradients() -> tuple[bool, float, None]:
+        """In place of the optimizer's step. Reduced, a rank holds its own share of each bucket only."""
+        buckets = [bucket for buffer in trained.chunk.buffers for bucket in buffer.buckets]
+        shares = [bucket.grad_data.chunk(layout.data)[place.data_rank] for bucket in buckets]
+        parts.append(torch.cat(shares).clone().numpy())
+        return True, 0.0, None
+
+    trained.optimizer.step = read_gradients
+    found = []
+    for mini_batch in mini_batches:
+        update = trained.update(batch, mini_batch, objective_of(role, int(batch.completion_lengths.sum())))
+        compare(mini_batch, place.data_rank, update.executed)
+        found.append((total_loss(update, place), parts[-1], update.executed))
+    return found
 
 
 def train_with_checkpoints(

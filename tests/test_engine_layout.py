@@ -20,10 +20,10 @@ LAYOUTS = [
 ]
 
 
-def _figures(directory, layouts, max_tokens, **more):
+def _figures(directory, layouts, max_tokens):
     """What the first rank measured; every rank agrees on the gradient norms."""
     (ranks,) = {layout.ranks for layout in layouts.values()}
-    found = run_ranks(train, ranks, str(directory), layouts, STEPS, max_tokens, *more.values())
+    found = run_ranks(train, ranks, str(directory), layouts, STEPS, max_tokens)
     for other in found[1:]:
         for role in layouts:
             assert [norm for _, norm, _ in other[role]] == [norm for _, norm, _ in found[0][role]]

@@ -7,7 +7,6 @@ Both execute exactly the micro-batches they are given and report what they execu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,7 +135,7 @@ class Engine:
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = self._finalize
-        self.config.no_sync_func = self._no_sync
+        self.config.no_sync_func = self.chunk.no_sync
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
@@ -197,17 +196,16 @@ class Engine:
         for number, size in enumerate(mini_batch.runs, 1):
             self._is_last_run = number == len(mini_batch.runs)
             ran.append([])
-            with nullcontext() if forward_only or self._is_last_run else self.chunk.no_sync():
-                stored += get_forward_backward_func()(
-                    forward_step_func=partial(self._step, finish, ran[-1], size),
-                    data_iterator=remaining,
-                    model=[self.chunk],
-                    num_microbatches=size,
-                    seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
-                    micro_batch_size=1,
-                    forward_only=forward_only,
-                    collect_non_loss_data=forward_only,
-                )
+            stored += get_forward_backward_func()(
+                forward_step_func=partial(self._step, finish, ran[-1], size),
+                data_iterator=remaining,
+                model=[self.chunk],
+                num_microbatches=size,
+                seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         return stored, _executed(ran)
 
     def _step(
@@ -241,13 +239,11 @@ class Engine:
 
         return output, last
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        """megatron-core leaves it at the last micro-batch of a pipeline run, to reduce gradients over data-parallel ranks:
-        it must have nothing to leave in any run but the last."""
-        return self.chunk.no_sync() if self._is_last_run else nullcontext()
-
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
-        """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs."""
+        """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs.
+
+        Nothing reduces them earlier, as the configuration does not overlap that with the backward pass.
+        """
         if self._is_last_run:
             finalize_model_grads(*args, **kwargs)
 

@@ -132,8 +132,8 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, de
     if critic and last:
         model.output_layer = ValueHead(config)
     elif last and config.sequence_parallel:
-        # It would gather its input by itself, behind the choice of positions; DecoderModel does it before.
-        model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
+        # DecoderModel has gathered its input, and chosen from it.
+        model.output_layer.sequence_parallel = False
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     return model.to(device=device, dtype=DTYPES[precision])
 
