@@ -17,8 +17,8 @@ from megarl.reshard.megatron import padded_vocab, rank_segments
 from megarl.schedule.schedule import in_micro_batch
 from tests.memory_cases import CASES, HEADS, MODELS, measure
 
-# The model's target is 10 % (benchmarks/memory.py); what it gets wrong here is below 3 %.
-TOLERANCE = 0.05
+# The model's target is 10 % (benchmarks/memory.py); here it is within 1 %, and a lost term of a layer makes 3 %.
+TOLERANCE = 0.03
 
 
 def test_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
 
     two norms           2 (4 + 2 b) h / s   input in fp32, normalised input, output; in fp32 the input is the residual itself
     qkv                 (a + 2 k) b         the fused output, of which values (and keys, queries) are views
-    q/k norms           (a + k) (4 + b)     input in fp32 and normalised input; in fp32 the keys' input is the qkv view
+    q/k norms           (a + k) (4 + b)     input in fp32 and normalised input; in fp32 the keys' input is the qkv view, and
+                                            so is the queries' where the rank has one group
     rotary embedding    (a + k + 4 d) b     rotated queries and keys, and two tables each for queries and keys
     attention           2 a b + 4 heads / t output, its copy that joins the sequences, log of the softmax's sums
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
 
 Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
-(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s), and has buffers beside (`buffers_per_token`).
+(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def saved_per_token(role: Role) -> int:
     qkv = (queries + 2 * keys) * width
     query_key_norms = 0
     if shape.qk_norm:
-        query_key_norms = (queries + keys) * (_FP32 + width) - (keys * _FP32 if width == _FP32 else 0)
+        query_key_norms = (queries + keys) * (_FP32 + width)
+        if width == _FP32:
+            query_key_norms -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
     rotary = (queries + keys + 4 * shape.head_dim) * width
     attention = 2 * queries * width + _FP32 * shape.heads // tensor
     return norms + qkv + query_key_norms + rotary + attention + 5 * (shape.ffn // tensor) * width
@@ -47,12 +50,14 @@ def passed_per_token(role: Role, pipeline_rank: int) -> int:
     return received + sent
 
 
-def buffers_per_token(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token in buffers of an update's exchanges: the input and its gradient of the micro-batch before, which a
-    stage is still sending back, and what sequence parallelism gathers for the linear layers."""
-    width = role.bytes_per_weight
-    sending = 2 * hidden_width(role) * width if pipeline_rank > 0 else 0
-    return sending + (role.shape.hidden * width if role.layout.sequence_parallel else 0)
+def sent_back_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token of the micro-batch before, whose input and its gradient a stage still sends back."""
+    return 2 * hidden_width(role) * role.bytes_per_weight if pipeline_rank > 0 else 0
+
+
+def gathered_per_token(role: Role) -> int:
+    """Bytes of each token in the buffer that sequence parallelism gathers the linear layers' inputs in."""
+    return role.shape.hidden * role.bytes_per_weight if role.layout.sequence_parallel else 0
 
 
 def final_norm_per_token(role: Role) -> int:
@@ -65,11 +70,14 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
 
     The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
     the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
-    residual.
+    residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
+    norm's output and the normalised input are gone.
     """
-    swiglu = (2 * (role.shape.ffn // role.layout.tensor) + hidden_width(role)) * role.bytes_per_weight
-    final_norm = 6 * _FP32 * hidden_width(role) if role.has_head(pipeline_rank) else 0
-    return max(swiglu, final_norm)
+    width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
+    swiglu = (2 * ffn + hidden) * width
+    norm = (5 * _FP32 + width - 2 * width) * hidden - 5 * ffn * width
+    final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
+    return max(swiglu, norm, final_norm)
 
 
 def forward_per_token(role: Role) -> int:

@@ -102,7 +102,8 @@ def working(
     tokens, head_tokens = -(-slots // context), -(-head_tokens // context)
     if update:
         held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
-        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held)
+        steady = num_micro_batches > 1 and max_in_flight != 1
+        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, steady)
     else:
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
@@ -117,14 +118,18 @@ def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: i
     if role.has_head(pipeline_rank) and not role.critic:
         kept = activations.logits_kept(role, head_tokens) if num_micro_batches > 1 else 0
         moments.append(Memory(logits=kept + activations.logits_forward(role, head_tokens)))
-    gathered = activations.buffers_per_token(role, 0)
-    return [Memory(activations=tokens * (activations.forward_per_token(role) + gathered), logits=kept), *moments]
+    per_token = activations.forward_per_token(role) + activations.gathered_per_token(role)
+    return [Memory(activations=tokens * per_token, logits=kept), *moments]
 
 
-def _update_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float) -> list[Memory]:
+def _update_moments(
+    role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool
+) -> list[Memory]:
+    """`held` micro-batches at once; `steady`: a pipeline run has more than one."""
     layers = len(stage_layers(role.shape, role.layout, pipeline_rank))
     per_token = layers * activations.saved_per_token(role) + activations.passed_per_token(role, pipeline_rank)
-    saved = int(held * tokens * per_token) + tokens * activations.buffers_per_token(role, pipeline_rank)
+    beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
+    saved = int(held * tokens * per_token) + tokens * beside
     weights = stage_weights(role, pipeline_rank)
     width, vocabulary = role.bytes_per_weight, role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
