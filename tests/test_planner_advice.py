@@ -46,6 +46,10 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     ),
     "cache too large": (["rollout.kv_cache_bytes=51539607552"], {("engine", "rollout")}),
     "share too large": (["rollout.memory_utilization=0.7"], {("engine", "rollout")}),
+    "share and cache too large": (
+        ["rollout.kv_cache_bytes=51539607552", "rollout.memory_utilization=0.7"],
+        {("engine", "rollout")},
+    ),
     "share too small": (["rollout.memory_utilization=0.05"], {("engine", "rollout")}),
     "device too small": (["device.memory_gib=20"], {("memory", "actor_update"), ("engine", "rollout")}),
 }
@@ -111,11 +115,24 @@ def test_following_the_advice_ends(name: str, tmp_path: Path) -> None:
     assert found.fits or name == "device too small"
 
 
+def test_an_earlier_drain_comes_before_another_layout(tmp_path: Path) -> None:
+    """It changes one phase, and leaves its cap as it is where that is enough."""
+    (one,) = [one for one in fit(forecast_of(write_qwen(tmp_path), QWEN["drain"][0])) if one.phase == "actor_update"]
+    assert len(one.changes) == 1 and one.changes[0].startswith("phases.actor_update.max_micro_batches_in_flight=")
+
+
+def test_actor_logprob_is_never_sped_up_away_from_actor_update(tmp_path: Path) -> None:
+    single = [f"phases.{phase}.micro_batch={{sequences: 1}}" for phase in ("actor_logprob", "actor_update")]
+    kinds = {(one.kind, one.phase) for one in advice_on(forecast_of(write_qwen(tmp_path), single))}
+    assert ("cap", "actor_update") in kinds
+    assert not {phase for _, phase in kinds} & {"actor_logprob"}
+
+
 def test_what_cannot_fit_is_said_without_a_change(tmp_path: Path) -> None:
     found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=12"])
     for one in fit(found):
         assert (one.changes, one.after) == ((), None)
-        assert "no cap and no layout on these ranks fits" in one.text or "the trainer must hold less" in one.text
+        assert "no cap and no layout of these ranks fits" in one.text or "the trainer must hold less" in one.text
 
 
 def test_more_memory_is_asked_for_only_where_it_is_known_to_be_there(tmp_path: Path) -> None:

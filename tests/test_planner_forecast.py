@@ -19,6 +19,7 @@ from megarl.recipe import load_recipe
 from megarl.recipe.memory import GIB, engine_bytes, memory_roles
 from megarl.schedule import Cost, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
+from tests.recipe_cases import CONFIG
 
 
 @pytest.fixture
@@ -84,7 +85,8 @@ LAYOUTS = ("{tensor: 1, pipeline: 1}", "{tensor: 2, pipeline: 2, sequence_parall
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small(tmp_path_factory.mktemp("recipe"))
+    """A vocabulary so large that logits are what counts."""
+    return write_small(tmp_path_factory.mktemp("recipe"), model=CONFIG | {"vocab_size": 50_000})
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from megarl.planner.show import suggestion_lines
 from megarl.planner.suggest import NothingFits, Suggestion, suggest
 from megarl.recipe import load_recipe
 from tests.planner_cases import forecast_of, write_qwen, write_small
+from tests.recipe_cases import CONFIG
 
 # A critic, and everything PPO needs, beside the actor and the reference.
 PPO = [
@@ -95,15 +96,24 @@ def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
     file, last = write_qwen(tmp_path), 64
     for memory_gib in (50, 64, 80, 100, 141, 192, 288):
         try:
-            found = by_key(suggestions_of(file, [f"device.memory_gib={memory_gib}"]))
+            suggested = suggestions_of(file, [f"device.memory_gib={memory_gib}"])
         except NothingFits:
             assert last == 64
             continue
+        found = by_key(suggested)
+        assert forecast_of(file, [f"device.memory_gib={memory_gib}", *as_overrides(suggested)]).fits
         layout = found["actor.layout"]
         cut = layout["tensor"] * layout["pipeline"] * found["rollout.tensor"]
         assert cut <= last
         last = cut
     assert last == 1
+
+
+def test_engines_are_not_cut_to_save_the_trainer_a_cut(tmp_path: Path) -> None:
+    """Trainer and engines share the devices: what fits with less cutting of both together is what is proposed."""
+    job = job_of(load_recipe(write_qwen(tmp_path), ["device.memory_gib=50"]), "long-tail")
+    found = by_key(suggest(job))
+    assert found["actor.layout"]["tensor"] * found["actor.layout"]["pipeline"] * found["rollout.tensor"] <= 8
 
 
 def test_a_model_too_large_is_said_with_what_it_takes(tmp_path: Path) -> None:
@@ -140,6 +150,10 @@ def test_layouts_divide_what_they_must_and_the_simplest_is_first(tmp_path: Path,
         for layout in layouts:
             assert layout.ranks == 8 and 4 % layout.pipeline == 0 and 4 % layout.tensor == 0
             assert layout.sequence_parallel == (layout.tensor > 1)
+    wide = CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 16}
+    ranks = ["trainer.ranks=16", "rollout.kv_cache_bytes=100000000"]
+    on_two_machines = job_of(load_recipe(write_small(tmp_path, model=wide), ranks))
+    assert max(layout.tensor for layout in layouts_of(on_two_machines, "actor")) == NODE_RANKS
     # actor_update has mini-batches of 8 sequences, critic_update of 16, the batch 16: data-parallel sizes divide them.
     drained = job_of(load_recipe(write_small(tmp_path), ["phases.critic_update.max_micro_batches_in_flight=1"]))
     assert {layout.pipeline for layout in layouts_of(drained, "critic")} == {2, 4}

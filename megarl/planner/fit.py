@@ -39,7 +39,11 @@ def _phases(forecast: Forecast) -> Iterator[Advice]:
         held = (
             f"takes up to {gib(before)} with engines; the device has {gib(job.device_bytes)}, {gib(job.usable_bytes)} usable"
         )
-        way_out = f"{shown(changes)} takes {gib(after)}" if after is not None else "no cap and no layout on these ranks fits"
+        way_out = (
+            f"{shown(changes)} takes {gib(after)}"
+            if after is not None
+            else "no cap and no layout of these ranks fits beside the engines"
+        )
         yield Advice("memory", phase.phase, f"{held}; {way_out}", changes, "device_bytes", before, after)
 
 
