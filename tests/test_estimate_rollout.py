@@ -17,21 +17,21 @@ QWEN_7B = ModelShape.from_config(
 
 
 def test_a_known_model_weighs_what_its_card_says() -> None:
-    assert engine_memory(QWEN_7B, 1, "bf16", 0, 1).weights == 2 * 7_615_616_512
+    assert engine_memory(QWEN_7B, 1, "bf16", 0, 1, 2048).weights == 2 * 7_615_616_512
 
 
 def test_weights_are_those_a_rank_receives() -> None:
     received = sum((one.row1 - one.row0) * (one.col1 - one.col0) for one in vllm_segments(QWEN_7B, 4) if one.rank == 0)
-    assert engine_memory(QWEN_7B, 4, "fp32", 0, 1).weights == 4 * received
+    assert engine_memory(QWEN_7B, 4, "fp32", 0, 1, 2048).weights == 4 * received
 
 
 def test_the_cache_is_what_the_recipe_says_and_rows_cost_logits() -> None:
-    small, large = (engine_memory(QWEN_7B, 2, "bf16", 10**9, rows) for rows in (8, 16))
+    small, large = (engine_memory(QWEN_7B, 2, "bf16", 10**9, rows, 2048) for rows in (8, 16))
     assert small.engine == large.engine == 10**9
     assert large.logits == 2 * small.logits > 0
     assert large.activations == small.activations
 
 
 def test_a_key_value_group_is_not_cut() -> None:
-    four, eight = (engine_memory(replace(QWEN_7B, heads=32), tensor, "bf16", 0, 1).weights for tensor in (4, 8))
+    four, eight = (engine_memory(replace(QWEN_7B, heads=32), tensor, "bf16", 0, 1, 2048).weights for tensor in (4, 8))
     assert eight > four / 2

@@ -23,10 +23,10 @@ _VOCAB_UNIT = 64
 
 
 def engine_memory(
-    shape: ModelShape, tensor: int, precision: str, kv_cache_bytes: int, max_concurrent: int, batched_tokens: int = 2048
+    shape: ModelShape, tensor: int, precision: str, kv_cache_bytes: int, max_concurrent: int, batched_tokens: int
 ) -> Memory:
     """One rank of an engine with `tensor` ranks that runs up to `max_concurrent` sequences at once and takes up to
-    `batched_tokens` prompt tokens a step (rollout/engine.py asks for the longest sequence, at least 2048)."""
+    `batched_tokens` prompt tokens a step (`Recipe.batched_tokens`)."""
     width = BYTES[precision]
     local = replace(shape, groups=max(shape.groups, tensor))
     unit = _VOCAB_UNIT * tensor

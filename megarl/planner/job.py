@@ -25,12 +25,15 @@ class Engines:
     precision: str
     kv_cache_bytes: int
     max_concurrent: int
+    batched_tokens: int
     utilization: float | None
 
     @property
     def memory(self) -> Memory:
         """What one rank of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
-        return engine_memory(self.shape, self.tensor, self.precision, self.kv_cache_bytes, self.max_concurrent)
+        return engine_memory(
+            self.shape, self.tensor, self.precision, self.kv_cache_bytes, self.max_concurrent, self.batched_tokens
+        )
 
     def per_device(self, devices: int) -> int:
         """Engine ranks on the fullest of `devices` devices."""
@@ -76,7 +79,8 @@ class Job:
 
     @property
     def engine_bytes(self) -> int:
-        """What engines take of one trainer rank's device: what they need, or the share that the recipe gives them.
+        """What engines take of one trainer rank's device: what they need, or the share that the recipe gives them, which
+        must be free for them to start.
 
         Trainer and engines share the devices.
         """
@@ -130,5 +134,6 @@ def _engines(recipe: Recipe, shape: ModelShape) -> Engines:
         recipe.rollout_precision,
         rollout.kv_cache_bytes,
         recipe.phases.rollout.max_concurrent,
+        recipe.batched_tokens,
         rollout.memory_utilization,
     )

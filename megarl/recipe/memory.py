@@ -35,17 +35,20 @@ def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
 
 def engine_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """Bytes that rollout engines take of one trainer device: weights, key-value cache and working memory of each engine rank
-    there. 0 where rollouts are replayed."""
+    there, or the share that `rollout.memory_utilization` asks to be free. 0 where rollouts are replayed."""
     rollout = recipe.rollout
     if rollout.replay is not None:
         return 0
     on_one_device = -(-rollout.engines * rollout.tensor // recipe.trainer.ranks)
+    if rollout.memory_utilization is not None and recipe.device is not None:
+        return int(on_one_device * rollout.memory_utilization * int(recipe.device.memory_gib * GIB))
     rank = engine_memory(
         shape,
         rollout.tensor,
         recipe.rollout_precision,
         rollout.kv_cache_bytes,
         recipe.phases.rollout.max_concurrent,
+        recipe.batched_tokens,
     )
     return on_one_device * rank.total
 

@@ -37,6 +37,7 @@ class EngineSettings:
     precision: str
     tensor: int
     max_model_len: int
+    batched_tokens: int
     max_new_tokens: int
     max_concurrent: int
     kv_cache_bytes: int
@@ -233,7 +234,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
         # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
         enable_chunked_prefill=False,
-        max_num_batched_tokens=max(settings.max_model_len, 2048),
+        max_num_batched_tokens=settings.batched_tokens,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied

@@ -54,6 +54,7 @@ class EnginePool:
                     precision=recipe.rollout_precision,
                     tensor=rollout.tensor,
                     max_model_len=recipe.max_sequence_tokens,
+                    batched_tokens=recipe.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,
                     max_concurrent=recipe.phases.rollout.max_concurrent,
                     kv_cache_bytes=rollout.kv_cache_bytes,
