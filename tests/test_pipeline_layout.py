@@ -1,5 +1,7 @@
 """A PPO run of four ranks gives the same figures under every layout, given the same rollouts."""
 
+from typing import Any
+
 import pytest
 
 from tests.runs import fake_rollouts, figures, megarl, tiny_recipe, tiny_run
@@ -13,7 +15,7 @@ CLOSE = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/entropy", 
 
 
 # Ranks, tensor and pipeline of the actor, and what else a recipe says.
-RUNS = {
+RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "tp2pp2": (4, 2, 2, {}),
     "one": (1, 1, 1, {}),
     "tp2": (2, 2, 1, {}),

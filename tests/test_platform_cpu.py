@@ -11,9 +11,10 @@ from tests.tiny_models import save_tiny_model
 
 def _missed_after_training(directory):
     from megarl.platform import cuda_stub
+    from megarl.reshard.boxes import Layout
     from tests.engine_cases import train
 
-    train(directory, (1, 2, 1), "actor", 1, 64, "bf16")
+    train(directory, {"actor": Layout(1, 2, 1)}, 1, 64, "bf16")
     return sorted(cuda_stub.missed)
 
 
