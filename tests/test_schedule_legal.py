@@ -107,6 +107,7 @@ def executed(mini_batch: MiniBatch, rank: int) -> Executed:
     return Executed(*counts, runs=mini_batch.runs)
 
 
+@settings(deadline=None)
 @given(cases(capped=True), st.randoms())
 def test_what_ran_is_compared_micro_batch_by_micro_batch(case: Case, draw: random.Random) -> None:
     if violations(case.schedule, len(case.lengths), case.layout, case.longest):

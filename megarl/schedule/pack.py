@@ -20,8 +20,7 @@ def level(
     room = [cap] * count
     cheapest = [(0.0, number) for number in range(count)]
     for sample in longest_first:
-        wanted = slots[sample]
-        passed = []
+        wanted, passed = slots[sample], []
         while cheapest and room[cheapest[0][1]] < wanted:
             passed.append(heapq.heappop(cheapest))
         if not cheapest:
@@ -29,8 +28,8 @@ def level(
             return split(tight, slots, count) if len(tight) <= count else None
         spent, number = cheapest[0]
         heapq.heapreplace(cheapest, (spent + costs[sample], number))
-        for bin_passed in passed:
-            heapq.heappush(cheapest, bin_passed)
+        for full in passed:  # only for this sequence
+            heapq.heappush(cheapest, full)
         bins[number].append(sample)
         room[number] -= wanted
     return bins

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.schedule.bound import RankModel
 
+# Ranks within this ratio of the mean are even; the costliest looks for a swap with this many of the cheapest.
+_EVEN, _PARTNERS = 1.0001, 64
 # Grouped ranks may end up this far above the time aimed at, as a share of it.
 _OVERFLOW = 0.02
 
@@ -54,7 +57,10 @@ def deal_sequences(
         heapq.heapreplace(opened, (room + cost, rank))
         ranks[rank].append(sample)
         free[rank] -= slots
-    return _share(ranks, work, free, model.count)
+    shared = _share(ranks, work, free, model.count)
+    if shared is not None and not grouped:
+        _even_out(shared, work.costs, work.slots, free)
+    return shared
 
 
 def _share(ranks: list[list[int]], work: Work, free: list[int], count: int) -> list[list[int]] | None:
@@ -67,13 +73,54 @@ def _share(ranks: list[list[int]], work: Work, free: list[int], count: int) -> l
             sample = ranks[donor].pop()
             if work.slots[sample] > free[rank]:
                 return None
-            free[rank] -= work.slots[sample]
+            free[rank], free[donor] = free[rank] - work.slots[sample], free[donor] + work.slots[sample]
             own.append(sample)
+            own.sort(key=work.slots.__getitem__, reverse=True)
             if -held - 1 > count:
                 heapq.heapreplace(donors, (held + 1, donor))
             else:
                 heapq.heappop(donors)
     return ranks
+
+
+def _even_out(ranks: list[list[int]], costs: Sequence[float], slots: Sequence[int], free: list[int]) -> None:
+    """Swap sequences of the costliest rank for cheaper ones of the cheapest ranks, while that evens them out."""
+    spent = sorted((sum(map(costs.__getitem__, own)), rank) for rank, own in enumerate(ranks))
+    even = _EVEN * sum(cost for cost, _ in spent) / len(spent)
+    for _ in range(2 * len(ranks)):
+        most, high = spent[-1]
+        if most <= even:
+            return
+        swaps = (
+            (position, low, least, *pair)
+            for position, (least, low) in enumerate(spent[:_PARTNERS])
+            if (pair := _best_swap(ranks[high], ranks[low], costs, most - least)) is not None
+            and slots[pair[0]] - slots[pair[1]] <= free[low]
+        )
+        swap = next(swaps, None)
+        if swap is None:
+            return
+        position, low, least, away, back = swap
+        del spent[-1], spent[position]
+        moved = costs[away] - costs[back]
+        insort(spent, (most - moved, high))
+        insort(spent, (least + moved, low))
+        for rank, gone, come in ((high, away, back), (low, back, away)):
+            ranks[rank] = sorted({*ranks[rank]} - {gone} | {come}, key=lambda sample: (-slots[sample], sample))
+            free[rank] += slots[gone] - slots[come]
+
+
+def _best_swap(high: list[int], low: list[int], costs: Sequence[float], gap: float) -> tuple[int, int] | None:
+    """A sequence of `high` and one of `low`, whose swap leaves the smallest part of `gap`; None where none lessens it."""
+    ascending = [costs[sample] for sample in reversed(low)]
+    best, found = gap, None
+    for sample in high:
+        wanted = costs[sample] - gap / 2
+        at = bisect_left(ascending, wanted)
+        for other in (at - 1, at):
+            if 0 <= other < len(low) and abs(2 * (ascending[other] - wanted)) < best:
+                best, found = abs(2 * (ascending[other] - wanted)), (sample, low[-1 - other])
+    return found
 
 
 def deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: int) -> list[list[list[int]]]:
