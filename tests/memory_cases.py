@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.engine.engine import Engine
 from megarl.engine.parallel import Place
@@ -29,6 +29,7 @@ from tests.engine_cases import random_batch, start_places
 from tests.ranks import run_ranks
 
 TRAINED = ("actor", "critic")
+MARK = "the phase"  # in the profile
 
 # config.json of models in which the layers, the vocabulary or a bias and a tied embedding weigh most.
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8001,
     },
     "qwen2-tied": {
-        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4000,
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8000,
         "tie_word_embeddings": True,
     },
     "qwen3": {
@@ -51,6 +52,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 LONG = ((16, 240), (24, 360), (8, 56), (16, 140))  # (prompt, completion) tokens of a data-parallel rank's sequences
 EQUAL = ((32, 96),) * 16
 SHORT = ((4, 12),) * 4
+PROMPTS = ((126, 2),) * 16
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ class Case:
 ONE = Layout()
 CASES = (
     Case("actor forward", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256),
-    Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, ((120, 8),) * 16, 1024, "bf16"),
+    Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, "bf16"),
     Case("reference forward", "qwen3", "reference", False, {"reference": Layout(1, 2, 1)}, EQUAL, 1024, "bf16"),
     Case("actor update", "vocabulary", "actor", True, {"actor": ONE}, EQUAL, 512, "bf16"),
     Case("actor update, long", "layers", "actor", True, {"actor": ONE}, LONG, 1024),
     Case("actor update, weights alone", "vocabulary", "actor", True, {"actor": Layout(1, 1, 2)}, SHORT, 32),
+    Case("actor update, few completions", "vocabulary", "actor", True, {"actor": ONE}, PROMPTS, 1024, "bf16"),
+    Case("actor update, tied, few completions", "qwen2-tied", "actor", True, {"actor": ONE}, PROMPTS, 1024, "bf16"),
     Case("actor update, tied", "qwen2-tied", "actor", True, {"actor": ONE}, EQUAL, 512, "bf16"),
     Case("actor update, tied weights alone", "qwen2-tied", "actor", True, {"actor": ONE}, SHORT, 32, "bf16"),
     Case("actor update, entropy bonus", "qwen2-tied", "actor", True, {"actor": ONE}, EQUAL, 512, entropy_coefficient=0.1),
@@ -127,7 +131,7 @@ CASES = (
     Case("actor update, sequence parallel", "qwen3", "actor", True, {"actor": Layout(2, 1, 1, True)}, EQUAL, 1024, "bf16"),
     Case("actor update, pipeline", "qwen2-tied", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024),
     Case("actor update, drained pipeline", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024, "bf16", 1),
-    Case("critic update", "layers", "critic", True, {"critic": ONE}, LONG, 700, "bf16"),
+    Case("critic update", "qwen3", "critic", True, {"critic": ONE}, EQUAL, 1024, "bf16"),
     Case(
         "actor update beside critic and reference", "qwen3", "actor", True,
         {"actor": Layout(2, 2, 1), "critic": Layout(1, 2, 2), "reference": Layout(2, 2, 1)}, EQUAL * 2, 1024, "bf16",
@@ -173,7 +177,8 @@ def measure_rank(cases: Sequence[Case], directory: str) -> list[int]:
 
 
 def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> int:
-    """Peak bytes: engines built, a small update of every trained role (it makes the optimizer's states), then the phase."""
+    """Peak bytes of the phase, after the engines were built and every trained role took a small update, which makes the
+    optimizer's states."""
     gc.collect()  # the engines of the case before
     shape = ModelShape.from_config(case.config)
     batch = random_batch(shape.vocab, case.all_lengths)
@@ -188,10 +193,11 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
             if engine.optimizer is not None:
                 _take_small_update(engine, shape.vocab)
         running = engines[case.running]
-        if case.update:
-            running.update(batch, mini_batch, _objective(case.entropy_coefficient))
-        else:
-            running.forward(batch, mini_batch)
+        with record_function(MARK):
+            if case.update:
+                running.update(batch, mini_batch, _objective(case.entropy_coefficient))
+            else:
+                running.forward(batch, mini_batch)
     return highest_total(profiler.profiler.kineto_results.experimental_event_tree())
 
 
@@ -214,13 +220,14 @@ def _objective(entropy_coefficient: float) -> Any:
 
 
 def highest_total(tree: list[Any]) -> int:
-    """Highest sum of live bytes over a profile's allocation events.
+    """Highest sum of live bytes over a profile's allocation events from its MARK on.
 
     Threads that are not profiled do not report what they free: gloo's workers drop their copies last. Such a copy, allocated
     inside a collective, is taken as freed when the call returns; anything else at the latest when its address is used again.
     """
     events: list[tuple[int, int, int]] = []  # time, address, bytes (negative: freed)
     ends: dict[int, int] = {}  # number of an allocation inside a collective -> when the call returned
+    begin = None
     waiting = [(event, None) for event in tree]
     while waiting:
         event, collective_end = waiting.pop()
@@ -228,16 +235,20 @@ def highest_total(tree: list[Any]) -> int:
             if collective_end is not None:
                 ends[len(events)] = collective_end
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.tag == _EventType.TorchOp and event.name == MARK:
+            begin = event.start_time_ns
+            waiting += [(child, collective_end) for child in event.children]
         elif event.children:
             inside = collective_end
             if inside is None and event.tag == _EventType.TorchOp and event.name.startswith("c10d::"):
                 inside = event.end_time_ns
             waiting += [(child, inside) for child in event.children]
     order = np.argsort([time for time, _, _ in events], kind="stable").tolist()
-    return _replay(events, order, ends)
+    assert begin is not None, "the profile has no mark"
+    return _replay(events, order, ends, begin)
 
 
-def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int, int]) -> int:
+def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int, int], begin: int) -> int:
     live: dict[int, int] = {}
     escaping: list[tuple[int, int]] = []  # (end of its collective, address)
     total = highest = 0
@@ -253,5 +264,6 @@ def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int
             total += size
             if number in ends:
                 escaping.append((ends[number], address))
-        highest = max(highest, total)
+        if time >= begin:
+            highest = max(highest, total)
     return highest

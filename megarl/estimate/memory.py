@@ -13,7 +13,7 @@ A phase works at its largest moment, beside the packed inputs of its mini-batch.
 the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
 
     logits              logits of one micro-batch, on the last stage
-    their weight        gradient of the logits and of the head's weight; added to the buffer, bf16 is widened to fp32
+    their weight        gradient of the logits and of the head's weight; added to the buffer (unless tied), bf16 is widened
     backward            gradients inside the last layer or the final norm; a tied head's weight gradient waits for the
                         embedding's
     tied embedding      both gradients of the tied weight (and its fp32 copy), activations gone
@@ -147,7 +147,7 @@ def _update_moments(
             Memory(activations=saved, logits=logits),
             Memory(
                 activations=saved,
-                gradients=vocabulary * (width + widened),
+                gradients=vocabulary * (width + (0 if tied else widened)),
                 logits=activations.logits_kept(role, head_tokens),
             ),
         ]
