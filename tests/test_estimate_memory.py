@@ -17,10 +17,11 @@ from megarl.reshard.megatron import padded_vocab, rank_segments
 from megarl.schedule.schedule import in_micro_batch
 from tests.memory_cases import CASES, HEADS, MODELS, measure
 
-# The model's target is 10 % (benchmarks/memory.py); here it is within 1 %, and a lost term of a layer makes 3 %.
+# The model's target is 10 % (benchmarks/memory.py); here it is within 2 %, and most terms, lost, make more than 3 %.
 TOLERANCE = 0.03
 
 
+@pytest.mark.slow
 def test_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
     measured = measure(CASES, tmp_path)
     ratios = {case.name: case.predicted().total / max(measured[case.name]) for case in CASES}
