@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.boxes import Layout
-from megarl.schedule import Executed, MiniBatch, PlanMismatch, Schedule, compare, plan_phase, violations
+from megarl.schedule import (
+    Executed,
+    MiniBatch,
+    PlanMismatch,
+    Schedule,
+    compare,
+    plan_phase,
+    violations,
+    worst_case_micro_batches,
+)
 from tests.schedule_cases import Case, cases
 
 VIRTUAL = Layout(pipeline=4, virtual_pipeline=2)
@@ -105,6 +114,21 @@ def executed(mini_batch: MiniBatch, rank: int) -> Executed:
     own = mini_batch.micro_batches[rank]
     counts = (tuple(len(one.samples) for one in own), tuple(one.tokens for one in own), tuple(one.slots for one in own))
     return Executed(*counts, runs=mini_batch.runs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "count"),
+    [
+        (Schedule("critic_value", sequences=4), Layout(data=2), 3),
+        (Schedule("critic_value", max_tokens=29), Layout(data=2), 6),  # 2 of 10 tokens each, and one more
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2), 2),
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2, pipeline=4), 10),
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2, pipeline=4, virtual_pipeline=2), 8),
+        (Schedule("actor_update", max_tokens=1000, mini_batch=10), Layout(data=2, pipeline=4), 5),
+    ],
+)
+def test_the_worst_case_is_what_the_rule_allows(schedule: Schedule, layout: Layout, count: int) -> None:
+    assert worst_case_micro_batches(schedule, 20, layout, 10) == count
 
 
 @settings(deadline=None)

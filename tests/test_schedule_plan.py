@@ -177,6 +177,19 @@ def test_a_batch_that_only_fills_exactly_is_packed() -> None:
     assert [one.tokens for one in plan.mini_batches[0].micro_batches[0]] == [9, 9, 9]
 
 
+def test_a_tight_cap_is_packed_over_all_ranks() -> None:
+    """By the lightest rank the ranks get 80, 80 and 80 and 28 is left; cut first, three micro-batches of 90 fit."""
+    lengths = [50, 40, 50, 40, 30, 30, 28, 1, 1]
+    plan = plan_phase(Schedule("critic_value", max_tokens=90), lengths, Layout(data=3), 0)
+    assert [[one.tokens for one in rank] for rank in plan.mini_batches[0].micro_batches] == [[90], [90], [90]]
+
+
+def test_ranks_swap_sequences_where_that_evens_them_out() -> None:
+    """By the lightest rank they get 70 and 51."""
+    plan = plan_phase(Schedule("critic_value", max_tokens=100), [30, 30, 20, 20, 20, 1], Layout(data=2), 0)
+    assert sorted(sum(one.tokens for one in rank) for rank in plan.mini_batches[0].micro_batches) == [60, 61]
+
+
 def test_ranks_take_as_many_sequences_as_balance_needs() -> None:
     """Eight ranks, one long sequence: equal counts would leave its rank with eight, three times the mean."""
     lengths = [700] + [100] * 63

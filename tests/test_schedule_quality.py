@@ -134,7 +134,8 @@ def test_a_plan_for_a_pipeline_idles_less_than_one_that_only_fills_the_cap(kind:
 
 def test_micro_batches_run_costliest_first() -> None:
     """Runs of a drained pipeline then hold micro-batches that are alike, and a shortage of memory shows at once."""
-    lengths = [random.Random(2).randint(1, 900) for _ in range(96)]
+    generator = random.Random(2)
+    lengths = [generator.randint(1, 900) for _ in range(96)]
     schedule = Schedule("actor_update", max_tokens=1800, mini_batch=96, max_micro_batches_in_flight=2)
     plan = plan_phase(schedule, lengths, Layout(pipeline=4, data=2), 0, Cost(1e-4))
     for rank in plan.mini_batches[0].micro_batches:
