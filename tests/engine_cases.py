@@ -61,7 +61,10 @@ def engine(
 
 
 def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]]) -> Any:
-    """Logits [tokens, vocabulary] of one packed micro-batch with every sequence, on the last stage; else None."""
+    """Logits [tokens, vocabulary] of every sequence, in batch order, on the last stage; else None.
+
+    All in one packed micro-batch, or in as many as a virtual pipeline needs.
+    """
     place = start(layout)
     actor = engine(directory, place)
     batch = random_batch(actor.shape.vocab, lengths)
@@ -74,9 +77,10 @@ def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]]) 
         return {}
 
     actor._outputs = keep  # type: ignore[method-assign]
-    plan = plan_phase(Schedule("actor_logprob", sequences=len(lengths)), batch.lengths.tolist(), place.layout, 0)
+    schedule = Schedule("actor_logprob", sequences=len(lengths) // place.layout.micro_batch_step)
+    plan = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0)
     actor.forward(batch, plan.mini_batches[0])
-    return found[0].numpy() if found else None
+    return torch.cat(found).numpy() if found else None
 
 
 def objective_of(role: str, num_tokens: int) -> Objective:
@@ -141,7 +145,7 @@ def gradients_of(
 
     def read_gradients() -> tuple[bool, float, None]:
         """In place of the optimizer's step. Reduced, a rank holds its own share of each bucket only."""
-        buckets = [bucket for buffer in trained.chunk.buffers for bucket in buffer.buckets]
+        buckets = [bucket for chunk in trained.chunks for buffer in chunk.buffers for bucket in buffer.buckets]
         shares = [bucket.grad_data.chunk(layout.data)[place.data_rank] for bucket in buckets]
         parts.append(torch.cat(shares).clone().numpy())
         return True, 0.0, None

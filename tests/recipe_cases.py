@@ -70,7 +70,12 @@ def edited(*edits: tuple[str, Any]) -> Callable[[], dict]:
 
 def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make `path` the working directory, with a good model, two bad ones and a file of questions."""
-    for name, config in (("tiny", CONFIG), ("gpt2", {"model_type": "gpt2"}), ("torn", {"model_type": "qwen3"})):
+    for name, config in (
+        ("tiny", CONFIG),
+        ("deep", CONFIG | {"num_hidden_layers": 8}),
+        ("gpt2", {"model_type": "gpt2"}),
+        ("torn", {"model_type": "qwen3"}),
+    ):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
     (path / "qa.jsonl").write_text('{"q": "1+1", "a": "2"}\n')

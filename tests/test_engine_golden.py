@@ -1,5 +1,5 @@
-"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, and TP2 with
-sequence parallelism."""
+"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, TP2 with sequence
+parallelism, and PP2 with two chunks a stage."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,12 @@ from tests.ranks import run_ranks
 from tests.tiny_models import FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.golden
+LAYOUTS = (
+    Layout(),
+    Layout(tensor=2, pipeline=2),
+    Layout(tensor=2, sequence_parallel=True),
+    Layout(pipeline=2, virtual_pipeline=2),
+)
 LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
 
 
@@ -28,7 +34,7 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
         rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
     expected = np.concatenate(rows)
-    for layout in (Layout(), Layout(tensor=2, pipeline=2), Layout(tensor=2, sequence_parallel=True)):
+    for layout in LAYOUTS:
         found = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS)[-1]
         assert np.abs(found - expected).max() <= 1e-4
         assert np.abs(expected).max() > 0.5  # the model says something

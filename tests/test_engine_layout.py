@@ -17,6 +17,8 @@ LAYOUTS = [
     Layout(data=2),
     Layout(tensor=2, sequence_parallel=True),
     Layout(tensor=2, pipeline=2, sequence_parallel=True),
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(tensor=2, pipeline=2, sequence_parallel=True, virtual_pipeline=2),
 ]
 
 

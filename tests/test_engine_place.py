@@ -134,7 +134,7 @@ def _refusals():
 
     platform.current.start_process_group(0, 60.0)
     messages = []
-    for layout in (Layout(data=2), Layout(context=2), Layout(pipeline=2, virtual_pipeline=2)):
+    for layout in (Layout(data=2), Layout(context=2)):
         with pytest.raises(ValueError) as refused:
             start_parallel([layout], seed=1, timeout_s=60.0, local_rank=0)
         messages.append(str(refused.value))
@@ -145,4 +145,3 @@ def test_a_layout_that_cannot_run_is_refused_by_name():
     (messages,) = run_ranks(_refusals, 1)
     assert messages[0] == "trainer.ranks = 2, but 1 ranks were started; start as many"
     assert "context=2" in messages[1] and "context = 2 yet; set it to 1" in messages[1]
-    assert "virtual_pipeline = 2 yet; set it to 1" in messages[2]

@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         },
     ),
     "sequence parallel": (4, 2, 2, {"actor__layout__sequence_parallel": True}),
+    "virtual pipeline": (2, 1, 2, {"actor__layout__virtual_pipeline": 2}),
 }
 
 

@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import ENGINE_PHASES, RecipeError, load_recipe
+from megarl.recipe.recipe import ROLE_OF
+from megarl.schedule import plan_phase
 from tests.recipe_cases import edited, make_folder, write
 
 # name: (what is in the file, {key of a violation: a text its rule or way out must contain})
@@ -130,6 +132,52 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "phases.actor_update.max_micro_batches_in_flight": "actor's 2 pipeline stages hold 2 at most anyway 1",
             "phases.critic_update.max_micro_batches_in_flight": "critic's 1 pipeline stage holds 1 at most anyway remove",
         },
+    ),
+    "virtual pipelines that cut nothing": (
+        edited(
+            ("actor.layout", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 3}),
+            ("critic.layout", {"tensor": 2, "virtual_pipeline": 2}),
+            ("phases.actor_update.max_micro_batches_in_flight", 1),
+        ),
+        {
+            "actor.layout.virtual_pipeline": "pipeline 2 x virtual_pipeline 3 = 6 must divide the model's 4 layers 2",
+            "critic.layout.virtual_pipeline": "critic.layout.pipeline is 1 1",
+            "phases.actor_update.max_micro_batches_in_flight": "actor.layout.virtual_pipeline = 3 chunks a stage",
+        },
+    ),
+    # 4 stages on 8 ranks leave 2 data-parallel ranks, so each needs 4, 8, ... micro-batches of its 8, 2 or 6 sequences.
+    "counts that a virtual pipeline cannot run": (
+        edited(
+            ("actor.layout", {"tensor": 1, "pipeline": 4, "virtual_pipeline": 1}),
+            ("critic.layout", {"tensor": 1, "pipeline": 4, "virtual_pipeline": 2}),
+            ("model.path", "deep"),
+            ("phases.rollout.prompts", 12),
+            ("phases.critic_update", {"mini_batch": 4, "micro_batch": {"sequences": 1}}),
+            ("phases.critic_value.micro_batch", {"sequences": 5}),
+        ),
+        {
+            "phases.critic_update.mini_batch": "critic's virtual pipeline runs micro-batches by its 4 stages 8",
+            "phases.critic_value.micro_batch.sequences": "a rank into 3, and the critic's virtual pipeline runs",
+        },
+    ),
+    "a cap that can need more micro-batches than a virtual pipeline has": (
+        edited(
+            ("actor.layout.virtual_pipeline", 2),
+            ("phases.rollout.prompts", 6),
+            ("phases.actor_update.mini_batch", 6),
+            ("phases.critic_update", {"mini_batch": 12, "micro_batch": {"max_tokens": "auto"}}),
+            ("device", {"memory_gib": 8}),
+        ),
+        {"phases.actor_update.micro_batch.max_tokens": "up to 64 tokens can need more than 2 micro-batches, and the"},
+    ),
+    "a batch of fewer sequences than a virtual pipeline runs at once": (
+        edited(
+            ("actor.layout.virtual_pipeline", 2),
+            ("trainer.ranks", 64),
+            ("phases.actor_update.mini_batch", 16),
+            ("phases.actor_logprob", ...),
+        ),
+        {"phases.rollout.prompts": "ranks 1, and the actor's virtual pipeline runs micro-batches by its 2 stages 16"},
     ),
     "caps that are no numbers": (
         edited(
@@ -303,6 +351,25 @@ def test_every_fault_is_named_at_once(name: str, folder: Path) -> None:
     assert "Traceback" not in result.output
     for key in expected:
         assert f"{key} = " in result.output
+
+
+COUNTS = (
+    "counts that a virtual pipeline cannot run",
+    "a cap that can need more micro-batches than a virtual pipeline has",
+)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, folder: Path) -> None:
+    file = write(folder, BROKEN[name][0])
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    recipe = load_recipe(file, [f"{one.key}={one.nearest}" for one in caught.value.violations])
+    for phase in (phase for phase in ENGINE_PHASES if recipe.runs(phase)):
+        lengths = [recipe.max_sequence_tokens] * recipe.num_sequences
+        layout = recipe.layout(ROLE_OF[phase])
+        for mini_batch in plan_phase(recipe.schedule(phase), lengths, layout, seed=0).mini_batches:
+            assert mini_batch.num_micro_batches % layout.micro_batch_step == 0
 
 
 @pytest.mark.parametrize(

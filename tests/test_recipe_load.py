@@ -145,6 +145,15 @@ def test_check_prints_the_phase_table(folder: Path) -> None:
     assert update.bubble_share == "20%"
 
 
+def test_the_phase_table_names_the_chunks_of_a_virtual_pipeline(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited(("actor.layout.virtual_pipeline", 2), ("critic.layout", {"pipeline": 2}))))
+    rows = {row.phase: row for row in phase_table(recipe)}
+    assert rows["actor_update"].layout == rows["reference_logprob"].layout == "TP2 x PP2xVP2"
+    assert rows["critic_update"].layout == "TP1 x PP2"
+    # 4 micro-batches a rank, 2 chunks each: (2 - 1) / (2 * 4 + 2 - 1)
+    assert (rows["actor_update"].worst_case, rows["actor_update"].bubble_share) == ("4", "11%")
+
+
 def test_check_imports_nothing_heavy(folder: Path) -> None:
     """This, and not a stopwatch, is what keeps `megarl check` under a second."""
     good, bad = write(folder, edited()), folder / "bad.yaml"

@@ -46,9 +46,10 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, int]:
     unit = np.lcm.reduce([groups, tensor, rollout])
     heads = int(unit) * draw(st.integers(1, 2))
     pipeline = draw(st.sampled_from([1, 2, 3]))
+    chunks = draw(st.sampled_from([1, 2, 3])) if pipeline > 1 else 1
     shape = model(
         draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
-        pipeline * draw(st.integers(1, 2)),
+        pipeline * chunks * draw(st.integers(1, 2)),
         heads,
         groups,
         draw(st.sampled_from([1, 2, 6])),
@@ -59,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, int]:
     # Megatron cuts the fused qkv rows evenly
     if (shape.heads + 2 * shape.groups) * shape.head_dim % tensor:
         shape = model(shape.family, shape.num_layers, heads, groups, 4, shape.ffn, shape.vocab, shape.tied)
-    return shape, Layout(tensor, pipeline, draw(st.integers(1, 2))), rollout
+    return shape, Layout(tensor, pipeline, draw(st.integers(1, 2)), virtual_pipeline=chunks), rollout
 
 
 def size(segment: Segment) -> int:

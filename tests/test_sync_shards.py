@@ -22,6 +22,7 @@ from megarl.sync.publish import WeightSync
 from megarl.sync.read import ShardReader
 from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, checkpoint, cut, megatron_shards, save_model
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.sync
 
@@ -79,12 +80,13 @@ def publish_and_read(first: str, second: str, layout: Layout, rollout_tensor: in
         ("qwen3", True, Layout(2, 2, 1), 2, "fp32"),
         ("qwen2", False, Layout(4, 1, 1), 1, "bf16"),
         ("llama", True, Layout(1, 2, 2), 4, "fp32"),
+        ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), 2, "fp32"),
     ],
 )
 def test_workers_receive_exactly_their_shards(
     tmp_path: Path, family: str, tied: bool, layout: Layout, rollout_tensor: int, precision: str
 ) -> None:
-    first, second = (str(save_model(tmp_path / str(seed), family, tied, seed)) for seed in (1, 2))
+    first, second = (str(save_tiny_model(tmp_path / str(seed), family, tied, seed)) for seed in (1, 2))
     answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout_tensor, precision)
     assert answers == [0] * (layout.ranks - 1) + [2 * rollout_tensor]
     assert not [name for name in os.listdir(segment.ROOT) if name.startswith("megarl-test-")]

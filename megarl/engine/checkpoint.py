@@ -7,7 +7,7 @@ already saved.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
     own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
     for group in loaded["optimizer"]["optimizer"]["param_groups"]:
         group.update(own)
-    engine.model.load_state_dict(loaded["model"])
+    _fill(engine.models, loaded["model"])
     for optimizer in _optimizers(engine):
         optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
     engine.optimizer.load_state_dict(loaded["optimizer"])
@@ -84,26 +84,35 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
                 entry["step"] = entry["step"].clone()
 
 
-def load_weights(checkpoint: str | Path, role: str, model: DecoderModel) -> None:
-    """Fill a role's weights alone; to be called inside the place that `model` was built in."""
+def load_weights(checkpoint: str | Path, role: str, chunks: Sequence[DecoderModel]) -> None:
+    """Fill a role's weights alone; to be called inside the place that `chunks` were built in."""
+    wanted = _chunk_states(chunks, role)
+    _fill(chunks, dist_checkpointing.load({"model": wanted}, str(checkpoint))["model"])
+
+
+def _chunk_states(chunks: Sequence[DecoderModel], role: str) -> dict[str, dict[str, Any]]:
+    """What each model chunk holds, by its number and its own names. A tensor's key in the checkpoint says its role and its
+    layer in the whole model, not its chunk: under another layout another chunk takes it."""
     prefix = f"{role}."
-    wanted = model.sharded_state_dict(prefix=prefix)
-    loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))["model"]
-    model.load_state_dict({name.removeprefix(prefix): value for name, value in loaded.items()})
+    return {
+        str(number): {name.removeprefix(prefix): part for name, part in chunk.sharded_state_dict(prefix=prefix).items()}
+        for number, chunk in enumerate(chunks)
+    }
+
+
+def _fill(chunks: Sequence[DecoderModel], states: Mapping[str, dict[str, Any]]) -> None:
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(states[str(number)])
 
 
 def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     with engine.place.active():
-        model = engine.model.sharded_state_dict(prefix=f"{engine.role}.")
+        model = _chunk_states(engine.models, engine.role)
         optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"
-    return {
-        "model": {name.removeprefix(f"{engine.role}."): part for name, part in model.items()},
-        "optimizer": optimizer,
-        "scheduler": engine.scheduler.state_dict(),
-    }
+    return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
 
 
 def _set_states(optimizer: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

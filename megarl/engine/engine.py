@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
-from megarl.engine.model import build_model, named_shards
+from megarl.engine.model import DecoderModel, build_model, named_shards
 from megarl.engine.parallel import Place
 from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
@@ -70,34 +70,38 @@ class Engine:
         seed: int = 1,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
-        self.chunk: Any
+        # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
+        self.models: list[DecoderModel]
+        self.chunks: list[Any]
         self.optimizer: Any = None
         self._is_last_run = True
         with place.active():
             self._build(directory, precision, seed)
             self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_entropy)
             if optimizer is None:
-                self.model.requires_grad_(False)
+                for model in self.models:
+                    model.requires_grad_(False)
             else:
                 self._make_trainable(optimizer, steps, updates_per_step, precision)
 
     def _build(self, directory: str | Path, precision: str, seed: int) -> None:
         shape, place, role = self.shape, self.place, self.role
-        self.chunk = self.model = build_model(shape, place.layout, precision, role, place.device)
-        self.config = self.model.config
+        self.models = build_model(shape, place.layout, precision, role, place.device)
+        self.chunks = list(self.models)
+        self.config = self.models[0].config
         segments = rank_segments(
             shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"
         )
         sizes = checkpoint_sizes(shape, critic=role == "critic")
-        load_shards(directory, segments, named_shards(self.model), sizes)
-        if role == "critic" and self.model.post_process:
-            _initialise_value_head(self.model.output_layer.weight, shape, seed)
+        load_shards(directory, segments, named_shards(self.models, place.layout), sizes)
+        if role == "critic" and self.models[-1].post_process:
+            _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
 
     def _make_trainable(self, settings: OptimizerSection, steps: int, updates_per_step: int, precision: str) -> None:
         data = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
         )
-        self.chunk = DistributedDataParallel(config=self.config, ddp_config=data, module=self.model)
+        self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -112,7 +116,7 @@ class Engine:
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.chunk],
+            self.chunks,
         )
         warmup_updates = settings.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
@@ -135,7 +139,8 @@ class Engine:
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = self._finalize
-        self.config.no_sync_func = self.chunk.no_sync
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
@@ -144,7 +149,8 @@ class Engine:
 
         Empty but on the last pipeline stage. Returns what was executed as well.
         """
-        self.model.eval()
+        for model in self.models:
+            model.eval()
         with self.place.active(), torch.no_grad():
             stored, executed = self._run(
                 batch, mini_batch, lambda micro, output: (micro, self._outputs(micro, output)), forward_only=True
@@ -159,9 +165,10 @@ class Engine:
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
         """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite."""
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
-        self.model.train()
         with self.place.active():
-            self.chunk.zero_grad_buffer()
+            for model, chunk in zip(self.models, self.chunks, strict=True):
+                model.train()
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             stored, executed = self._run(
                 batch, mini_batch, lambda micro, output: objective(micro, self._outputs(micro, output)), forward_only=False
@@ -192,14 +199,14 @@ class Engine:
         packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
         stored: list[Any] = []
         ran: list[list[PackedMicroBatch]] = []  # by pipeline run
-        remaining = iter(packed)
+        remaining = [iter(packed) for _ in self.chunks]  # each chunk runs all of them
         for number, size in enumerate(mini_batch.runs, 1):
             self._is_last_run = number == len(mini_batch.runs)
             ran.append([])
             stored += get_forward_backward_func()(
                 forward_step_func=partial(self._step, finish, ran[-1], size),
                 data_iterator=remaining,
-                model=[self.chunk],
+                model=self.chunks,
                 num_microbatches=size,
                 seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
                 micro_batch_size=1,
@@ -216,9 +223,9 @@ class Engine:
         micro_batches: Iterator[PackedMicroBatch],
         model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
-        """One micro-batch through this stage: its output, and what megatron-core does with it on the last one."""
+        """One micro-batch through a chunk of this stage: its output, and what megatron-core does with it on the last one."""
         micro = next(micro_batches)
-        self.model.head_positions = micro.head_positions
+        self.models[-1].head_positions = micro.head_positions  # no other chunk has a head
         packing = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro.bounds,
@@ -227,7 +234,8 @@ class Engine:
             max_seqlen_kv=micro.longest,
         )
         output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
-        ran.append(micro)
+        if model is self.chunks[-1]:  # then it has been through the whole stage
+            ran.append(micro)
 
         def last(output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:  # forward only
@@ -256,7 +264,7 @@ class Engine:
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's weights by local name, for the weight sync and the export."""
-        return {name: parameter.detach() for name, parameter in named_shards(self.model).items()}
+        return {name: parameter.detach() for name, parameter in named_shards(self.models, self.place.layout).items()}
 
 
 def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None:

@@ -58,10 +58,10 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
         try:
             (place,) = start_parallel([Layout()], recipe.run.seed, 300.0, local_rank=0).values()
             with place.active():
-                model = build_model(shape, place.layout, precision, "actor", place.device)
-                load_weights(checkpoint, "actor", model)
+                chunks = build_model(shape, place.layout, precision, "actor", place.device)
+                load_weights(checkpoint, "actor", chunks)
             partial.mkdir(parents=True)
-            write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(model)))
+            write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(chunks, place.layout)))
         finally:
             dist.destroy_process_group()
     copy_model_files(source, partial)

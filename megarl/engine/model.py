@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.engine.layers import PackedAttention, RMSNorm, ValueHead
+from megarl.engine.parallel import virtual_pipeline
 from megarl.reshard.boxes import Layout, ModelShape
-from megarl.reshard.megatron import padded_vocab
+from megarl.reshard.megatron import chunk_prefix, padded_vocab
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
@@ -80,6 +82,11 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         persist_layer_norm=False,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
+        # Sent in one batch, what two stages of a virtual pipeline send each other is mixed up: forward and backward go the
+        # same way there (megatron-core 0.16 and 0.19).
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
         # Of one tensor rank megatron-core refuses it; there it has nothing to split.
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         params_dtype=dtype,
@@ -95,7 +102,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
     )
 
 
-def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str) -> ModuleSpec:
+def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> ModuleSpec:
     """The block spec for "transformer_engine" or "local" (megarl's own norm and packed attention)."""
     if spec == "transformer_engine":
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
@@ -105,22 +112,30 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str) -> Modul
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
-def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> DecoderModel:
-    """This rank's stage of a role, weights not read yet. A critic gets a value head in place of the vocabulary.
+def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> list[DecoderModel]:
+    """This rank's stage of a role, weights not read yet: its model chunks, one without a virtual pipeline. They share one
+    configuration, where megatron-core's schedules look up what holds for all of them.
 
     To be called inside the layout's place.
     """
     config = transformer_config(shape, layout, precision)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    return [_build_chunk(shape, config, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
+
+
+def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role: str, device: torch.device) -> DecoderModel:
+    """A critic's last chunk gets a value head in place of the vocabulary."""
+    number = chunk if config.virtual_pipeline_model_parallel_size is not None else None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
     critic = role == "critic"
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(shape, config, platform.current.layer_spec),
-        vocab_size=padded_vocab(shape, layout.tensor),
+        transformer_layer_spec=layer_spec(shape, config, platform.current.layer_spec, number),
+        vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
         pre_process=first,
         # A critic's stages share nothing: its head is not an embedding.
@@ -128,6 +143,7 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, de
         post_process=last,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=number,
     )
     if critic and last:
         model.output_layer = ValueHead(config)
@@ -135,7 +151,7 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, de
         # DecoderModel has gathered its input, and chosen from it.
         model.output_layer.sequence_parallel = False
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    return model.to(device=device, dtype=DTYPES[precision])
+    return model.to(device=device, dtype=config.params_dtype)
 
 
 def inverse_frequencies(shape: ModelShape) -> Tensor:
@@ -165,6 +181,10 @@ def local_name(name: str) -> str:
     return name
 
 
-def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
+def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, nn.Parameter]:
     """This rank's parameters by the names that `megatron_segments` uses."""
-    return {local_name(name): parameter for name, parameter in model.named_parameters()}
+    return {
+        chunk_prefix(layout, number) + local_name(name): parameter
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }

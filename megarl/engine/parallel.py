@@ -88,9 +88,8 @@ def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local
 
 
 def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
-    for name, size in (("context", layout.context), ("virtual_pipeline", layout.virtual_pipeline)):
-        if size != 1:
-            raise ValueError(f"{layout}: the engine does not run {name} = {size} yet; set it to 1")
+    if layout.context != 1:
+        raise ValueError(f"{layout}: the engine does not run context = {layout.context} yet; set it to 1")
     world = dist.get_world_size()
     if world != layout.ranks:
         raise ValueError(f"trainer.ranks = {layout.ranks}, but {world} ranks were started; start as many")
@@ -100,6 +99,7 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
             distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -118,6 +118,11 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
     finally:
         get_cuda_rng_tracker().reset()
         vars(parallel_state).update(globals_before)
+
+
+def virtual_pipeline(layout: Layout) -> int | None:
+    """The chunks of a stage as megatron-core wants them said: None for a stage of one."""
+    return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
 def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[str, float]:

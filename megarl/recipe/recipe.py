@@ -100,7 +100,13 @@ class Recipe(Section):
         """How a role is cut; the data-parallel size is what tensor and pipeline leave of the trainer ranks."""
         cut = self.layout_section(role)
         data = self.trainer.ranks // (cut.tensor * cut.pipeline)
-        return Layout(cut.tensor, cut.pipeline, data, sequence_parallel=cut.sequence_parallel)
+        return Layout(
+            cut.tensor,
+            cut.pipeline,
+            data,
+            sequence_parallel=cut.sequence_parallel,
+            virtual_pipeline=cut.virtual_pipeline,
+        )
 
     def layout_section(self, role: str) -> LayoutSection:
         """The section that cuts a role: its own, else the actor's."""

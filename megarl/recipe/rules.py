@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
@@ -29,6 +30,8 @@ from megarl.recipe.sections import (
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
 from megarl.reshard.boxes import Layout, ModelShape
+from megarl.schedule.legal import violations
+from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
 Violations = Iterator[Violation]
 BYTES = {"fp32": 4, "bf16": 2}
@@ -136,9 +139,16 @@ def _sequence_parallel(recipe: Recipe) -> Violations:
             yield Violation(f"{role}.layout.sequence_parallel", True, rule, "false")
 
 
+def _virtual_pipeline(recipe: Recipe) -> Violations:
+    for role, section in _cuts(recipe):
+        if section.virtual_pipeline > 1 and section.pipeline == 1:
+            rule = f"cuts the stages of a pipeline, and {role}.layout.pipeline is 1"
+            yield Violation(f"{role}.layout.virtual_pipeline", section.virtual_pipeline, rule, "1")
+
+
 def _batch(recipe: Recipe) -> Violations:
     prompts, sequences = recipe.phases.rollout.prompts, recipe.num_sequences
-    sizes = {role: _data_parallel(recipe, role) for role in recipe.roles}
+    sizes = {role: _layout(recipe, role).data for role in recipe.roles}
     if all(sequences % size == 0 for size in sizes.values()):
         return
     group = recipe.algorithm.group_size
@@ -152,12 +162,32 @@ def _batch(recipe: Recipe) -> Violations:
     yield Violation("phases.rollout.prompts", prompts, rule, nearest)
 
 
-def _data_parallel(recipe: Recipe, role: str) -> int:
-    """A role's data-parallel size; unknown while its layout does not divide the ranks."""
+def _virtual_pipeline_batch(recipe: Recipe) -> Violations:
+    """A batch has a sequence for each micro-batch of the smallest group that a virtual pipeline runs."""
+    layouts = {role: _layout(recipe, role) for role in recipe.roles}
+    prompts, group = recipe.phases.rollout.prompts, recipe.algorithm.group_size
+    role, most = max(layouts.items(), key=lambda item: item[1].data * item[1].micro_batch_step)
+    sequences, step = recipe.num_sequences, most.micro_batch_step
+    if any(sequences % one.data for one in layouts.values()) or sequences >= most.data * step:
+        return
+    rule = (
+        f"{prompts} prompts x group_size {group} = {sequences} sequences give each of {most.data} data-parallel ranks "
+        f"{sequences // most.data}, and the {role}'s virtual pipeline runs micro-batches by its {step} stages"
+    )
+    needed = most.data * step
+    multiple = math.lcm(*(one.data for one in layouts.values()))
+    nearest = closest_number(
+        prompts, lambda count: count * group >= needed and count * group % multiple == 0, needed + multiple
+    )
+    yield Violation("phases.rollout.prompts", prompts, rule, nearest)
+
+
+def _layout(recipe: Recipe, role: str) -> Layout:
+    """A role's layout; unknown while it does not divide the ranks."""
     section = recipe.layout_section(role)
     if recipe.trainer.ranks % (section.tensor * section.pipeline):
         raise UnknownField("data_parallel")
-    return recipe.layout(role).data
+    return recipe.layout(role)
 
 
 def _section_fits_run(recipe: Recipe, phase: str) -> Violations:
@@ -200,7 +230,7 @@ def _cap(recipe: Recipe, phase: str) -> Violations:
             )
         return
     longest = recipe.max_sequence_tokens
-    slots = _padded(longest, recipe.layout(ROLE_OF[phase]))
+    slots = in_micro_batch(longest, recipe.layout(ROLE_OF[phase]))
     if cap < slots:
         padded = f", padded to {slots}" if slots != longest else ""
         rule = (
@@ -210,20 +240,13 @@ def _cap(recipe: Recipe, phase: str) -> Violations:
         yield Violation(key, cap, rule, str(slots))
 
 
-def _padded(tokens: int, layout: Layout) -> int:
-    """Slots of a micro-batch that holds one sequence."""
-    for multiple in (layout.sequence_multiple, layout.micro_batch_multiple):
-        tokens = -(-tokens // multiple) * multiple
-    return tokens
-
-
 def _mini_batch(recipe: Recipe, phase: str) -> Violations:
     section = recipe.phase_section(phase)
     if not isinstance(section, UpdatePhaseSection):
         return
     size, sequences, role = section.mini_batch, recipe.num_sequences, ROLE_OF[phase]
     try:
-        data = _data_parallel(recipe, role)
+        data = _layout(recipe, role).data
     except UnknownField:
         data = 1  # the ranks have a violation of their own; the batch is still checked
     nearest = closest_number(size, lambda count: count % data == 0 and sequences % count == 0, sequences)
@@ -245,10 +268,53 @@ def _in_flight(recipe: Recipe, phase: str) -> Violations:
         return
     key, count = f"phases.{phase}.max_micro_batches_in_flight", section.max_micro_batches_in_flight
     role = ROLE_OF[phase]
-    stages = recipe.layout_section(role).pipeline
-    if count >= stages:
+    stages, chunks = recipe.layout_section(role).pipeline, recipe.layout_section(role).virtual_pipeline
+    if chunks > 1:
+        rule = f"a pipeline of {_cut_by(recipe, role)}.layout.virtual_pipeline = {chunks} chunks a stage is not drained"
+        yield Violation(key, count, rule, f"remove {key}")
+    elif count >= stages:
         rule = f"the {role}'s {stages} pipeline stage{'s hold' if stages > 1 else ' holds'} {stages} at most anyway"
         yield Violation(key, count, rule, str(stages - 1) if stages > 1 else f"remove {key}")
+
+
+def _virtual_pipeline_counts(recipe: Recipe, phase: str) -> Violations:
+    """A virtual pipeline runs micro-batches by its stages; every batch must come out as a multiple of them."""
+    section, role = recipe.phase_section(phase), ROLE_OF[phase]
+    if section is None or recipe.layout_section(role).virtual_pipeline == 1:
+        return
+    layout = _layout(recipe, role)
+    sequences, longest = recipe.num_sequences, recipe.max_sequence_tokens
+    sequences_each, cap = section.micro_batch.sequences, section.micro_batch.max_tokens
+    # The number that `auto` will be is not known yet: it may be as small as the longest sequence.
+    number = in_micro_batch(longest, layout) if isinstance(cap, str) else cap
+    size = section.mini_batch if isinstance(section, UpdatePhaseSection) else sequences
+    schedule = Schedule(phase, sequences_each, number, size)
+    share, step = size // layout.data, layout.micro_batch_step
+
+    def runs(changed: Schedule, layout: Layout = layout) -> bool:
+        return not violations(changed, sequences, layout, longest)
+
+    # What stands against it without a virtual pipeline, or against every mini-batch, has a violation of its own.
+    if runs(schedule) or not runs(schedule, replace(layout, virtual_pipeline=1)) or sequences // layout.data < step:
+        return
+    by = f"the {role}'s virtual pipeline runs micro-batches by its {step} stages"
+    if share < step:
+        rule = f"gives each of {layout.data} data-parallel ranks {share}, and {by}"
+        least, data = layout.data * step, layout.data
+        nearest = closest_number(
+            size, lambda count: count >= least and count % data == 0 and sequences % count == 0, sequences
+        )
+        yield Violation(f"phases.{phase}.mini_batch", size, rule, nearest)
+    elif sequences_each is not None:
+        rule = f"cuts {share} sequences a rank into {-(-share // sequences_each)}, and {by}"
+        nearest = closest_number(sequences_each, lambda count: runs(replace(schedule, sequences=count)), share)
+        yield Violation(f"phases.{phase}.micro_batch.sequences", sequences_each, rule, nearest or "max_tokens in its place")
+    else:
+        most = share // step * step
+        rule = f"{share} sequences a rank of up to {longest} tokens can need more than {most} micro-batches, and {by}"
+        caps = (in_micro_batch(count * padded([longest], layout)[0], layout) for count in range(1, share + 1))
+        nearest = next((str(one) for one in caps if runs(replace(schedule, max_tokens=one))), "")
+        yield Violation(f"phases.{phase}.micro_batch.max_tokens", cap, rule, nearest)
 
 
 def _prompts(recipe: Recipe) -> Violations:
@@ -380,14 +446,17 @@ def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
 
 
 def _pipeline(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    pipeline, layers = recipe.layout_section(role).pipeline, shape.num_layers
+    section, layers = recipe.layout_section(role), shape.num_layers
+    pipeline, chunks, key = section.pipeline, section.virtual_pipeline, f"{_cut_by(recipe, role)}.layout"
     if layers % pipeline:
-        yield Violation(
-            f"{_cut_by(recipe, role)}.layout.pipeline",
-            pipeline,
-            f"must divide the model's {layers} layers",
-            closest_number(pipeline, lambda size: layers % size == 0, layers),
+        nearest = closest_number(pipeline, lambda size: layers % size == 0, layers)
+        yield Violation(f"{key}.pipeline", pipeline, f"must divide the model's {layers} layers", nearest)
+    elif layers % (pipeline * chunks):
+        rule = (
+            f"pipeline {pipeline} x virtual_pipeline {chunks} = {pipeline * chunks} must divide the model's {layers} layers"
         )
+        nearest = closest_number(chunks, lambda count: layers % (pipeline * count) == 0, layers // pipeline)
+        yield Violation(f"{key}.virtual_pipeline", chunks, rule, nearest)
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -428,11 +497,19 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _reward_modules,
     _ranks,
     _sequence_parallel,
+    _virtual_pipeline,
     _batch,
+    _virtual_pipeline_batch,
     _prompts,
     _template,
     _system_prompt,
     _replay,
     _warmup,
 )
-PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (_section_fits_run, _cap, _mini_batch, _in_flight)
+PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
+    _section_fits_run,
+    _cap,
+    _mini_batch,
+    _in_flight,
+    _virtual_pipeline_counts,
+)

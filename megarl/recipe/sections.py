@@ -191,6 +191,9 @@ class LayoutSection(Section):
     """Tensor-parallel ranks."""
     pipeline: Positive = 1
     """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks of each pipeline stage. More make the pipeline's idle time shorter, and its messages more; micro-batches
+    then run in groups, one for each stage."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel regions over the tensor ranks."""
 

@@ -53,13 +53,15 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
         mini_batch=cut,
         data_parallel=str(layout.data),
         worst_case=str(count),
-        bubble_share=f"{bubble_share(count, layout.pipeline):.0%}",
+        bubble_share=f"{bubble_share(count, layout.pipeline, layout.virtual_pipeline):.0%}",
     )
 
 
 def layout_name(layout: Layout) -> str:
-    """The layout in the field's short words, without the data-parallel size: TP2+SP x PP2."""
-    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''} x PP{layout.pipeline}"
+    """The layout in the field's short words, without the data-parallel size: TP2+SP x PP2, or x PP2xVP2 with two chunks a
+    stage."""
+    chunks = f"xVP{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''} x PP{layout.pipeline}{chunks}"
 
 
 def _other_row(recipe: Recipe, phase: str) -> PhaseRow:

@@ -16,17 +16,34 @@ def padded_vocab(shape: ModelShape, tensor: int) -> int:
     return -(-shape.vocab // unit) * unit
 
 
-def stage_layers(shape: ModelShape, layout: Layout, pipeline_rank: int) -> range:
-    """Global layer numbers, from 0, of one pipeline stage (even stages)."""
-    per_stage = shape.num_layers // layout.pipeline
-    return range(pipeline_rank * per_stage, (pipeline_rank + 1) * per_stage)
+def chunk_layers(shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int) -> range:
+    """Global layer numbers, from 0, of one model chunk of a pipeline stage (even chunks).
+
+    A virtual pipeline deals the layers round: chunk 0 of every stage, then chunk 1 of every stage (Narayanan et al. 2021,
+    sec. 2.2.2). Without one the stage is its only chunk.
+    """
+    per_chunk = shape.num_layers // (layout.pipeline * layout.virtual_pipeline)
+    first = (chunk * layout.pipeline + pipeline_rank) * per_chunk
+    return range(first, first + per_chunk)
+
+
+def stage_layers(shape: ModelShape, layout: Layout, pipeline_rank: int) -> list[int]:
+    """Global layer numbers, from 0, of one pipeline stage, chunk by chunk."""
+    chunks = range(layout.virtual_pipeline)
+    return [layer for chunk in chunks for layer in chunk_layers(shape, layout, pipeline_rank, chunk)]
+
+
+def chunk_prefix(layout: Layout, chunk: int) -> str:
+    """What stands before a parameter's name in its chunk, so that names differ between the chunks of a stage."""
+    return f"chunk{chunk}." if layout.virtual_pipeline > 1 else ""
 
 
 def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -> list[Segment]:
     """Every box that every trainer rank holds; replicas included, padding rows left out.
 
     `critic=True` leaves out the language-model head: a value head takes its place and no checkpoint has it.
-    Parameter names are those of the rank's own `GPTModel`: layers count from 0 within the stage.
+    Parameter names are those of the rank's own `GPTModel`, where layers count from 0; under a virtual pipeline a stage has
+    one for each chunk, and `chunk_prefix` comes first.
     """
     return [
         segment
@@ -42,20 +59,30 @@ def rank_segments(
 ) -> Iterator[Segment]:
     """The boxes of one rank."""
     rank = layout.rank(tensor_rank, pipeline_rank, data_rank)
-    first, last = pipeline_rank == 0, pipeline_rank == layout.pipeline - 1
-    for local, layer in enumerate(stage_layers(shape, layout, pipeline_rank)):
-        yield from _layer_segments(shape, layout.tensor, tensor_rank, rank, layer, f"decoder.layers.{local}.")
+    for chunk in range(layout.virtual_pipeline):
+        prefix = chunk_prefix(layout, chunk)
+        for segment in _chunk_segments(shape, layout, tensor_rank, pipeline_rank, chunk, rank, critic):
+            yield segment._replace(parameter=prefix + segment.parameter)
+
+
+def _chunk_segments(
+    shape: ModelShape, layout: Layout, t: int, pipeline_rank: int, chunk: int, rank: int, critic: bool
+) -> Iterator[Segment]:
+    """The boxes of one chunk, by the parameter names of its own model."""
+    first = pipeline_rank == 0 and chunk == 0
+    last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    tensor, head = layout.tensor, "output_layer.weight"
+    for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
+        yield from _layer_segments(shape, tensor, t, rank, layer, f"decoder.layers.{local}.")
     if first:
-        yield from _vocab_rows(
-            shape, layout.tensor, tensor_rank, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight"
-        )
+        yield from _vocab_rows(shape, tensor, t, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
     if last:
         yield _whole("model.norm.weight", shape.hidden, rank, "decoder.final_layernorm.weight")
     if last and not critic and not shape.tied:
-        yield from _vocab_rows(shape, layout.tensor, tensor_rank, rank, "lm_head.weight", "output_layer.weight")
+        yield from _vocab_rows(shape, tensor, t, rank, "lm_head.weight", head)
     if last and not critic and shape.tied and not first:
         # Under a pipeline the last stage keeps its own copy of the tied embedding.
-        yield from _vocab_rows(shape, layout.tensor, tensor_rank, rank, "model.embed_tokens.weight", "output_layer.weight")
+        yield from _vocab_rows(shape, tensor, t, rank, "model.embed_tokens.weight", head)
 
 
 def checkpoint_sizes(shape: ModelShape, critic: bool = False) -> dict[str, tuple[int, int]]:

@@ -32,6 +32,7 @@ class WeightManifest:
     tensor: int
     pipeline: int
     data: int
+    virtual_pipeline: int
     precision: str
     segments: tuple[str, ...]
     checksums: tuple[str, ...]
@@ -40,7 +41,7 @@ class WeightManifest:
     @property
     def layout(self) -> Layout:
         """The trainer layout that published."""
-        return Layout(self.tensor, self.pipeline, self.data)
+        return Layout(self.tensor, self.pipeline, self.data, virtual_pipeline=self.virtual_pipeline)
 
     @property
     def rollout_tensor(self) -> int:
@@ -70,4 +71,5 @@ def trainer_sources(shape: ModelShape, layout: Layout) -> list[Segment]:
     sources = megatron_segments(shape, layout)
     if not shape.tied:
         return sources
-    return [segment for segment in sources if segment.parameter != "output_layer.weight"]
+    # Of a virtual pipeline the name has its chunk before it.
+    return [segment for segment in sources if not segment.parameter.endswith("output_layer.weight")]

@@ -71,6 +71,7 @@ class WeightSync:
             tensor=self._layout.tensor,
             pipeline=self._layout.pipeline,
             data=self._layout.data,
+            virtual_pipeline=self._layout.virtual_pipeline,
             precision=PRECISIONS[self._dtype],
             segments=tuple(segment.name for segment in self._segments),
             checksums=tuple(destination_checksum(table, version) for table in tables),
