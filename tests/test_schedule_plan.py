@@ -102,6 +102,7 @@ def check_case(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @CASES
 @given(cases(capped=True))
 def test_max_tokens_keeps_every_law(case: Case) -> None:
@@ -109,6 +110,7 @@ def test_max_tokens_keeps_every_law(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @CASES
 @given(cases(capped=False))
 def test_sequences_keeps_every_law(case: Case) -> None:
