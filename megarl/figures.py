@@ -9,10 +9,8 @@ import numpy as np
 
 from megarl.engine.engine import Update
 from megarl.engine.parallel import Place, reduce_scalars
+from megarl.planner.lengths import QUANTILES
 from megarl.schedule import Cost, Executed, Plan, quality
-
-# Quantiles of completion lengths, in percent: `megarl check --plan --lengths RUN_DIR` draws from them.
-LENGTH_QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 
 
 def rollout_figures(rollouts: Any) -> dict[str, float]:
@@ -21,7 +19,7 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
     return {
         "rollout/completion_length_mean": float(lengths.mean()),
         "rollout/completion_length_max": int(lengths.max()),
-        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in LENGTH_QUANTILES},
+        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
         "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
         "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
         "rollout/version": int(rollouts.last_version.min()),

@@ -174,11 +174,15 @@ class Pipeline:
     def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
         (mini_batch,) = plan.mini_batches
         results, executed = engine.forward(batch, mini_batch)
+        compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
         return share_results(results.get(name, {}), mini_batch, batch, engine.place)
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
-        """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both."""
+        """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both.
+
+        Each rank has compared its own after each mini-batch; this is the proof for metrics.jsonl.
+        """
         everywhere = gather_to_all(executed)
         ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
         for data_rank, ran in enumerate(ranks):
@@ -221,7 +225,9 @@ class Pipeline:
         updates = []
         for mini_batch in plan.mini_batches:
             weights = token_weights(batch, mini_batch, settings.aggregation)
-            updates.append(engine.update(batch, mini_batch, objective(settings, batch, weights)))
+            update = engine.update(batch, mini_batch, objective(settings, batch, weights))
+            compare(mini_batch, engine.place.data_rank, update.executed)
+            updates.append(update)
         self._prove(engine.place, plan, batch, [update.executed for update in updates])
         self.figures |= update_figures(engine.role, plan, updates, engine.place)
         if engine.role == "actor":
@@ -234,8 +240,8 @@ class Pipeline:
         if drift > bound and self.rank == 0 and not self.warned_of_drift:
             logger.warning(
                 "before the first update a policy ratio is %.3g away from 1, more than algorithm.max_ratio_drift = %.3g: "
-                "actor_logprob and actor_update cut the batch unlike; give them the same micro_batch "
-                "(said once; see actor/ratio_drift_max)",
+                "actor_logprob and actor_update cut the batch unlike and their kernels round unlike; make their micro-batches "
+                "more alike in size, or use a finer trainer.precision (said once; see actor/ratio_drift_max)",
                 drift,
                 bound,
             )

@@ -7,7 +7,7 @@ are cut first and the micro-batches dealt second. The count with the fastest pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -97,13 +97,14 @@ def balance(schedule: Schedule, samples: Sequence[int], work: Work, layout: Layo
     cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
     order = sorted(samples, key=work.slots.__getitem__, reverse=True)
     problem = _Problem(order, work, cap, layout, cost, schedule.max_micro_batches_in_flight)
-    trial = _thin(problem)
+    trial, refused = _thin(problem), set()
     if trial is not problem:
         for _, choice, _ in sorted(_rate(trial), key=_time_of):
             ranks = _attempt(problem, choice, choice.time(problem))
             if ranks is not None:
                 return ranks
-    _, _, ranks = min(_rate(problem), key=_time_of, default=(0.0, None, None))
+            refused.add(choice)
+    _, _, ranks = min(_rate(problem, refused), key=_time_of, default=(0.0, None, None))
     if ranks is None:
         raise ValueError(_too_few_sequences(schedule, problem))
     return ranks
@@ -137,10 +138,13 @@ def _thin(problem: _Problem) -> _Problem:
     return replace(problem, order=problem.order[every // 2 :: every], layout=layout)
 
 
-def _rate(problem: _Problem) -> Iterator[tuple[float, _Choice, Ranks]]:
-    """(time of the slowest rank, choice, plan) of the choices for which a plan is found, until none can be faster."""
+def _rate(problem: _Problem, refused: Collection[_Choice] = ()) -> Iterator[tuple[float, _Choice, Ranks]]:
+    """(time of the slowest rank, choice, plan) of the choices for which a plan is found, until none can be faster; without
+    those that were `refused` before."""
     best, num_found = float("inf"), 0
     for time, choice in _choices(problem):
+        if choice in refused:
+            continue
         if best <= time * _CLOSE or (num_found == 2 and problem.layout.pipeline == 1):
             break
         ranks = _attempt(problem, choice, time)
@@ -176,8 +180,12 @@ def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
     work, cap, data, count = problem.work, problem.cap, problem.layout.data, choice.count
     grouped = choice.slack is not None
     dealt = deal_sequences(problem.order, work, data, cap, problem.model(count), time, grouped)
-    cut = [level(own, work.slots, work.costs, cap, count) for own in dealt or []]
-    ranks = [own for own in cut if own is not None]
+    ranks: Ranks = []
+    for own in dealt or []:
+        cut = level(own, work.slots, work.costs, cap, count)
+        if cut is None:
+            break
+        ranks.append(cut)
     if len(ranks) < data:
         bins = [] if grouped else best_fit(problem.order, work.slots, cap)
         if grouped or len(bins) > count * data:
