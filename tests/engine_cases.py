@@ -15,7 +15,7 @@ from megarl import platform
 from megarl.data.sample import Completion, Sample
 from megarl.engine.batch import Batch
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
-from megarl.engine.engine import Engine, Objective, Update, share_results
+from megarl.engine.engine import Engine, Objective, Update, over_context, share_results
 from megarl.engine.parallel import Place, reduce_scalars, start_parallel
 from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import Layout, ModelShape
@@ -71,9 +71,10 @@ def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]]) 
     found: list[torch.Tensor] = []
 
     def keep(micro: Any, output: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = [torch.empty_like(output) for _ in range(place.layout.tensor)]
-        dist.all_gather(parts, output.contiguous(), group=actor.head.group)
-        found.append(torch.cat(parts, -1)[0, :, : actor.shape.vocab])
+        whole = over_context(output[0], micro, place)
+        parts = [torch.empty_like(whole) for _ in range(place.layout.tensor)]
+        dist.all_gather(parts, whole.contiguous(), group=actor.head.group)
+        found.append(torch.cat(parts, -1)[:, : actor.shape.vocab])
         return {}
 
     actor._outputs = keep  # type: ignore[method-assign]
@@ -146,7 +147,8 @@ def gradients_of(
     def read_gradients() -> tuple[bool, float, None]:
         """In place of the optimizer's step. Reduced, a rank holds its own share of each bucket only."""
         buckets = [bucket for chunk in trained.chunks for buffer in chunk.buffers for bucket in buffer.buckets]
-        shares = [bucket.grad_data.chunk(layout.data)[place.data_rank] for bucket in buckets]
+        number = place.context_rank + layout.context * place.data_rank
+        shares = [bucket.grad_data.chunk(layout.data * layout.context)[number] for bucket in buckets]
         parts.append(torch.cat(shares).clone().numpy())
         return True, 0.0, None
 

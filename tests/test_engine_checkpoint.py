@@ -19,6 +19,7 @@ VIRTUAL = {
     "actor": Layout(tensor=2, pipeline=2, sequence_parallel=True, virtual_pipeline=2),
     "critic": Layout(pipeline=2, data=2, virtual_pipeline=2),
 }
+CONTEXT = {"actor": Layout(tensor=2, context=2, sequence_parallel=True), "critic": Layout(context=2, data=2)}
 
 
 @pytest.mark.parametrize(
@@ -26,9 +27,10 @@ VIRTUAL = {
     [
         (_both(Layout(tensor=2, pipeline=2)), [_both(Layout()), _both(Layout(pipeline=2, data=2)), VIRTUAL]),
         (ACTOR_AND_CRITIC, [_both(Layout()), {"actor": Layout(pipeline=2, data=2), "critic": Layout(tensor=2, pipeline=2)}]),
-        (VIRTUAL, [_both(Layout()), ACTOR_AND_CRITIC]),
+        (VIRTUAL, [_both(Layout()), CONTEXT]),
+        (CONTEXT, [_both(Layout()), ACTOR_AND_CRITIC]),
     ],
-    ids=["one layout", "a layout a role", "virtual pipeline"],
+    ids=["one layout", "a layout a role", "virtual pipeline", "context"],
 )
 def test_resume_is_exact_and_may_change_the_layouts(tmp_path, layouts, others):
     directory = str(save_tiny_model(tmp_path / "model", "qwen3", tied=True))

@@ -1,5 +1,5 @@
 """The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, TP2 with sequence
-parallelism, and PP2 with two chunks a stage."""
+parallelism, PP2 with two chunks a stage, and two context ranks."""
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ LAYOUTS = (
     Layout(tensor=2, pipeline=2),
     Layout(tensor=2, sequence_parallel=True),
     Layout(pipeline=2, virtual_pipeline=2),
+    Layout(context=2),
 )
 LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
 

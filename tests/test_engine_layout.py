@@ -19,6 +19,9 @@ LAYOUTS = [
     Layout(tensor=2, pipeline=2, sequence_parallel=True),
     Layout(pipeline=2, virtual_pipeline=2),
     Layout(tensor=2, pipeline=2, sequence_parallel=True, virtual_pipeline=2),
+    Layout(context=2),
+    Layout(tensor=2, context=2, sequence_parallel=True),
+    Layout(pipeline=2, context=2, virtual_pipeline=2),
 ]
 
 

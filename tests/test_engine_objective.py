@@ -8,6 +8,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.engine.batch import Batch, pack
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.recipe.sections import AlgorithmSection, KlSection, ValueLossSection
+from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, MiniBatch
 
 LENGTHS = [(2, 3), (4, 1), (1, 5)]
@@ -54,7 +55,7 @@ def _each(objective, batch, outputs, cut):
     for samples in cut:
         rows = torch.cat([torch.arange(starts[sample], starts[sample + 1]) for sample in samples])
         tokens = sum(sum(LENGTHS[sample]) for sample in samples)
-        micro = pack(batch, MicroBatch(samples, tokens, tokens), torch.device("cpu"))
+        micro = pack(batch, MicroBatch(samples, tokens, tokens), torch.device("cpu"), Layout())
         yield objective(micro, {name: values[rows] for name, values in outputs.items()})
 
 

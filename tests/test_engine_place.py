@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.layout
 TENSOR_PIPELINE, PIPELINE_DATA = Layout(tensor=2, pipeline=2), Layout(pipeline=2, data=2)
+CONTEXT = Layout(tensor=2, context=2, sequence_parallel=True)
 
 
 def _groups_seen():
@@ -76,7 +77,7 @@ def _moved():
             return {sample: batch.samples[sample] for sample in samples}
 
     found = {}
-    for layout, place in start_places([TENSOR_PIPELINE, PIPELINE_DATA]).items():
+    for layout, place in start_places([TENSOR_PIPELINE, PIPELINE_DATA, CONTEXT]).items():
         plans = [
             plan_phase(Schedule(phase, max_tokens=cap), batch.lengths.tolist(), layout, 0)
             for phase, cap in (("critic_value", 40), ("actor_logprob", 100))
@@ -119,7 +120,13 @@ def test_samples_results_and_sums_move_within_each_place():
     batch = small_batch(vocab=50)
     expected = [[float(sample)] * int(length) for sample, length in enumerate(batch.completion_lengths)]
     ranks = run_ranks(_moved, 4)
-    for layout, leaders, total, largest in ((TENSOR_PIPELINE, {0}, 1.0, 1.0), (PIPELINE_DATA, {0, 1}, 3.0, 2.0)):
+    # The two context ranks run the same sequences: both fetch them, and one answers for both.
+    expectations = (
+        (TENSOR_PIPELINE, {0}, 1.0, 1.0),
+        (PIPELINE_DATA, {0, 1}, 3.0, 2.0),
+        (CONTEXT, {0, 2}, 1.0, 1.0),
+    )
+    for layout, leaders, total, largest in expectations:
         for rank, found in enumerate(one[layout] for one in ranks):
             assert found["samples"] == found["wanted"] and found["same tokens"], (layout, rank)
             assert found["fetched"] == (rank in leaders), (layout, rank)
@@ -134,7 +141,7 @@ def _refusals():
 
     platform.current.start_process_group(0, 60.0)
     messages = []
-    for layout in (Layout(data=2), Layout(context=2)):
+    for layout in (Layout(data=2), Layout(context=3)):
         with pytest.raises(ValueError) as refused:
             start_parallel([layout], seed=1, timeout_s=60.0, local_rank=0)
         messages.append(str(refused.value))
@@ -143,5 +150,4 @@ def _refusals():
 
 def test_a_layout_that_cannot_run_is_refused_by_name():
     (messages,) = run_ranks(_refusals, 1)
-    assert messages[0] == "trainer.ranks = 2, but 1 ranks were started; start as many"
-    assert "context=2" in messages[1] and "context = 2 yet; set it to 1" in messages[1]
+    assert messages == [f"trainer.ranks = {ranks}, but 1 ranks were started; start as many" for ranks in (2, 3)]

@@ -34,6 +34,8 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "sequence parallel": (4, 2, 2, {"actor__layout__sequence_parallel": True}),
     "virtual pipeline": (2, 1, 2, {"actor__layout__virtual_pipeline": 2}),
+    # A critic that shares no sequence with the actor's context ranks.
+    "context": (2, 1, 1, {"actor__layout__context": 2, "critic__layout": {"pipeline": 2}}),
 }
 
 

@@ -118,6 +118,26 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "actor.layout.sequence_parallel": "actor.layout.tensor is 1",
         },
     ),
+    "context ranks that do not divide": (
+        edited(
+            ("actor.layout", {"tensor": 2, "context": 3}),
+            ("critic.layout", {"context": 4, "pipeline": 4}),
+            ("phases.actor_update.micro_batch.max_tokens", 128),
+        ),
+        {
+            "trainer.ranks": "actor.layout.tensor x context x pipeline = 6 6",
+            "critic.layout.pipeline": "tensor 1 x context 4 x pipeline 4 = 16 must divide trainer.ranks = 8 2",
+        },
+    ),
+    # Each sequence is padded to 2 chunks a context rank, each of them to the tensor ranks: 65 tokens to 72.
+    "a cap under the longest sequence with the padding of its context ranks": (
+        edited(
+            ("actor.layout", {"tensor": 2, "context": 2, "sequence_parallel": True}),
+            ("data.max_prompt_tokens", 33),
+            ("phases.actor_update.micro_batch.max_tokens", 71),
+        ),
+        {"phases.actor_update.micro_batch.max_tokens": "= 65, padded to 72 72"},
+    ),
     "a mini-batch that the critic's layout cannot divide": (
         edited(("critic.layout", {"tensor": 1, "pipeline": 1}), ("phases.critic_update.mini_batch", 4)),
         {"phases.critic_update.mini_batch": "multiple of the critic's data-parallel size 8 8"},

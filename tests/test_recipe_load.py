@@ -145,6 +145,13 @@ def test_check_prints_the_phase_table(folder: Path) -> None:
     assert update.bubble_share == "20%"
 
 
+def test_context_ranks_share_a_sequence_and_leave_fewer_data_parallel_ranks(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited(("actor.layout.context", 2), ("critic.layout", {"tensor": 2}))))
+    rows = {row.phase: row for row in phase_table(recipe)}
+    assert (rows["actor_update"].layout, rows["actor_update"].data_parallel) == ("TP2 x CP2 x PP2", "1")
+    assert (rows["critic_update"].layout, rows["critic_update"].data_parallel) == ("TP2 x PP1", "4")
+
+
 def test_the_phase_table_names_the_chunks_of_a_virtual_pipeline(folder: Path) -> None:
     recipe = load_recipe(write(folder, edited(("actor.layout.virtual_pipeline", 2), ("critic.layout", {"pipeline": 2}))))
     rows = {row.phase: row for row in phase_table(recipe)}

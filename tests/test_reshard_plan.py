@@ -60,7 +60,11 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, int]:
     # Megatron cuts the fused qkv rows evenly
     if (shape.heads + 2 * shape.groups) * shape.head_dim % tensor:
         shape = model(shape.family, shape.num_layers, heads, groups, 4, shape.ffn, shape.vocab, shape.tied)
-    return shape, Layout(tensor, pipeline, draw(st.integers(1, 2)), virtual_pipeline=chunks), rollout
+    return (
+        shape,
+        Layout(tensor, pipeline, draw(st.integers(1, 2)), virtual_pipeline=chunks, context=draw(st.integers(1, 2))),
+        rollout,
+    )
 
 
 def size(segment: Segment) -> int:
@@ -153,6 +157,12 @@ def test_the_sending_is_shared_by_the_replicas() -> None:
     plan = plan_reshard(megatron_segments(shape, Layout(1, 1, 4)), vllm_segments(shape, 1))
     sent = [int(plan.sizes[plan.source_rank == rank].sum()) for rank in range(4)]
     assert max(sent) - min(sent) <= int(plan.sizes.max())
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_rank_and_its_coordinates_are_each_other_s_inverse(tensor: int, pipeline: int, data: int, context: int) -> None:
+    layout = Layout(tensor, pipeline, data, context=context)
+    assert [layout.rank(*layout.coordinates(rank)) for rank in range(layout.ranks)] == list(range(layout.ranks))
 
 
 def test_parameter_sizes_hold_every_segment() -> None:

@@ -81,6 +81,7 @@ def publish_and_read(first: str, second: str, layout: Layout, rollout_tensor: in
         ("qwen2", False, Layout(4, 1, 1), 1, "bf16"),
         ("llama", True, Layout(1, 2, 2), 4, "fp32"),
         ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), 2, "fp32"),
+        ("qwen3", False, Layout(2, 1, 1, context=2), 1, "fp32"),
     ],
 )
 def test_workers_receive_exactly_their_shards(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.sample import Sample
+from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch
+from megarl.schedule.schedule import padded
 
 
 @dataclass
@@ -46,22 +48,27 @@ class PackedMicroBatch:
 
     `head_positions` are the rows whose output predicts a completion token: token t is predicted at position t - 1,
     and a critic's value of the state before token t stands there too. No dummy token is one.
+
+    Under context parallelism each sequence is padded by itself, and a rank has two chunks of each: `input_ids`,
+    `position_ids`, `head_positions` and `heads` are its own, everything else that of the whole micro-batch.
     """
 
     samples: tuple[int, ...]
-    input_ids: Tensor  # [1, slots]
-    position_ids: Tensor  # [1, slots]
-    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where there is padding
-    padding: int  # dummy tokens
+    input_ids: Tensor  # [1, slots / context]
+    position_ids: Tensor  # [1, slots / context]
+    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where dummy tokens follow
+    padding: int  # dummy tokens of all context ranks
+    context: int  # ranks that share it
     longest: int
-    head_positions: Tensor  # [completion tokens]
+    head_positions: Tensor  # [own completion tokens]
+    heads: Tensor  # [own completion tokens], which of the completion tokens they are
     targets: Tensor  # [completion tokens]
     completion_lengths: tuple[int, ...]
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the model runs."""
-        return self.input_ids.shape[1]
+        """Tokens that the model runs, on all context ranks."""
+        return self.input_ids.shape[1] * self.context
 
     @property
     def num_tokens(self) -> int:
@@ -70,43 +77,66 @@ class PackedMicroBatch:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.bounds) - 1 - bool(self.padding)
+        return len(self.bounds) - 1 - bool(self.padding and self.context == 1)
 
 
-def pack(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
-    """Lay the sequences of a planned micro-batch end to end, and pad them to its slots.
+def pack(
+    batch: Batch, micro_batch: MicroBatch, device: torch.device, layout: Layout, context_rank: int = 0
+) -> PackedMicroBatch:
+    """Lay the sequences of a planned micro-batch end to end, padded to its slots; this context rank's part of it.
 
-    The padding is a sequence of its own: no token attends to it, and it is no longer than the alignment.
+    Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
+    alignment. With it each sequence is padded at its end, where no token of it looks.
     """
     tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
     for sample_id in micro_batch.samples:
         sample = batch.samples[sample_id]
         prompt, completion = sample.prompt_ids, sample.completion.token_ids
         total = len(prompt) + len(completion)
-        tokens += [prompt, completion]
-        positions.append(np.arange(total))
+        (slots,) = padded([total], layout)
+        tokens += [prompt, completion, np.zeros(slots - total)]
+        positions.append(np.arange(slots))
         heads.append(start + len(prompt) - 1 + np.arange(len(completion)))
         targets.append(completion)
-        start += total
+        start += slots
         lengths.append(start)
 
-    padding = micro_batch.slots - start
-    if padding:
-        tokens.append(np.zeros(padding))
-        positions.append(np.arange(padding))
+    behind = micro_batch.slots - start
+    if behind:
+        assert layout.context == 1, "under context parallelism every sequence is padded to the whole alignment"
+        tokens.append(np.zeros(behind))
+        positions.append(np.arange(behind))
         lengths.append(micro_batch.slots)
 
-    def on_device(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    own = own_slots(lengths, layout.context, context_rank)
+    row = np.full(micro_batch.slots, -1)
+    row[own] = np.arange(len(own))
+    rows = row[np.concatenate(heads)]  # of each completion token; -1 on another context rank
+
+    def on_device(part: np.ndarray) -> Tensor:
+        return torch.from_numpy(part.astype(np.int64)).to(device)
 
     return PackedMicroBatch(
         samples=micro_batch.samples,
-        input_ids=on_device(tokens).unsqueeze(0),
-        position_ids=on_device(positions).unsqueeze(0),
+        input_ids=on_device(np.concatenate(tokens)[own]).unsqueeze(0),
+        position_ids=on_device(np.concatenate(positions)[own]).unsqueeze(0),
         bounds=torch.tensor(lengths, dtype=torch.int32, device=device),
-        padding=padding,
+        padding=micro_batch.slots - micro_batch.tokens,
+        context=layout.context,
         longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
-        head_positions=on_device(heads),
-        targets=on_device(targets),
+        head_positions=on_device(rows[rows >= 0]),
+        heads=on_device(np.flatnonzero(rows >= 0)),
+        targets=on_device(np.concatenate(targets)),
         completion_lengths=tuple(len(part) for part in targets),
     )
+
+
+def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:
+    """The slots of a micro-batch that a context rank runs, in its order: of each sequence, cut into 2 x context chunks, the
+    chunk of its number from the front and the one from the back."""
+    own: list[np.ndarray] = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        slots = np.arange(start, stop)
+        chunks = np.split(slots, 2 * context) if context > 1 else [slots]
+        own += [chunks[context_rank], chunks[-1 - context_rank]] if context > 1 else chunks
+    return np.concatenate(own)

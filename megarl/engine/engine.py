@@ -31,6 +31,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # i
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # isort: skip
 
 # What the last stage gets for one micro-batch: log-probabilities and entropy, or values; each [completion tokens].
 Outputs = dict[str, Tensor]
@@ -196,7 +197,11 @@ class Engine:
         Returns what `finish(micro_batch, output)` returned (on the last stage) and what went through the model, in that
         order. In training `finish` returns a loss and what is to be stored; gradients add up over the runs.
         """
-        packed = [pack(batch, micro, self.place.device) for micro in mini_batch.micro_batches[self.place.data_rank]]
+        place = self.place
+        packed = [
+            pack(batch, micro, place.device, place.layout, place.context_rank)
+            for micro in mini_batch.micro_batches[place.data_rank]
+        ]
         stored: list[Any] = []
         ran: list[list[PackedMicroBatch]] = []  # by pipeline run
         remaining = [iter(packed) for _ in self.chunks]  # each chunk runs all of them
@@ -242,7 +247,8 @@ class Engine:
                 return finish(micro, output)
             loss, sums = finish(micro, output)
             # Megatron divides a loss by the micro-batches of a pipeline run and averages gradients over data-parallel ranks;
-            # the objective's weights already are those of the whole mini-batch, so both are undone here.
+            # the objective's weights already are those of the whole mini-batch, so both are undone here. It averages over
+            # context ranks too, and undoes that itself.
             return loss * (num_micro_batches * self.place.layout.data), sums
 
         return output, last
@@ -256,15 +262,29 @@ class Engine:
             finalize_model_grads(*args, **kwargs)
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor) -> Outputs:
-        # output [1, completion tokens, vocabulary / tensor] or, of a critic, [1, completion tokens, 1]
+        # output [1, own completion tokens, vocabulary / tensor] or, of a critic, [1, own completion tokens, 1]
         if self.role == "critic":
-            return {"values": output.float().flatten()}
-        logprobs, entropy = self.head(output.squeeze(0), micro.targets)
-        return {"logprobs": logprobs, "entropy": entropy}
+            own = {"values": output.float().flatten()}
+        else:
+            logprobs, entropy = self.head(output.squeeze(0), micro.targets[micro.heads])
+            own = {"logprobs": logprobs, "entropy": entropy}
+        return {name: over_context(part, micro, self.place) for name, part in own.items()}
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's weights by local name, for the weight sync and the export."""
         return {name: parameter.detach() for name, parameter in named_shards(self.models, self.place.layout).items()}
+
+
+def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
+    """Rows of a context rank's own completion tokens -> rows of all of them, on every context rank.
+
+    Each rank computes the whole loss from them, so the gradient of its own rows is already whole: it is not summed.
+    """
+    # own [own completion tokens, ...]
+    if place.layout.context == 1:
+        return own
+    everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
+    return reduce_from_tensor_model_parallel_region(everyone, group=place.context_group)
 
 
 def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None:

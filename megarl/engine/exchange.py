@@ -52,6 +52,5 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
         for sample in micro_batch.samples
     }
     box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
-    leader = place.layout.rank(0, 0, place.data_rank)
-    dist.broadcast_object_list(box, src=leader, group=place.model_parallel_group, device=place.device)
+    dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
     return box[0]

@@ -83,6 +83,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
+        context_parallel_size=layout.context,
         # Sent in one batch, what two stages of a virtual pipeline send each other is mixed up: forward and backward go the
         # same way there (megatron-core 0.16 and 0.19).
         overlap_p2p_comm=layout.virtual_pipeline > 1,

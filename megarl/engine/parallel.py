@@ -42,21 +42,29 @@ class Place:
     tensor_rank: int
     pipeline_rank: int
     data_rank: int
+    context_rank: int
     device: torch.device
     tensor_group: dist.ProcessGroup = field(repr=False, compare=False)
-    model_parallel_group: dist.ProcessGroup = field(repr=False, compare=False)  # the ranks of one data-parallel rank
+    context_group: dist.ProcessGroup = field(repr=False, compare=False)
+    # The ranks that run the same tokens: tensor and pipeline ranks of one data and context rank.
+    model_parallel_group: dist.ProcessGroup = field(repr=False, compare=False)
     _globals: Mapping[str, Any] = field(repr=False, compare=False)
     _random_states: dict[str, Any] = field(repr=False, compare=False)  # megatron-core's tracker: differs by tensor rank
 
     @property
     def is_source(self) -> bool:
-        """It holds the results of its data-parallel rank (last stage, tensor rank 0)."""
-        return self.tensor_rank == 0 and self.pipeline_rank == self.layout.pipeline - 1
+        """It holds the results of its data-parallel rank (last stage, tensor and context rank 0)."""
+        return self.rank == self.source_of(self.data_rank)
 
     @property
     def is_leader(self) -> bool:
-        """The rank that fetches the tokens of its data-parallel rank (first stage, tensor rank 0)."""
-        return self.tensor_rank == 0 and self.pipeline_rank == 0
+        """It fetches the tokens of its model-parallel group (first stage, tensor rank 0)."""
+        return self.rank == self.leader
+
+    @property
+    def leader(self) -> int:
+        """The rank that fetches the tokens of this rank's model-parallel group."""
+        return self.layout.rank(0, 0, self.data_rank, self.context_rank)
 
     def source_of(self, data_rank: int) -> int:
         return self.layout.rank(0, self.layout.pipeline - 1, data_rank)
@@ -82,14 +90,12 @@ class Place:
 def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local_rank: int) -> dict[Layout, Place]:
     """Cut the started process group once for each different layout. Collective; the same layouts on every rank.
 
-    Raises ValueError where the number of started ranks is not a layout's, and for a layout that the engine does not run.
+    Raises ValueError where the number of started ranks is not a layout's.
     """
     return {layout: _start_place(layout, seed, timeout_s, local_rank) for layout in dict.fromkeys(layouts)}
 
 
 def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
-    if layout.context != 1:
-        raise ValueError(f"{layout}: the engine does not run context = {layout.context} yet; set it to 1")
     world = dist.get_world_size()
     if world != layout.ranks:
         raise ValueError(f"trainer.ranks = {layout.ranks}, but {world} ranks were started; start as many")
@@ -100,6 +106,7 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
+            context_parallel_size=layout.context,
             distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -109,8 +116,10 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
             data_rank=parallel_state.get_data_parallel_rank(),
+            context_rank=parallel_state.get_context_parallel_rank(),
             device=platform.current.device(local_rank),
             tensor_group=parallel_state.get_tensor_model_parallel_group(),
+            context_group=parallel_state.get_context_parallel_group(),
             model_parallel_group=parallel_state.get_model_parallel_group(),
             _globals=_read_globals(),
             _random_states=get_cuda_rng_tracker().get_states(),

@@ -97,15 +97,15 @@ class Recipe(Section):
         return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
 
     def layout(self, role: str) -> Layout:
-        """How a role is cut; the data-parallel size is what tensor and pipeline leave of the trainer ranks."""
+        """How a role is cut; the data-parallel size is what the other cuts leave of the trainer ranks."""
         cut = self.layout_section(role)
-        data = self.trainer.ranks // (cut.tensor * cut.pipeline)
         return Layout(
             cut.tensor,
             cut.pipeline,
-            data,
+            self.trainer.ranks // cut.ranks,
             sequence_parallel=cut.sequence_parallel,
             virtual_pipeline=cut.virtual_pipeline,
+            context=cut.context,
         )
 
     def layout_section(self, role: str) -> LayoutSection:

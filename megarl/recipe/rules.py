@@ -110,16 +110,20 @@ def _reference(recipe: Recipe) -> Violations:
 def _ranks(recipe: Recipe) -> Violations:
     ranks = recipe.trainer.ranks
     for role, section in _cuts(recipe):
-        cut = section.tensor * section.pipeline
+        cut = section.ranks
         if ranks % cut == 0:
             continue
+        sizes = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
+        sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
         if role == "actor":
-            rule = f"must be a multiple of actor.layout.tensor x pipeline = {cut}"
+            rule = f"must be a multiple of actor.layout.{' x '.join(sizes)} = {cut}"
             nearest = closest_number(ranks, set(range(cut, ranks + cut + 1, cut)).__contains__, ranks + cut)
             yield Violation("trainer.ranks", ranks, rule, nearest)
             continue
-        fits = {size for size in range(1, ranks + 1) if ranks % (section.tensor * size) == 0}
-        rule = f"tensor {section.tensor} x pipeline {section.pipeline} = {cut} must divide trainer.ranks = {ranks}"
+        others = cut // section.pipeline
+        fits = {size for size in range(1, ranks + 1) if ranks % (others * size) == 0}
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        rule = f"{shown} = {cut} must divide trainer.ranks = {ranks}"
         nearest = closest_number(section.pipeline, fits.__contains__, ranks)
         yield Violation(f"{role}.layout.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
 
@@ -185,7 +189,7 @@ def _virtual_pipeline_batch(recipe: Recipe) -> Violations:
 def _layout(recipe: Recipe, role: str) -> Layout:
     """A role's layout; unknown while it does not divide the ranks."""
     section = recipe.layout_section(role)
-    if recipe.trainer.ranks % (section.tensor * section.pipeline):
+    if recipe.trainer.ranks % section.ranks:
         raise UnknownField("data_parallel")
     return recipe.layout(role)
 

@@ -194,8 +194,15 @@ class LayoutSection(Section):
     virtual_pipeline: Positive = 1
     """Model chunks of each pipeline stage. More make the pipeline's idle time shorter, and its messages more; micro-batches
     then run in groups, one for each stage."""
+    context: Positive = 1
+    """Context-parallel ranks: they share each sequence, for sequences that are too long for one."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel regions over the tensor ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one copy of the model's work; the data-parallel size is what they leave of the trainer ranks."""
+        return self.tensor * self.context * self.pipeline
 
 
 class OptimizerSection(Section):

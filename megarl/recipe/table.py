@@ -58,10 +58,11 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
 
 
 def layout_name(layout: Layout) -> str:
-    """The layout in the field's short words, without the data-parallel size: TP2+SP x PP2, or x PP2xVP2 with two chunks a
-    stage."""
+    """The layout in the field's short words, without the data-parallel size: TP2+SP x CP2 x PP2xVP2, of context and virtual
+    pipeline only what is cut."""
+    context = f" x CP{layout.context}" if layout.context > 1 else ""
     chunks = f"xVP{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
-    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''} x PP{layout.pipeline}{chunks}"
+    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''}{context} x PP{layout.pipeline}{chunks}"
 
 
 def _other_row(recipe: Recipe, phase: str) -> PhaseRow:

@@ -34,7 +34,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one role is cut over the trainer ranks; rank = tensor_rank + tensor * (data_rank + data * pipeline_rank).
+    """How one role is cut over the trainer ranks.
+
+    rank = tensor_rank + tensor * (context_rank + context * (data_rank + data * pipeline_rank)), megatron-core's order.
 
     `virtual_pipeline` counts the model chunks of each stage, `context` the ranks that share one sequence;
     `sequence_parallel` splits the activations between tensor-parallel regions over the tensor group.
@@ -68,14 +70,15 @@ class Layout:
         """A rank's number of micro-batches must be a multiple of this: the interleaved schedule runs groups of them."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
-    def rank(self, tensor_rank: int, pipeline_rank: int, data_rank: int = 0) -> int:
-        return tensor_rank + self.tensor * (data_rank + self.data * pipeline_rank)
+    def rank(self, tensor_rank: int, pipeline_rank: int, data_rank: int = 0, context_rank: int = 0) -> int:
+        return tensor_rank + self.tensor * (context_rank + self.context * (data_rank + self.data * pipeline_rank))
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) rank of a trainer rank; of a layout without context parallelism."""
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(tensor, pipeline, data, context) rank of a trainer rank."""
         rest, tensor_rank = divmod(rank, self.tensor)
+        rest, context_rank = divmod(rest, self.context)
         pipeline_rank, data_rank = divmod(rest, self.data)
-        return tensor_rank, pipeline_rank, data_rank
+        return tensor_rank, pipeline_rank, data_rank, context_rank
 
 
 @dataclass(frozen=True)

@@ -49,16 +49,23 @@ def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -
         segment
         for pipeline_rank in range(layout.pipeline)
         for data_rank in range(layout.data)
+        for context_rank in range(layout.context)
         for tensor_rank in range(layout.tensor)
-        for segment in rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, critic)
+        for segment in rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, critic, context_rank)
     ]
 
 
 def rank_segments(
-    shape: ModelShape, layout: Layout, tensor_rank: int, pipeline_rank: int, data_rank: int = 0, critic: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    tensor_rank: int,
+    pipeline_rank: int,
+    data_rank: int = 0,
+    critic: bool = False,
+    context_rank: int = 0,
 ) -> Iterator[Segment]:
-    """The boxes of one rank."""
-    rank = layout.rank(tensor_rank, pipeline_rank, data_rank)
+    """The boxes of one rank; ranks that differ in data or context only hold the same."""
+    rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
         prefix = chunk_prefix(layout, chunk)
         for segment in _chunk_segments(shape, layout, tensor_rank, pipeline_rank, chunk, rank, critic):

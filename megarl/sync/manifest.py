@@ -33,6 +33,7 @@ class WeightManifest:
     pipeline: int
     data: int
     virtual_pipeline: int
+    context: int
     precision: str
     segments: tuple[str, ...]
     checksums: tuple[str, ...]
@@ -41,7 +42,7 @@ class WeightManifest:
     @property
     def layout(self) -> Layout:
         """The trainer layout that published."""
-        return Layout(self.tensor, self.pipeline, self.data, virtual_pipeline=self.virtual_pipeline)
+        return Layout(self.tensor, self.pipeline, self.data, virtual_pipeline=self.virtual_pipeline, context=self.context)
 
     @property
     def rollout_tensor(self) -> int:

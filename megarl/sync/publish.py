@@ -72,6 +72,7 @@ class WeightSync:
             pipeline=self._layout.pipeline,
             data=self._layout.data,
             virtual_pipeline=self._layout.virtual_pipeline,
+            context=self._layout.context,
             precision=PRECISIONS[self._dtype],
             segments=tuple(segment.name for segment in self._segments),
             checksums=tuple(destination_checksum(table, version) for table in tables),
