@@ -1,14 +1,15 @@
 """What a phase will take before it runs: bytes and floating-point operations. Pure functions, no torch."""
 
-from megarl.estimate.cap import RESERVE, largest_cap
+from megarl.estimate.cap import RESERVE, largest_cap, usable_bytes
 from megarl.estimate.flops import forward_flops
 from megarl.estimate.memory import Memory, micro_batches_held, peak, resident, working
 from megarl.estimate.roles import BYTES, Role, layer_weights, stage_weights
-from megarl.estimate.rollout import engine_memory
+from megarl.estimate.rollout import Engines, engine_memory
 
 __all__ = [
     "BYTES",
     "RESERVE",
+    "Engines",
     "Memory",
     "Role",
     "engine_memory",
@@ -19,5 +20,6 @@ __all__ = [
     "peak",
     "resident",
     "stage_weights",
+    "usable_bytes",
     "working",
 ]

@@ -13,13 +13,44 @@ With t the engine's tensor ranks and b the bytes of its precision:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megarl.estimate.memory import Memory
 from megarl.estimate.roles import BYTES, layer_weights
 from megarl.reshard.boxes import ModelShape
 
 _VOCAB_UNIT = 64
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The rollout engines: `count` of `tensor` ranks each; `utilization` is the recipe's `rollout.memory_utilization`."""
+
+    shape: ModelShape
+    count: int
+    tensor: int
+    precision: str
+    kv_cache_bytes: int
+    max_concurrent: int
+    batched_tokens: int
+    utilization: float | None
+
+    @property
+    def memory(self) -> Memory:
+        """What one rank of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
+        return engine_memory(
+            self.shape, self.tensor, self.precision, self.kv_cache_bytes, self.max_concurrent, self.batched_tokens
+        )
+
+    def per_device(self, devices: int) -> int:
+        """Engine ranks on the fullest of `devices` devices."""
+        return -(-self.count * self.tensor // devices)
+
+    def bytes_on_device(self, devices: int, device_bytes: int | None) -> int:
+        """What engine ranks take of the fullest of `devices` devices, which they share with the trainer: what they need,
+        and no less than the stated share, which must be free for them to start. None: the device is not known."""
+        share = 0 if self.utilization is None or device_bytes is None else int(self.utilization * device_bytes)
+        return self.per_device(devices) * max(self.memory.total, share)
 
 
 def engine_memory(

@@ -140,11 +140,10 @@ def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None)
     cap = largest_cap(
         job.roles,
         role,
+        schedule,
         budget_bytes,
-        update=is_update(schedule),
-        longest=longest_slots(job, role.layout),
-        num_sequences=schedule.mini_batch or job.limits.num_sequences,
-        max_in_flight=schedule.max_micro_batches_in_flight,
+        num_sequences=job.limits.num_sequences,
+        longest=job.limits.longest,
     )
     return cap or 0
 

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.estimate import RESERVE, Memory, Role, engine_memory
+from megarl.estimate import Engines, Role, usable_bytes
 from megarl.planner.lengths import Lengths, Limits, find_lengths
 from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.memory import GIB, memory_roles
+from megarl.recipe.memory import device_bytes_of, engines_of, memory_roles
 from megarl.recipe.recipe import ROLE_OF
-from megarl.reshard.boxes import ModelShape
-from megarl.schedule import Schedule
+from megarl.schedule import Schedule, violations
 
 DEFAULT_LENGTHS = "log-normal"
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The rollout engines: `count` of `tensor` ranks each; `utilization` is the recipe's `rollout.memory_utilization`."""
-
-    shape: ModelShape
-    count: int
-    tensor: int
-    precision: str
-    kv_cache_bytes: int
-    max_concurrent: int
-    batched_tokens: int
-    utilization: float | None
-
-    @property
-    def memory(self) -> Memory:
-        """What one rank of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
-        return engine_memory(
-            self.shape, self.tensor, self.precision, self.kv_cache_bytes, self.max_concurrent, self.batched_tokens
-        )
-
-    def per_device(self, devices: int) -> int:
-        """Engine ranks on the fullest of `devices` devices."""
-        return -(-self.count * self.tensor // devices)
 
 
 @dataclass(frozen=True)
@@ -67,6 +41,11 @@ class Job:
         """The schedule of a phase; None where it does not run."""
         return next((one for one in self.schedules if one.phase == phase), None)
 
+    def runs(self, schedule: Schedule) -> bool:
+        """Whether its role's layout runs a schedule for every batch that the recipe allows."""
+        layout = self.role(schedule.phase).layout
+        return not violations(schedule, self.limits.num_sequences, layout, self.limits.longest)
+
     @property
     def ranks(self) -> int:
         """Trainer ranks."""
@@ -79,22 +58,13 @@ class Job:
 
     @property
     def engine_bytes(self) -> int:
-        """What engines take of one trainer rank's device: what they need, or the share that the recipe gives them, which
-        must be free for them to start.
-
-        Trainer and engines share the devices.
-        """
-        if self.engines is None:
-            return 0
-        each: float = self.engines.memory.total
-        if self.engines.utilization is not None and self.device_bytes is not None:
-            each = self.engines.utilization * self.device_bytes
-        return int(self.engines.per_device(self.ranks) * each)
+        """What engines take of one trainer rank's device."""
+        return 0 if self.engines is None else self.engines.bytes_on_device(self.ranks, self.device_bytes)
 
     @property
     def usable_bytes(self) -> int | None:
         """The device without the reserve."""
-        return None if self.device_bytes is None else int(self.device_bytes * (1 - RESERVE))
+        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -105,7 +75,7 @@ class Job:
 def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops: float | None = None) -> Job:
     """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them.
 
-    `tflops` goes before the recipe's `device.tflops`. Raises ValueError for lengths that are none.
+    `tflops` goes before the recipe's `device.tflops`. Raises what `find_lengths` raises.
     """
     roles = memory_roles(recipe)
     limits = Limits(
@@ -118,22 +88,8 @@ def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops
         lengths=find_lengths(lengths, limits, seed),
         limits=limits,
         seed=seed,
-        engines=None if recipe.rollout.replay else _engines(recipe, roles["actor"].shape),
+        engines=engines_of(recipe, roles["actor"].shape),
         kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
-        device_bytes=None if device is None else int(device.memory_gib * GIB),
+        device_bytes=device_bytes_of(recipe),
         tflops=tflops if tflops is not None or device is None else device.tflops,
-    )
-
-
-def _engines(recipe: Recipe, shape: ModelShape) -> Engines:
-    rollout = recipe.rollout
-    return Engines(
-        shape,
-        rollout.engines,
-        rollout.tensor,
-        recipe.rollout_precision,
-        rollout.kv_cache_bytes,
-        recipe.phases.rollout.max_concurrent,
-        recipe.batched_tokens,
-        rollout.memory_utilization,
     )

@@ -47,6 +47,17 @@ def layout_text(layout: Layout) -> str:
     return f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, sequence_parallel: {sequence_parallel}}}"
 
 
+def earlier_drains(schedule: Schedule, layout: Layout) -> list[Schedule]:
+    """The schedule under every legal drain that holds fewer micro-batches than it does, the latest drain first.
+
+    Only an update under a pipeline without virtual stages can be drained.
+    """
+    if schedule.mini_batch is None or layout.virtual_pipeline > 1:
+        return []
+    held = schedule.max_micro_batches_in_flight or layout.pipeline
+    return [replace(schedule, max_micro_batches_in_flight=fewer) for fewer in range(held - 1, 0, -1)]
+
+
 def longest_slots(job: Job, layout: Layout) -> int:
     """Slots of a micro-batch that holds one longest sequence: the least legal cap."""
     return in_micro_batch(job.limits.longest, layout)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megarl.recipe.checkpoint import Fetch
-from megarl.recipe.memory import resolve_caps
+from megarl.recipe.memory import resolve_caps, with_least_caps
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
 from megarl.recipe.structure import read_sections
@@ -23,16 +23,20 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = (), f
     `fetch` gets models that are hub names and neither on disk nor in the hub cache; without it such a model is a
     violation. Raises RecipeError with every violation found.
     """
-    data, violations = read_yaml(path)
-    violations += apply_overrides({} if data is None else data, list(overrides))
-    if data is None:
-        raise RecipeError(violations)
-    return _prove(data, violations, fetch)
+    return _resolved(_read(path, overrides, fetch), fetch)
+
+
+def load_unfitted(path: str | Path, overrides: list[str] | tuple[str, ...] = (), fetch: Fetch | None = None) -> Recipe:
+    """The same without a look at the device: every `max_tokens: auto` is the smallest legal cap, which need not fit.
+
+    For a search of a layout that fits, never for a run. Raises RecipeError with every other violation.
+    """
+    return with_least_caps(_read(path, overrides, fetch))
 
 
 def parse_recipe(data: dict[str, Any], fetch: Fetch | None = None) -> Recipe:
     """The same for plain data that did not come from a file."""
-    return _prove(copy.deepcopy(data), [], fetch)
+    return _resolved(_prove(copy.deepcopy(data), [], fetch), fetch)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -40,12 +44,25 @@ def recipe_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def _read(path: str | Path, overrides: list[str] | tuple[str, ...], fetch: Fetch | None) -> Recipe:
+    data, violations = read_yaml(path)
+    violations += apply_overrides({} if data is None else data, list(overrides))
+    if data is None:
+        raise RecipeError(violations)
+    return _prove(data, violations, fetch)
+
+
 def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
     recipe, structural = read_sections(data)
     found = [*violations, *structural, *cross_violations(recipe, fetch)]
-    if not found:
-        # Only a legal recipe has layouts and models to measure.
-        recipe, found = resolve_caps(recipe, fetch)
     if found:
         raise RecipeError(found)
     return recipe
+
+
+def _resolved(recipe: Recipe, fetch: Fetch | None) -> Recipe:
+    """Only a legal recipe has layouts and models to measure."""
+    resolved, found = resolve_caps(recipe, fetch)
+    if found:
+        raise RecipeError(found)
+    return resolved

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.estimate import RESERVE, Role, engine_memory, largest_cap
+from megarl.estimate import Engines, Role, largest_cap, usable_bytes
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.recipe.sections import UpdatePhaseSection
 from megarl.recipe.violation import Violation
 from megarl.reshard.boxes import ModelShape
+from megarl.schedule.schedule import in_micro_batch
 
 GIB = 2**30
 
@@ -33,61 +33,79 @@ def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
     return model_shape(recipe.critic_path if role == "critic" else recipe.model.path, fetch)
 
 
-def engine_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Bytes that rollout engines take of one trainer device: weights, key-value cache and working memory of each engine rank
-    there, or the share that `rollout.memory_utilization` asks to be free. 0 where rollouts are replayed."""
+def device_bytes_of(recipe: Recipe) -> int | None:
+    """Memory of one trainer rank's device; None where the recipe does not state it."""
+    return None if recipe.device is None else int(recipe.device.memory_gib * GIB)
+
+
+def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
+    """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed."""
     rollout = recipe.rollout
     if rollout.replay is not None:
-        return 0
-    on_one_device = -(-rollout.engines * rollout.tensor // recipe.trainer.ranks)
-    if rollout.memory_utilization is not None and recipe.device is not None:
-        return int(on_one_device * rollout.memory_utilization * int(recipe.device.memory_gib * GIB))
-    rank = engine_memory(
+        return None
+    return Engines(
         shape,
+        rollout.engines,
         rollout.tensor,
         recipe.rollout_precision,
         rollout.kv_cache_bytes,
         recipe.phases.rollout.max_concurrent,
         recipe.batched_tokens,
+        rollout.memory_utilization,
     )
-    return on_one_device * rank.total
 
 
-def phase_cap(recipe: Recipe, phase: str, roles: dict[str, Role]) -> int | None:
-    """The largest `max_tokens` of a phase that fits the stated device beside everything that is resident there and the
-    engines; None where not even the longest sequence fits. Read it only with `device`."""
-    assert recipe.device is not None, "the cap of a recipe without a device"
-    section = recipe.phase_section(phase)
-    update = isinstance(section, UpdatePhaseSection)
-    budget = int(recipe.device.memory_gib * GIB * (1 - RESERVE)) - engine_bytes(recipe, roles["actor"].shape)
-    return largest_cap(
-        list(roles.values()),
-        roles[ROLE_OF[phase]],
-        budget,
-        update=update,
-        longest=recipe.max_sequence_tokens,
-        num_sequences=section.mini_batch if isinstance(section, UpdatePhaseSection) else recipe.num_sequences,
-        max_in_flight=section.max_micro_batches_in_flight if isinstance(section, UpdatePhaseSection) else None,
-    )
+def with_least_caps(recipe: Recipe) -> Recipe:
+    """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
+    least = {
+        phase: in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]))
+        for phase in ENGINE_PHASES
+        if _is_automatic(recipe, phase)
+    }
+    return _with_caps(recipe, least)
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
-    """The recipe with a number for every `max_tokens: auto`, or what keeps a phase from having one."""
+    """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
+    one."""
     automatic = [phase for phase in ENGINE_PHASES if _is_automatic(recipe, phase)]
-    if not automatic:
+    device_bytes = device_bytes_of(recipe)
+    if not automatic or device_bytes is None:  # `auto` without a device is a violation of its own
         return recipe, []
     roles = memory_roles(recipe, fetch)
-    phases, violations = recipe.phases, []
+    engines = engines_of(recipe, roles["actor"].shape)
+    engine_bytes = 0 if engines is None else engines.bytes_on_device(recipe.trainer.ranks, device_bytes)
+    least, caps, violations = with_least_caps(recipe), {}, []
     for phase in automatic:
-        cap = phase_cap(recipe, phase, roles)
-        if cap is None:
+
+        def largest(budget: int, phase: str = phase) -> int | None:
+            return largest_cap(
+                list(roles.values()),
+                roles[ROLE_OF[phase]],
+                least.schedule(phase),
+                budget,
+                num_sequences=recipe.num_sequences,
+                longest=recipe.max_sequence_tokens,
+            )
+
+        cap = largest(usable_bytes(device_bytes) - engine_bytes)
+        if cap is not None:
+            caps[phase] = cap
+        elif engines is not None and largest(usable_bytes(device_bytes)) is not None:
+            violations.append(_no_room_beside(recipe, phase, engines, engine_bytes))
+        else:
             violations.append(_does_not_fit(recipe, phase))
-            continue
+    return _with_caps(recipe, caps), violations
+
+
+def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
+    phases = recipe.phases
+    for phase, cap in caps.items():
         section = recipe.phase_section(phase)
-        assert section is not None
+        assert section is not None, "only a phase with a section has a cap"
         micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
         phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
-    return recipe.model_copy(update={"phases": phases}), violations
+    return recipe.model_copy(update={"phases": phases})
 
 
 def _is_automatic(recipe: Recipe, phase: str) -> bool:
@@ -96,11 +114,25 @@ def _is_automatic(recipe: Recipe, phase: str) -> bool:
 
 
 def _does_not_fit(recipe: Recipe, phase: str) -> Violation:
-    assert recipe.device is not None
+    """The trainer alone is too large."""
+    assert recipe.device is not None, "`auto` without a device"
     role = ROLE_OF[phase]
     rule = (
         f"one sequence of {recipe.max_sequence_tokens} tokens, with everything else on the device, does not fit "
         f"device.memory_gib = {recipe.device.memory_gib:g}"
     )
     way_out = f"more {role}.layout.tensor or pipeline, a shorter rollout.max_new_tokens, or more trainer.ranks"
+    return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)
+
+
+def _no_room_beside(recipe: Recipe, phase: str, engines: Engines, engine_bytes: int) -> Violation:
+    """The engines take what the trainer would need."""
+    assert recipe.device is not None, "`auto` without a device"
+    needed = engines.per_device(recipe.trainer.ranks) * engines.memory.total
+    rule = (
+        f"one sequence of {recipe.max_sequence_tokens} tokens fits device.memory_gib = {recipe.device.memory_gib:g} without "
+        f"rollout engines, and not beside the {engine_bytes / GIB:.3g} GiB that they take"
+    )
+    smaller = "rollout.memory_utilization" if engine_bytes > needed else "rollout.kv_cache_bytes"
+    way_out = f"a smaller {smaller}, more rollout.tensor, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
     return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)
