@@ -17,7 +17,14 @@ from tests.recipe_cases import CONFIG
 # Recipe, its overrides, and the kinds of advice that it must draw, with their phase.
 SMALL: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "alike": (["actor.layout.pipeline=1", "phases.actor_logprob.micro_batch={max_tokens: 64}"], set()),
-    "unlike": (["phases.actor_logprob.micro_batch={max_tokens: 128}"], {("ratio_drift", "actor_logprob")}),
+    "unlike rules, sizes within a factor of two": (
+        ["actor.layout.pipeline=1", "phases.actor_logprob.micro_batch={max_tokens: 128}"],
+        set(),
+    ),
+    "unlike sizes": (
+        ["actor.layout.pipeline=1", "phases.actor_logprob.micro_batch={max_tokens: 512}"],
+        {("ratio_drift", "actor_logprob")},
+    ),
     "sequences": (
         [
             "trainer.ranks=1",

@@ -21,6 +21,8 @@ from megarl.schedule import Schedule
 WORTHWHILE = 0.02
 # Caps this close to the best one are as good, and the smallest of them takes the least memory.
 AS_GOOD = 0.005
+# The two sides of the policy ratio may differ in their largest micro-batch by this factor.
+ALIKE = 2
 # A pipeline that idles more than this is named when a larger mini-batch would help; that changes the algorithm.
 IDLE = 0.2
 MIB = 2**20
@@ -77,7 +79,7 @@ def gib(num_bytes: float) -> str:
 
 
 def best_cap(job: Job, schedule: Schedule, largest: int) -> PhaseForecast | None:
-    """The smallest cap that is as good as the best up to `largest`; None where no legal cap is that small.
+    """The smallest cap that is as good as the best up to `largest`; None where no such cap is legal.
 
     Tried are the length of a longest sequence, its doubles, and `largest`.
     """
@@ -87,7 +89,10 @@ def best_cap(job: Job, schedule: Schedule, largest: int) -> PhaseForecast | None
         cap *= 2
     if not caps and cap > largest:
         return None
-    tried = [forecast_phase(job, with_cap(schedule, one)) for one in (*caps, largest)]
+    legal = [one for one in (with_cap(schedule, cap) for cap in (*caps, largest)) if job.runs(one)]
+    if not legal:
+        return None
+    tried = [forecast_phase(job, one) for one in legal]
     best = max(one.quality.efficiency for one in tried)
     return next(one for one in tried if one.quality.efficiency >= best * (1 - AS_GOOD))
 
@@ -118,9 +123,9 @@ def _mini_batch(job: Job, phase: PhaseForecast) -> Iterator[Advice]:
     schedule, before, total = phase.schedule, phase.quality, job.limits.num_sequences
     if schedule.mini_batch is None or before.bubble_share <= IDLE:
         return
-    sizes = range(schedule.mini_batch + 1, total + 1)
-    legal = [size for size in sizes if total % size == 0 and size % phase.role.layout.data == 0]
-    tried = [(size, forecast_phase(job, replace(schedule, mini_batch=size))) for size in legal]
+    sizes = [size for size in range(schedule.mini_batch + 1, total + 1) if total % size == 0]
+    larger = [(size, replace(schedule, mini_batch=size)) for size in sizes]
+    tried = [(size, forecast_phase(job, one)) for size, one in larger if job.runs(one)]
     better = [
         (size, one)
         for size, one in tried
@@ -153,24 +158,58 @@ def _without_logprob(job: Job, schedule: Schedule, mini_batch: int) -> tuple[str
 
 
 def _ratio(forecast: Forecast) -> Iterator[Advice]:
-    """The policy ratio is taken between actor_logprob and actor_update: cut unlike, they may round unlike."""
+    """The policy ratio is taken between actor_logprob and actor_update: micro-batches of unlike sizes may round unlike.
+
+    Equal rules do not make equal micro-batches (a pipeline is planned with small ones), so planned sizes are compared.
+    """
     phases = {phase.phase: phase for phase in forecast.phases}
     if "actor_logprob" not in phases:
         return
-    before, update = phases["actor_logprob"], phases["actor_update"].schedule
-    rule = (update.sequences, update.max_tokens)
-    if (before.schedule.sequences, before.schedule.max_tokens) == rule:
+    before, update = phases["actor_logprob"], phases["actor_update"]
+    slots, size = before.quality.max_slots, update.quality.max_slots
+    if _gap(before, update) <= ALIKE:
         return
-    alike = replace(before.schedule, sequences=update.sequences, max_tokens=update.max_tokens)
-    after, size = forecast_phase(forecast.job, alike), phases["actor_update"].quality.max_slots
-    rule_text = f"sequences: {update.sequences}" if update.sequences is not None else f"max_tokens: {update.max_tokens}"
-    changes = (f"phases.actor_logprob.micro_batch={{{rule_text}}}",)
     text = (
-        f"its micro-batches have up to {before.quality.max_slots} slots, those of actor_update {size}: kernels may round "
-        "unlike and the first ratios drift from 1 (actor/ratio_drift_max in metrics.jsonl, bounded by "
-        f"algorithm.max_ratio_drift); {shown(changes)} makes both alike (up to {after.quality.max_slots} slots, efficiency "
+        f"its largest planned micro-batch has {slots} slots, that of actor_update {size}: kernels may round unlike and the "
+        "first ratios drift from 1 (actor/ratio_drift_max in metrics.jsonl, bounded by algorithm.max_ratio_drift)"
+    )
+    narrower = _nearer_cuts(forecast, before, update)
+    if not narrower:
+        text += "; neither the same rule nor a cap of that size brings the two nearer"
+        yield Advice("ratio_drift", "actor_logprob", text, (), "max_slots", slots, None)
+        return
+    # The same rule is first, and enough if it brings the two near.
+    what, after = next((one for one in narrower if _gap(one[1], update) <= ALIKE), None) or min(
+        narrower, key=lambda one: _gap(one[1], update)
+    )
+    schedule = after.schedule
+    rule = f"sequences: {schedule.sequences}" if schedule.sequences is not None else f"max_tokens: {schedule.max_tokens}"
+    changes = (f"phases.actor_logprob.micro_batch={{{rule}}}",)
+    text += (
+        f"; {shown(changes)}, {what}, gives {after.quality.max_slots} slots against {size} (efficiency "
         f"{before.quality.efficiency:.2f} -> {after.quality.efficiency:.2f})"
     )
-    yield Advice(
-        "ratio_drift", "actor_logprob", text, changes, "max_slots", before.quality.max_slots, after.quality.max_slots
+    yield Advice("ratio_drift", "actor_logprob", text, changes, "max_slots", slots, after.quality.max_slots)
+
+
+def _gap(one: PhaseForecast, other: PhaseForecast) -> float:
+    """How many times the larger of the phases' largest planned micro-batches is larger."""
+    few, many = sorted((one.quality.max_slots, other.quality.max_slots))
+    return many / few
+
+
+def _nearer_cuts(forecast: Forecast, before: PhaseForecast, update: PhaseForecast) -> list[tuple[str, PhaseForecast]]:
+    """Cuts of actor_logprob, and what they are, that bring it nearer to actor_update and take no memory that is missing."""
+    job, rule = forecast.job, update.schedule
+    least = longest_slots(job, before.role.layout)
+    cuts = (
+        ("the same rule", replace(before.schedule, sequences=rule.sequences, max_tokens=rule.max_tokens)),
+        ("a cap near that size", with_cap(before.schedule, max(least, update.quality.max_slots))),
     )
+    budget = job.budget_bytes
+    # Where the device is not known, no more than the recipe may take already.
+    room = forecast.fullest.worst_memory.total if budget is None else max(budget, before.worst_memory.total)
+    tried = [(what, forecast_phase(job, cut)) for what, cut in cuts if job.runs(cut)]
+    return [
+        (what, one) for what, one in tried if _gap(one, update) < _gap(before, update) and one.worst_memory.total <= room
+    ]

@@ -14,8 +14,10 @@ from megarl.planner.advice import advise
 from megarl.planner.fit import fit
 from megarl.planner.forecast import forecast
 from megarl.planner.job import DEFAULT_LENGTHS, Job, job_of
-from megarl.planner.suggest import NothingFits, Suggestion, suggest
+from megarl.planner.lengths import LengthsError
+from megarl.planner.suggest import NoDevice, NothingFits, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.recipe.load import load_unfitted
 
 # Exit statuses: an answer of "nothing fits" is none of bad input.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -46,12 +48,11 @@ def check_recipes(
         try:
             recipe = load_recipe(path, overrides)
         except RecipeError as error:
-            entries.append(document.illegal(path, error.violations))
-            status = BAD_INPUT
             if not question.as_json:
                 print_violations(path, error)
-            continue
-        found, entry = _check(path, recipe, question, console)
+            found, entry = BAD_INPUT, document.illegal(path, error.violations) | _way_out(path, overrides, question, console)
+        else:
+            found, entry = _check(path, recipe, question, console)
         status = max(status, found)
         entries.append(entry)
     return status, {"recipes": entries}
@@ -59,34 +60,59 @@ def check_recipes(
 
 def _check(path: str, recipe: Recipe, question: Question, console: Console) -> tuple[int, dict[str, Any]]:
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
-    to_terminal = not question.as_json
     try:
-        job = job_of(recipe, question.lengths or DEFAULT_LENGTHS, question.seed, question.tflops)
-        status, suggestions, reason = _suggestions(job) if question.suggest else (0, [], "")
-    except ValueError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")
+        job = _job(recipe, question)
+    except LengthsError as error:
+        _print_error(path, error)
         return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
     found = forecast(job)
     advice = [*fit(found), *advise(found)]
-    if to_terminal:
+    if not question.as_json:
         console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
-    if question.plan and to_terminal:
+    if question.plan and not question.as_json:
         show.show_forecast(console, recipe, found)
         show.show_advice(console, advice)
-    if question.suggest and to_terminal:
-        if reason:
-            console.print(f"no suggestion: {reason}", markup=False, soft_wrap=True)
-        else:
-            show.show_suggestions(console, suggestions)
     entry = document.planned(path, recipe, found, advice)
-    if question.suggest:
-        entry |= {"suggestions": document.suggested(suggestions), "nothing_fits": reason or None}
-    return status, entry
+    if not question.suggest:
+        return 0, entry
+    status, suggested = _suggestions(path, job, question, console)
+    return status, entry | suggested
 
 
-def _suggestions(job: Job) -> tuple[int, list[Suggestion], str]:
-    """Exit status, suggestions, and why there are none."""
+def _way_out(path: str, overrides: list[str], question: Question, console: Console) -> dict[str, Any]:
+    """Suggestions for a recipe whose one fault is that a `max_tokens: auto` does not fit; nothing for any other fault."""
+    if not question.suggest:
+        return {}
     try:
-        return 0, suggest(job), ""
+        job = _job(load_unfitted(path, overrides), question)
+    except RecipeError:
+        return {}
+    except LengthsError as error:
+        _print_error(path, error)
+        return {"error": str(error)}
+    return _suggestions(path, job, question, console)[1]
+
+
+def _job(recipe: Recipe, question: Question) -> Job:
+    lengths = DEFAULT_LENGTHS if question.lengths is None else question.lengths
+    return job_of(recipe, lengths, question.seed, question.tflops)
+
+
+def _suggestions(path: str, job: Job, question: Question, console: Console) -> tuple[int, dict[str, Any]]:
+    """Exit status, and what the document says of suggestions; prints them unless JSON was asked for."""
+    try:
+        found = suggest(job)
+    except NoDevice as error:
+        _print_error(path, error)
+        return BAD_INPUT, {"suggestions": [], "nothing_fits": None, "error": str(error)}
     except NothingFits as error:
-        return NOTHING_FITS, [], str(error)
+        if not question.as_json:
+            console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
+        return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
+    if not question.as_json:
+        show.show_suggestions(console, found)
+    return 0, {"suggestions": document.suggested(found), "nothing_fits": None}
+
+
+def _print_error(path: str, error: ValueError) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")

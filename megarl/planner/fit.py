@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from megarl.estimate import BYTES
+from megarl.estimate import BYTES, Engines
 from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
-from megarl.planner.forecast import Forecast, PhaseForecast, forecast_phase, worst_memory
-from megarl.planner.job import Engines, Job
-from megarl.planner.layouts import layout_text, layouts_of, longest_slots, with_layouts
+from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, worst_memory
+from megarl.planner.job import Job
+from megarl.planner.layouts import earlier_drains, layout_text, layouts_of, longest_slots, with_layouts
 
 # A changed schedule or layout: the overrides, and the bytes of the fullest device in the phase's worst case.
 Fix = tuple[tuple[str, ...], int]
@@ -50,18 +49,17 @@ def _phases(forecast: Forecast) -> Iterator[Advice]:
 def _other_cap(job: Job, phase: PhaseForecast) -> Fix | None:
     """The largest cap that fits, with as many micro-batches in flight as leave room for one."""
     schedule, stated = phase.schedule, phase.schedule.max_micro_batches_in_flight
-    held = stated or phase.role.layout.pipeline
-    fewer = range(held - 1, 0, -1) if schedule.mini_batch is not None else ()
-    for in_flight in (stated, *fewer):
-        drained = replace(schedule, max_micro_batches_in_flight=in_flight)
-        cap = forecast_phase(job, drained).largest_cap
+    for drained in (schedule, *earlier_drains(schedule, phase.role.layout)):
+        cap = cap_that_fits(job, drained)
         if not cap:
             continue
+        in_flight = drained.max_micro_batches_in_flight
         changes = [] if in_flight == stated else [f"phases.{phase.phase}.max_micro_batches_in_flight={in_flight}"]
         if schedule.max_tokens is None or schedule.max_tokens > cap:
             drained = with_cap(drained, cap)
             changes.append(cap_change(schedule, cap))
-        return tuple(changes), worst_memory(job, drained).total + job.engine_bytes
+        if job.runs(drained):
+            return tuple(changes), worst_memory(job, drained).total + job.engine_bytes
     return None
 
 

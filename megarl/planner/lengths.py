@@ -24,6 +24,10 @@ from megarl.telemetry.metrics import read_metrics
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 
 
+class LengthsError(ValueError):
+    """`--lengths` are none, or none that the recipe allows."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a recipe allows: sequences of a step, sequences of a group, tokens of a prompt and of a completion."""
@@ -54,17 +58,17 @@ class Lengths:
 def find_lengths(source: str, limits: Limits, seed: int) -> Lengths:
     """Lengths of one step from a distribution's name, a file or a run directory.
 
-    Raises ValueError naming `--lengths`, its value and what is wrong; for a file also the row.
+    Raises LengthsError naming `--lengths`, its value and what is wrong; for a file also the row.
     """
     if source in DISTRIBUTIONS:
         return _from_distribution(source, limits, seed)
     path = Path(source)
-    if path.is_dir():
+    if source and path.is_dir():  # the path of nothing is the working directory
         return _from_run(path, limits, seed)
     if path.is_file():
         return _from_file(path, limits, seed)
     choices = ", ".join(DISTRIBUTIONS)
-    raise ValueError(
+    raise LengthsError(
         f"--lengths = {source!r}: no such file or directory; one of {choices}, a file of lengths, or a run directory"
     )
 
@@ -85,7 +89,7 @@ def _from_run(directory: Path, limits: Limits, seed: int) -> Lengths:
     try:
         steps = read_metrics(directory / "metrics.jsonl")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise LengthsError(f"{where}: {error}") from error
     keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
     means = [_mean_over_steps(steps, key, where) for key in keys]
     prompt = round(_mean_over_steps(steps, "rollout/prompt_length_mean", where))
@@ -94,7 +98,7 @@ def _from_run(directory: Path, limits: Limits, seed: int) -> Lengths:
         (prompt, limits.max_prompt, "rollout/prompt_length_mean", "data.max_prompt_tokens"),
     ):
         if found > limit:
-            raise ValueError(f"{where}: the run's {name} is {found:.0f} on average, above {key} = {limit}")
+            raise LengthsError(f"{where}: the run's {name} is {found:.0f} on average, above {key} = {limit}")
     chance = random.Random(f"{seed}/completions")
     completions = [max(1, round(_interpolate(means, chance.random()))) for _ in range(limits.num_sequences)]
     return Lengths(
@@ -107,7 +111,7 @@ def _from_run(directory: Path, limits: Limits, seed: int) -> Lengths:
 def _mean_over_steps(steps: list[dict[str, Any]], key: str, where: str) -> float:
     found = [step[key] for step in steps if isinstance(step.get(key), int | float)]
     if not found:
-        raise ValueError(f"{where}: no step in metrics.jsonl has {key}")
+        raise LengthsError(f"{where}: no step in metrics.jsonl has {key}")
     return float(sum(found) / len(found))
 
 
@@ -122,7 +126,7 @@ def _interpolate(values: list[float], share: float) -> float:
 def _from_file(path: Path, limits: Limits, seed: int) -> Lengths:
     rows = [_checked(pair, row, path, limits) for row, pair in _read_rows(path, limits)]
     if not rows:
-        raise ValueError(f"--lengths = {str(path)!r}: the file has no row")
+        raise LengthsError(f"--lengths = {str(path)!r}: the file has no row")
     origin = f"{len(rows)} rows of {path}"
     if len(rows) != limits.num_sequences:
         chance = random.Random(f"{seed}/rows")
@@ -134,14 +138,14 @@ def _from_file(path: Path, limits: Limits, seed: int) -> Lengths:
 def _read_rows(path: Path, limits: Limits) -> list[tuple[int, tuple[int, int]]]:
     """(row, (prompt, completion)) of each row; rows count from 1, lines of a text as items of a JSON list."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"--lengths = {str(path)!r}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise LengthsError(f"--lengths = {str(path)!r}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"--lengths = {str(path)!r}: starts like a JSON list and is none: {error}") from error
+            raise LengthsError(f"--lengths = {str(path)!r}: starts like a JSON list and is none: {error}") from error
         return [(row, _pair(item, row, path, limits)) for row, item in enumerate(items, start=1)]
     lines = [(row, line.strip()) for row, line in enumerate(text.splitlines(), start=1)]
     return [(row, _pair(_item(line, row, path), row, path, limits)) for row, line in lines if line]
@@ -172,8 +176,8 @@ def _pair(item: Any, row: int, path: Path, limits: Limits) -> tuple[int, int]:
     return prompt, numbers[0] - prompt
 
 
-def _row_error(path: Path, row: int, value: Any) -> ValueError:
-    return ValueError(
+def _row_error(path: Path, row: int, value: Any) -> LengthsError:
+    return LengthsError(
         f"--lengths = {str(path)!r}, row {row}: {value!r} is no length; give LENGTH, or PROMPT and COMPLETION, in whole "
         'tokens, or {"length": ...}, or {"prompt_tokens": ..., "completion_tokens": ...}'
     )
@@ -184,11 +188,11 @@ def _checked(pair: tuple[int, int], row: int, path: Path, limits: Limits) -> tup
     prompt, completion = pair
     where = f"--lengths = {str(path)!r}, row {row}"
     if prompt < 1 or completion < 1:
-        raise ValueError(
+        raise LengthsError(
             f"{where}: {prompt + completion} tokens; a sequence has at least one prompt token and one completion token"
         )
     if prompt + completion > limits.longest:
-        raise ValueError(
+        raise LengthsError(
             f"{where}: {prompt + completion} tokens, above data.max_prompt_tokens {limits.max_prompt} + "
             f"rollout.max_new_tokens {limits.max_completion} = {limits.longest}"
         )
@@ -197,5 +201,5 @@ def _checked(pair: tuple[int, int], row: int, path: Path, limits: Limits) -> tup
         (completion, limits.max_completion, "completion", "rollout.max_new_tokens"),
     ):
         if found > limit:
-            raise ValueError(f"{where}: a {name} of {found} tokens, above {key} = {limit}")
+            raise LengthsError(f"{where}: a {name} of {found} tokens, above {key} = {limit}")
     return pair

@@ -2,7 +2,9 @@
 
 The search takes the least cut under which everything fits with room: in every phase a cap of four mean sequences
 (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
-that room, it asks for one longest sequence of each. Engines share the devices of the trainer, one engine rank a device.
+that room, it asks for one longest sequence of each. Where none has that either, updates drain their pipeline early, and
+what is searched is the least idling.
+Engines share the devices of the trainer, one engine rank a device.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.estimate import Engines
 from megarl.planner.advice import MIB, best_cap, gib, with_cap
 from megarl.planner.fit import kv_bytes_per_token
 from megarl.planner.forecast import Forecast, cap_that_fits, forecast, worst_memory
-from megarl.planner.job import Engines, Job
-from megarl.planner.layouts import NODE_RANKS, layouts_of, longest_slots, with_layouts
+from megarl.planner.job import Job
+from megarl.planner.layouts import NODE_RANKS, earlier_drains, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
 from megarl.recipe.rules import tensor_divides
 from megarl.reshard import vllm
 from megarl.reshard.boxes import Layout
-from megarl.schedule import Schedule
+from megarl.schedule import Schedule, bubble_share
 
 # Mean sequences in a cap that leaves the packing free to fill it.
 ROOMY = 4
@@ -35,6 +38,10 @@ class Suggestion:
     reason: str
 
 
+class NoDevice(ValueError):
+    """The recipe does not say what must fit."""
+
+
 class NothingFits(ValueError):
     """No layout on these ranks holds the model; the message says what the best one would take."""
 
@@ -42,27 +49,59 @@ class NothingFits(ValueError):
 def suggest(job: Job) -> list[Suggestion]:
     """Keys that make the job's model run on its ranks.
 
-    Raises ValueError for a job without a device, and NothingFits.
+    Raises NoDevice and NothingFits.
     """
     if job.device_bytes is None:
-        raise ValueError("--suggest needs the memory of one trainer rank's device; add device: {memory_gib: 80}")
+        raise NoDevice("--suggest needs the memory of one trainer rank's device; add device: {memory_gib: 80}")
     plain = replace(job, schedules=tuple(replace(one, max_micro_batches_in_flight=None) for one in job.schedules))
-    chosen = _search(plain, roomy=True) or _search(plain, roomy=False)
+    roomy = _search(plain, roomy=True)
+    chosen = roomy or _search(plain, roomy=False) or _search_drained(plain)
     if chosen is None:
         raise NothingFits(_what_is_missing(plain))
     chosen = _with_caps(_with_kv_cache(_with_own_layouts(chosen)))
     found = forecast(chosen)
-    return [*_layout_keys(plain, found), *_engine_keys(found), *_phase_keys(job, found)]
+    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found), *_phase_keys(job, found)]
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
     """The job under the layout, the same for all roles, and the engines that cut the model least and fit together."""
     for layout, engines in _pairs(job, roomy):
-        tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-        tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
+        tried = _tried(job, layout, engines, roomy, drained=False)
         if _fits(tried):
             return tried
     return None
+
+
+def _search_drained(job: Job) -> Job | None:
+    """The same with updates that drain their pipeline early: of all that fit, the one that idles least for it."""
+    tried = [_tried(job, *pair, roomy=False, drained=True) for pair in _pairs(job, roomy=False)]
+    return min((one for one in tried if _fits(one)), key=_idle, default=None)
+
+
+def _idle(job: Job) -> float:
+    """The largest share of its time for which a drained pipeline of an update idles."""
+    drained = [(one.max_micro_batches_in_flight, job.role(one.phase).layout.pipeline) for one in job.schedules]
+    return max((bubble_share(held, stages) for held, stages in drained if held is not None), default=0.0)
+
+
+def _tried(job: Job, layout: Layout, engines: Engines | None, roomy: bool, drained: bool) -> Job:
+    """The job under one layout of all roles, with engines, and with the least caps."""
+    tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
+    tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
+    return replace(tried, schedules=tuple(_drained(tried, one) for one in tried.schedules)) if drained else tried
+
+
+def _drained(job: Job, schedule: Schedule) -> Schedule:
+    """The schedule under the latest drain with which it fits, if it needs one; under the earliest where none fits."""
+    drains = [schedule, *earlier_drains(schedule, job.role(schedule.phase).layout)]
+    if not _holds(job, drains[-1]):
+        return drains[-1]
+    return next(one for one in drains if _holds(job, one))
+
+
+def _holds(job: Job, schedule: Schedule) -> bool:
+    assert job.budget_bytes is not None, "a suggestion has a device"
+    return worst_memory(job, schedule).total <= job.budget_bytes
 
 
 def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, Engines | None]]:
@@ -115,8 +154,7 @@ def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
 
 
 def _fits(job: Job) -> bool:
-    assert job.budget_bytes is not None, "a suggestion has a device"
-    return all(worst_memory(job, schedule).total <= job.budget_bytes for schedule in job.schedules)
+    return all(_holds(job, schedule) for schedule in job.schedules)
 
 
 def _with_own_layouts(job: Job) -> Job:
@@ -165,41 +203,63 @@ def _with_kv_cache(job: Job) -> Job:
 
 def _what_is_missing(job: Job) -> str:
     """The least that any layout would take, for the longest sequence."""
-    takes: list[tuple[int, Layout]] = []
-    for layout in _common_layouts(job):
-        for engines in _engine_sizes(job, roomy=False):
-            tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-            capped = [with_cap(one, _least_cap(tried, one, roomy=False)) for one in job.schedules]
-            takes.append((max(worst_memory(tried, one).total for one in capped) + tried.engine_bytes, layout))
-    if not takes:
+    tried = [_tried(job, *pair, roomy=False, drained=True) for pair in _pairs(job, roomy=False)]
+    if not tried:
         return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
-    least, layout = min(takes, key=lambda one: one[0])
+    takes = [max(worst_memory(one, schedule).total for schedule in one.schedules) + one.engine_bytes for one in tried]
+    least = min(takes)
+    best = tried[takes.index(least)]
+    drain = any(one.max_micro_batches_in_flight is not None for one in best.schedules)
+    with_drain = " with updates drained after each micro-batch" if drain else ""
     return (
         f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
-        f"{gib(least)}, takes TP{layout.tensor} x PP{layout.pipeline}; more trainer.ranks, a shorter rollout.max_new_tokens "
-        "or a larger device"
+        f"{gib(least)}, takes {_name(best.roles[0].layout)}{with_drain}; more trainer.ranks, a shorter "
+        "rollout.max_new_tokens or a larger device"
     )
 
 
-def _layout_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
+def _name(layout: Layout) -> str:
+    return f"TP{layout.tensor} x PP{layout.pipeline}"
+
+
+def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]:
     actor = found.job.roles[0].layout
-    simpler = layouts_of(job, "actor")
-    simpler = simpler[: simpler.index(actor)]
     peak, usable = gib(found.device_peak), gib(job.usable_bytes or 0)
-    engine_tensor = found.job.engines.tensor if found.job.engines is not None else 0
+    engines = found.job.engines
+    beside = "" if engines is None else f" beside engines of TP{engines.tensor}"
+    why_not = _why_not_simpler(job, actor, engines)
     for role in found.job.roles:
         layout = role.layout
         fits = f"{peak} at worst of {usable} usable, engines included"
         if role.name != "actor":
             same = layout == actor
-            reason = "cut like the actor" if same else f"needs less than the actor and fits uncut by more; {fits}"
-        elif simpler:
-            names = ", ".join(f"TP{one.tensor} x PP{one.pipeline}" for one in simpler)
-            reason = f"the simplest that fits beside engines of TP{engine_tensor}: {fits}; {names} would not"
+            reason = "cut like the actor" if same else f"the simplest with which everything fits: {fits}"
+        elif why_not:
+            reason = f"the simplest that {'has room' if roomy else 'fits'}{beside}: {fits}; {why_not}"
         else:
             reason = f"no cut is needed: {fits}"
         value = {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence_parallel": layout.sequence_parallel}
         yield Suggestion(f"{role.name}.layout", value, f"{reason}; {layout.data} data-parallel ranks")
+
+
+def _why_not_simpler(job: Job, chosen: Layout, engines: Engines | None) -> str:
+    """What keeps each layout that is simpler than the chosen one from being suggested beside the same engines."""
+    found: dict[str, list[str]] = {}
+    for layout in _common_layouts(job):
+        if layout == chosen:
+            break
+        found.setdefault(_shortfall(job, layout, engines), []).append(_name(layout))
+    return "; ".join(f"{', '.join(names)}: {what}" for what, names in found.items())
+
+
+def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
+    sizes = _engine_sizes(job, roomy=False)
+    least = next(one for one in sizes if one is None or (engines is not None and one.tensor == engines.tensor))
+    if _fits(_tried(job, layout, least, roomy=False, drained=False)):
+        return f"no room for caps of {ROOMY} mean sequences and the KV cache"
+    if _fits(_tried(job, layout, least, roomy=False, drained=True)):
+        return "only with an earlier drain of the pipeline"
+    return "would not fit"
 
 
 def _engine_keys(found: Forecast) -> Iterator[Suggestion]:
@@ -208,7 +268,7 @@ def _engine_keys(found: Forecast) -> Iterator[Suggestion]:
         return
     memory = engines.memory
     yield Suggestion("rollout.engines", engines.count, f"{engines.count} x {engines.tensor} of {job.ranks} ranks decode")
-    reason = f"the smallest that fits: {gib(memory.weights)} of weights a rank"
+    reason = f"{gib(memory.weights)} of weights a rank"
     yield Suggestion("rollout.tensor", engines.tensor, reason)
     tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
@@ -227,7 +287,10 @@ def _phase_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
         if phase.phase == "actor_logprob":
             reason = f"like actor_update, so that the policy ratio starts at 1; {reason}"
         yield Suggestion(f"phases.{phase.phase}.micro_batch", {"max_tokens": cap}, reason)
-        stated = job.schedule(phase.phase)
-        if stated is not None and stated.max_micro_batches_in_flight is not None:
-            key = f"phases.{phase.phase}.max_micro_batches_in_flight"
+        stated, in_flight = job.schedule(phase.phase), phase.schedule.max_micro_batches_in_flight
+        key = f"phases.{phase.phase}.max_micro_batches_in_flight"
+        if in_flight is not None:
+            reason = f"the {phase.role.layout.pipeline} longest sequences that its pipeline would hold do not fit"
+            yield Suggestion(key, in_flight, reason)
+        elif stated is not None and stated.max_micro_batches_in_flight is not None:
             yield Suggestion(key, None, f"the {ROLE_OF[phase.phase]} fits without draining its pipeline early")
