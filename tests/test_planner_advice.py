@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from megarl.planner.advice import WORTHWHILE, Advice, advise
+from megarl.planner.advice import ALIKE, WORTHWHILE, Advice, advise
 from megarl.planner.fit import fit
 from megarl.planner.forecast import Forecast
 from megarl.recipe.memory import GIB
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
 
+VIRTUAL = "actor.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, sequence_parallel: true}"
 # Recipe, its overrides, and the kinds of advice that it must draw, with their phase.
 SMALL: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "alike": (["actor.layout.pipeline=1", "phases.actor_logprob.micro_batch={max_tokens: 64}"], set()),
@@ -51,6 +52,15 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         ["actor.layout={tensor: 1, pipeline: 4}", "phases.actor_update.micro_batch.max_tokens=5120"],
         {("memory", "actor_update")},
     ),
+    "virtual pipeline": ([VIRTUAL], set()),
+    "virtual pipeline too large": (
+        [VIRTUAL, "device.memory_gib=60"],
+        {("memory", "actor_update"), ("engine", "rollout")},
+    ),
+    "virtual pipeline in single sequences": (
+        [VIRTUAL, "phases.reference_logprob.micro_batch={sequences: 1}"],
+        {("cap", "reference_logprob")},
+    ),
     "cache too large": (["rollout.kv_cache_bytes=51539607552"], {("engine", "rollout")}),
     "share too large": (["rollout.memory_utilization=0.7"], {("engine", "rollout")}),
     "share and cache too large": (
@@ -80,6 +90,12 @@ def measured(found: Forecast, one: Advice) -> float:
     return value
 
 
+def drift_gap(found: Forecast) -> float:
+    """How many times the largest planned micro-batch of one side of the policy ratio is that of the other."""
+    few, many = sorted(one.quality.max_slots for one in found.phases if one.phase in ("actor_logprob", "actor_update"))
+    return many / few
+
+
 def check_promises(file: Path, overrides: list[str], expected: set[tuple[str, str]]) -> None:
     found = forecast_of(file, overrides)
     advice = advice_on(found)
@@ -87,11 +103,15 @@ def check_promises(file: Path, overrides: list[str], expected: set[tuple[str, st
     assert bool(expected) == bool(advice), advice
     for one in advice:
         assert measured(found, one) == pytest.approx(one.before)
+        assert one.kind != "ratio_drift" or drift_gap(found) > ALIKE
         if not one.changes:
             assert one.after is None
             continue
         changed = forecast_of(file, [*overrides, *one.changes])  # raises where a change is not legal
         assert one.after is not None and measured(changed, one) == pytest.approx(one.after)
+        if one.kind == "ratio_drift":
+            assert drift_gap(changed) < drift_gap(found)
+            continue
         again = {(other.kind, other.phase) for other in advice_on(changed)}
         assert (one.kind, one.phase) not in again, f"{one} does not solve it"
 
@@ -126,6 +146,34 @@ def test_an_earlier_drain_comes_before_another_layout(tmp_path: Path) -> None:
     """It changes one phase, and leaves its cap as it is where that is enough."""
     (one,) = [one for one in fit(forecast_of(write_qwen(tmp_path), QWEN["drain"][0])) if one.phase == "actor_update"]
     assert len(one.changes) == 1 and one.changes[0].startswith("phases.actor_update.max_micro_batches_in_flight=")
+
+
+def test_a_virtual_pipeline_is_not_drained(tmp_path: Path) -> None:
+    """A pipeline of the same stages without chunks is."""
+    large = ["device.memory_gib=60", "phases.actor_update.micro_batch.max_tokens=5120"]
+    for layout in (VIRTUAL, VIRTUAL.replace("virtual_pipeline: 2", "virtual_pipeline: 1")):
+        (one,) = [one for one in fit(forecast_of(write_qwen(tmp_path), [layout, *large])) if one.kind == "memory"]
+        assert one.changes
+        drained = any("in_flight" in change for change in one.changes)
+        assert drained == (layout != VIRTUAL), one
+
+
+@pytest.mark.parametrize("cap", [262144, 8192])
+def test_the_rule_of_the_update_is_not_named_where_it_widens_the_gap(cap: int, tmp_path: Path) -> None:
+    """A mini-batch of eight is all that an update has to fill a cap with; the whole batch of the other phase fills it."""
+    stated = [
+        "trainer.ranks=1",
+        "actor.layout={tensor: 1, pipeline: 1}",
+        "rollout={max_new_tokens: 4096, engines: 1, tensor: 1, kv_cache_bytes: 4294967296}",
+        "device=null",
+        "phases.actor_update={mini_batch: 8, micro_batch: {max_tokens: 262144}}",
+        f"phases.actor_logprob.micro_batch.max_tokens={cap}",
+    ]
+    found = forecast_of(write_qwen(tmp_path), stated)
+    (one,) = [one for one in advise(found) if one.kind == "ratio_drift"]
+    assert drift_gap(found) > ALIKE and "the same rule" not in one.text
+    changed = forecast_of(write_qwen(tmp_path), [*stated, *one.changes])
+    assert drift_gap(changed) <= ALIKE and not [one for one in advise(changed) if one.kind == "ratio_drift"]
 
 
 def test_actor_logprob_is_never_sped_up_away_from_actor_update(tmp_path: Path) -> None:

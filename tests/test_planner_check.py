@@ -121,6 +121,7 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
         (["--lengths", "uniform"], ["--lengths = uniform", "--plan"]),
         (["--seed", "3"], ["--seed = 3", "--plan"]),
         (["--tflops", "3"], ["--tflops = 3", "--plan"]),
+        (["--plan", "--lengths", ""], ["--lengths = ''", "uniform, log-normal, long-tail"]),
         (["--suggest"], ["--suggest", "add device: {memory_gib: 80}"]),
     ],
 )
@@ -180,6 +181,34 @@ def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
     assert "no suggestion: nothing fits 14.4 GiB usable" in result.output
     assert document_of(file, ["device.memory_gib=16"], suggest=True)["nothing_fits"].startswith("nothing fits 14.4 GiB")
     assert document_of(file, suggest=True)["nothing_fits"] is None
+
+
+def test_a_plan_without_a_device_is_printed_though_nothing_can_be_suggested(folder: Path) -> None:
+    file = write_small(folder)
+    result = check(file, "--plan", "--suggest")
+    assert result.exit_code == 2
+    assert "device: not stated" in result.output and "add device: {memory_gib: 80}" in result.output
+    document = json.loads(check(file, "--json", "--suggest").stdout)["recipes"][0]
+    assert len(document["phases"]) == 5 and document["suggestions"] == []
+    assert "add device" in document["error"]
+
+
+def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path) -> None:
+    file = write_qwen(folder)
+    automatic = "phases.actor_update.micro_batch.max_tokens=auto"
+    for stated, rule in (
+        (["actor.layout={tensor: 1, pipeline: 1}"], "with everything else on the device"),
+        (["rollout.kv_cache_bytes=60000000000"], "a smaller rollout.kv_cache_bytes"),
+        (["rollout.memory_utilization=0.8"], "a smaller rollout.memory_utilization"),
+    ):
+        result = check(file, automatic, *stated, "--suggest")
+        assert result.exit_code == 2 and rule in result.output and "suggested:" in result.output
+        (entry,) = json.loads(check(file, automatic, *stated, "--suggest", "--json").stdout)["recipes"]
+        assert not entry["legal"] and entry["violations"][0]["value"] == "'auto'"
+        chosen = [f"{one['key']}={json.dumps(one['value'])}" for one in entry["suggestions"]]
+        assert forecast_of(file, [automatic, *stated, *chosen]).fits
+        # Another fault is not hidden behind suggestions.
+        assert "suggested:" not in check(file, automatic, *stated, "run.steps=0", "--suggest").output
 
 
 def test_a_given_rate_gives_times(folder: Path) -> None:

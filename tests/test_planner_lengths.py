@@ -44,6 +44,7 @@ def test_another_seed_draws_other_lengths() -> None:
     "text",
     [
         "50 10\n100 300\n\n1 1\n7, 200\n",
+        "\ufeff50 10\n100 300\n1 1\n7 200\n",
         "[[50, 10], [100, 300], [1, 1], [7, 200]]",
         '[[50, 10], {"prompt_tokens": 100, "completion_tokens": 300}, [1, 1], [7, 200]]',
         '{"prompt_tokens": 50, "completion_tokens": 10, "id": 3}\n{"prompt_tokens": 100, "completion_tokens": 300}\n'

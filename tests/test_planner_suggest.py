@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from megarl.planner.job import job_of
 from megarl.planner.layouts import NODE_RANKS, layouts_of
 from megarl.planner.show import suggestion_lines
-from megarl.planner.suggest import NothingFits, Suggestion, suggest
+from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import load_recipe
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
@@ -25,6 +26,12 @@ PPO = [
     "phases.critic_value={micro_batch: {max_tokens: 8192}}",
     "phases.critic_update={mini_batch: 64, micro_batch: {max_tokens: 8192}}",
 ]
+# Sequences of 17,408 tokens on 16 ranks: a pipeline that holds one for each stage is too much for 40 GiB.
+LONG = [
+    "trainer.ranks=16",
+    "rollout.max_new_tokens=16384",
+    *(f"phases.{phase}.micro_batch.max_tokens=17408" for phase in ("actor_logprob", "reference_logprob", "actor_update")),
+]
 CASES: dict[str, list[str]] = {
     "8 x 80 GiB": [],
     "8 x 141 GiB": ["device.memory_gib=141"],
@@ -36,6 +43,8 @@ CASES: dict[str, list[str]] = {
         "actor.layout={tensor: 1, pipeline: 4}",
         "phases.actor_update.max_micro_batches_in_flight=2",
     ],
+    "a virtual pipeline": ["actor.layout={tensor: 1, pipeline: 4, virtual_pipeline: 7}"],
+    "nothing without a drain": ["device.memory_gib=40", *LONG],
     "one update a batch": ["phases.actor_update.mini_batch=128", "phases.actor_logprob=null"],
 }
 
@@ -77,7 +86,7 @@ def test_what_is_suggested_is_legal_and_fits(name: str, tmp_path: Path, monkeypa
     assert engines.memory.total / (taken.job.device_bytes or 0) <= engines.utilization <= taken.safe_utilization + 1e-9
     # Suggestions are where the search ends: asked again, it has nothing else to say.
     again = suggestions_of(file, [*CASES[name], *as_overrides(found)])
-    assert by_key(again) == {key: value for key, value in by_key(found).items() if not key.endswith("in_flight")}
+    assert by_key(again) == {key: value for key, value in by_key(found).items() if value is not None}
 
 
 def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
@@ -116,13 +125,46 @@ def test_engines_are_not_cut_to_save_the_trainer_a_cut(tmp_path: Path) -> None:
     assert found["actor.layout"]["tensor"] * found["actor.layout"]["pipeline"] * found["rollout.tensor"] <= 8
 
 
+def test_a_drain_is_suggested_where_nothing_fits_without(tmp_path: Path) -> None:
+    file, stated = write_qwen(tmp_path), ["device.memory_gib=40", *LONG]
+    found = suggestions_of(file, stated)
+    key = "phases.actor_update.max_micro_batches_in_flight"
+    in_flight, stages = by_key(found)[key], by_key(found)["actor.layout"]["pipeline"]
+    assert 1 <= in_flight < stages
+    taken = [*stated, *as_overrides(found)]
+    assert forecast_of(file, taken).fits and not forecast_of(file, [*taken, f"{key}=null"]).fits
+    with pytest.raises(NothingFits, match="drained after each micro-batch"):
+        suggestions_of(file, [*stated, "device.memory_gib=30"])
+
+
+def test_what_is_said_of_simpler_layouts_is_true(tmp_path: Path) -> None:
+    """Named as not fitting are those whose longest sequence alone is too large; the others lack room."""
+    file, seen = write_qwen(tmp_path), set()
+    for memory_gib in (90, 64):
+        stated = [f"device.memory_gib={memory_gib}"]
+        found = suggest(job_of(load_recipe(file, stated), "uniform"))
+        reason = next(one.reason for one in found if one.key == "actor.layout")
+        for part in reason.split("; ")[1:-1]:
+            names, what = part.split(": ")
+            seen.add(what)
+            for tensor, pipeline in re.findall(r"TP(\d+) x PP(\d+)", names):
+                cut = f"{{tensor: {tensor}, pipeline: {pipeline}, sequence_parallel: {str(tensor != '1').lower()}}}"
+                least = [f"phases.{phase}.micro_batch.max_tokens=5120" for phase in
+                         ("actor_logprob", "reference_logprob", "actor_update")]  # fmt: skip
+                engines = [f"rollout.{key}={by_key(found)[f'rollout.{key}']}" for key in ("engines", "tensor")]
+                cache = f"rollout.kv_cache_bytes={5120 * 57344 // by_key(found)['rollout.tensor']}"
+                fits = forecast_of(file, [*stated, *least, *engines, cache, f"actor.layout={cut}"]).fits
+                assert fits == what.startswith("no room"), (memory_gib, part)
+    assert {what.split()[0] for what in seen} == {"would", "no", "only"}
+
+
 def test_a_model_too_large_is_said_with_what_it_takes(tmp_path: Path) -> None:
     with pytest.raises(NothingFits, match=r"nothing fits 14\.4 GiB usable on each of 8 ranks.*TP\d x PP\d"):
         suggestions_of(write_qwen(tmp_path), ["device.memory_gib=16"])
 
 
 def test_without_a_device_the_key_to_add_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"add device: \{memory_gib: 80\}"):
+    with pytest.raises(NoDevice, match=r"add device: \{memory_gib: 80\}"):
         suggestions_of(write_qwen(tmp_path), ["device=null"])
 
 

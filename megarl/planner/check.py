@@ -67,8 +67,7 @@ def _check(path: str, recipe: Recipe, question: Question, console: Console) -> t
         return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
     found = forecast(job)
     advice = [*fit(found), *advise(found)]
-    if not question.as_json:
-        console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
+    _print_name(path, recipe, question, console)
     if question.plan and not question.as_json:
         show.show_forecast(console, recipe, found)
         show.show_advice(console, advice)
@@ -84,12 +83,14 @@ def _way_out(path: str, overrides: list[str], question: Question, console: Conso
     if not question.suggest:
         return {}
     try:
-        job = _job(load_unfitted(path, overrides), question)
+        recipe = load_unfitted(path, overrides)
+        job = _job(recipe, question)
     except RecipeError:
         return {}
     except LengthsError as error:
         _print_error(path, error)
         return {"error": str(error)}
+    _print_name(path, recipe, question, console)
     return _suggestions(path, job, question, console)[1]
 
 
@@ -112,6 +113,11 @@ def _suggestions(path: str, job: Job, question: Question, console: Console) -> t
     if not question.as_json:
         show.show_suggestions(console, found)
     return 0, {"suggestions": document.suggested(found), "nothing_fits": None}
+
+
+def _print_name(path: str, recipe: Recipe, question: Question, console: Console) -> None:
+    if not question.as_json:
+        console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
 
 
 def _print_error(path: str, error: ValueError) -> None:
