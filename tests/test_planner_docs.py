@@ -6,9 +6,15 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+
+from megarl.figures import rollout_figures, schedule_figures
 from megarl.recipe.recipe import PHASES
 from megarl.recipe.sections import ForwardPhaseSection, PhasesSection, UpdatePhaseSection
+from megarl.reshard.boxes import Layout
+from megarl.schedule import Cost, Executed, Schedule, plan_phase
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "phases.md").read_text(encoding="utf-8")
 
@@ -32,12 +38,35 @@ def test_every_phase_has_its_row_and_its_keys() -> None:
         assert f"`{key}" in PAGE or f".{key}`" in PAGE, key
 
 
+def written_figures() -> set[str]:
+    """Names that a run writes of a step's rollouts and of one phase's schedule."""
+    plan = plan_phase(Schedule("actor_update", max_tokens=64, mini_batch=2), [30, 40], Layout(), seed=1)
+    (mini_batch,) = plan.mini_batches
+    own = mini_batch.micro_batches[0]
+    executed = Executed(
+        tuple(len(micro.samples) for micro in own),
+        tuple(micro.tokens for micro in own),
+        tuple(micro.slots for micro in own),
+        mini_batch.runs,
+    )
+    rollouts = SimpleNamespace(
+        completion_lengths=np.array([3, 4]),
+        prompt_lengths=np.array([5, 6]),
+        finish_reasons=["stop", "length"],
+        last_version=np.array([1, 1]),
+        executed=SimpleNamespace(prompts=1, max_concurrent=2),
+        metrics={},
+    )
+    return {*schedule_figures(plan, [[executed]], [30, 40], Cost()), *rollout_figures(rollouts)}
+
+
 def test_every_metric_on_the_page_is_written_by_a_run() -> None:
     """Of the table and text on what a run proves; the run's own tests read the values."""
-    sources = "".join(file.read_text(encoding="utf-8") for file in (Path(__file__).parents[1] / "megarl").rglob("*.py"))
     section = PAGE.split("## What a run proves")[1].split("## ")[0]
-    names = set(re.findall(r"`(?:rollout/)?([a-z_]+)(?: \.\.\.[^`]*)?`", section)) - {"metrics"}
-    assert len(names) >= 12
-    for name in names:
-        stem = name.removesuffix("_p")
-        assert f'"{stem}' in sources or f"/{stem}" in sources, name
+    of_phase = set(re.findall(r"`([a-z_]+)`", section))
+    of_rollouts = set(re.findall(r"`(rollout/\w+)[^`]*`", section))
+    assert len(of_phase) >= 12 and len(of_rollouts) == 2
+    written = written_figures()
+    assert {f"schedule/actor_update/{name}" for name in of_phase} | of_rollouts <= written
+    first, last = re.findall(r"`rollout/completion_length(_p\d+) \.\.\. (_p\d+)`", section)[0]
+    assert {f"rollout/completion_length{one}" for one in (first, last)} <= written
