@@ -285,7 +285,7 @@ def _phase_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
             f"{gib(phase.worst_memory.total)} at worst; caps up to {phase.largest_cap} fit"
         )
         if phase.phase == "actor_logprob":
-            reason = f"like actor_update, so that the policy ratio starts at 1; {reason}"
+            reason = f"the rule of actor_update, which keeps the first policy ratios near 1; {reason}"
         yield Suggestion(f"phases.{phase.phase}.micro_batch", {"max_tokens": cap}, reason)
         stated, in_flight = job.schedule(phase.phase), phase.schedule.max_micro_batches_in_flight
         key = f"phases.{phase.phase}.max_micro_batches_in_flight"
