@@ -240,8 +240,8 @@ class Pipeline:
         if drift > bound and self.rank == 0 and not self.warned_of_drift:
             logger.warning(
                 "before the first update a policy ratio is %.3g away from 1, more than algorithm.max_ratio_drift = %.3g: "
-                "actor_logprob and actor_update cut the batch unlike and their kernels round unlike; make their micro-batches "
-                "more alike in size, or use a finer trainer.precision (said once; see actor/ratio_drift_max)",
+                "actor_logprob and actor_update cut the batch unlike and their kernels round unlike; make their "
+                "micro-batches more alike in size, or use a finer trainer.precision (said once; see actor/ratio_drift_max)",
                 drift,
                 bound,
             )

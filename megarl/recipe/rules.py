@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.estimate.roles import BYTES
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
@@ -34,7 +35,6 @@ from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
 Violations = Iterator[Violation]
-BYTES = {"fp32": 4, "bf16": 2}
 
 
 def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violation]:
