@@ -114,7 +114,7 @@ class Case:
         )
 
 
-ONE = Layout()
+ONE, VIRTUAL, CONTEXT = Layout(), Layout(1, 2, 1, virtual_pipeline=2), Layout(context=2)
 CASES = (
     Case("actor forward", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256),
     Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, "bf16"),
@@ -131,6 +131,9 @@ CASES = (
     Case("actor update, sequence parallel", "qwen3", "actor", True, {"actor": Layout(2, 1, 1, True)}, EQUAL, 1024, "bf16"),
     Case("actor update, pipeline", "qwen2-tied", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024),
     Case("actor update, drained pipeline", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024, "bf16", 1),
+    Case("actor update, virtual pipeline", "layers", "actor", True, {"actor": VIRTUAL}, EQUAL * 2, 1024),
+    Case("actor update, context", "qwen2-tied", "actor", True, {"actor": CONTEXT}, EQUAL, 1024),
+    Case("actor forward, context", "vocabulary", "actor", False, {"actor": CONTEXT}, EQUAL, 256),
     Case("critic update", "qwen3", "critic", True, {"critic": ONE}, EQUAL, 1024, "bf16"),
     Case(
         "actor update beside critic and reference", "qwen3", "actor", True,
@@ -202,10 +205,10 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
 
 
 def _take_small_update(engine: Engine, vocab: int) -> None:
-    data = engine.place.layout.data
-    schedule = Schedule("warm", sequences=1, mini_batch=data)
-    (mini_batch,) = plan_phase(schedule, [2] * data, engine.place.layout, 0).mini_batches
-    engine.update(random_batch(vocab, [(1, 1)] * data), mini_batch, _objective(0.0))
+    layout = engine.place.layout
+    size = layout.data * layout.micro_batch_step
+    (mini_batch,) = plan_phase(Schedule("warm", sequences=1, mini_batch=size), [2] * size, layout, 0).mini_batches
+    engine.update(random_batch(vocab, [(1, 1)] * size), mini_batch, _objective(0.0))
 
 
 def _objective(entropy_coefficient: float) -> Any:

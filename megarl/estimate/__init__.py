@@ -2,7 +2,7 @@
 
 from megarl.estimate.cap import RESERVE, largest_cap, usable_bytes
 from megarl.estimate.flops import forward_flops
-from megarl.estimate.memory import Memory, micro_batches_held, peak, resident, working
+from megarl.estimate.memory import Memory, micro_batches_held, most_held, peak, resident, working
 from megarl.estimate.roles import BYTES, Role, layer_weights, stage_weights
 from megarl.estimate.rollout import Engines, engine_memory
 
@@ -17,6 +17,7 @@ __all__ = [
     "largest_cap",
     "layer_weights",
     "micro_batches_held",
+    "most_held",
     "peak",
     "resident",
     "stage_weights",

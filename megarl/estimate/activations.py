@@ -13,9 +13,11 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
                                             so is the queries' where the rank has one group
     rotary embedding    (a + k + 4 d) b     rotated queries and keys, and two tables each for queries and keys
     attention           2 a b + 4 heads / t output, its copy that joins the sequences, log of the softmax's sums
+    context parallelism 2 k c b             keys and values of all c context ranks
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
 
-Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
+Attention works in blocks: nothing grows with the square of a length, but for the masks of context parallelism, which are
+left out. Under a pipeline a stage also keeps what it received
 (h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
 """
 
@@ -39,7 +41,9 @@ def saved_per_token(role: Role) -> int:
             query_key_norms -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
     rotary = (queries + keys + 4 * shape.head_dim) * width
     attention = 2 * queries * width + _FP32 * shape.heads // tensor
-    return norms + qkv + query_key_norms + rotary + attention + 5 * (shape.ffn // tensor) * width
+    context = role.layout.context
+    gathered = 2 * keys * context * width if context > 1 else 0
+    return norms + qkv + query_key_norms + rotary + attention + gathered + 5 * (shape.ffn // tensor) * width
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.estimate.memory import peak
+from megarl.estimate.memory import most_held, peak
 from megarl.estimate.roles import Role
 from megarl.schedule.schedule import Schedule, in_micro_batch
 
@@ -39,7 +39,7 @@ def largest_cap(
             head_tokens=cap,
             longest=longest,
             # A second micro-batch starts while results of the first are still held.
-            num_micro_batches=max(2, running.layout.pipeline),
+            num_micro_batches=most_held(running.layout),
             max_in_flight=schedule.max_micro_batches_in_flight,
         )
         return memory.total <= budget_bytes

@@ -30,6 +30,7 @@ from dataclasses import dataclass, fields
 
 from megarl.estimate import activations
 from megarl.estimate.roles import Role, largest_weight, stage_weights
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import stage_layers
 
 _FP32 = 4
@@ -79,6 +80,12 @@ def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, m
     return min(limit, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
 
 
+def most_held(layout: Layout) -> int:
+    """Micro-batches whose activations or results a rank ever holds: those of the pipeline, of which interleaving starts up
+    to twice as many, and without a pipeline the next one's beside the results of the last."""
+    return max(2, layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1))
+
+
 def working(
     role: Role,
     pipeline_rank: int,
@@ -99,7 +106,8 @@ def working(
     if update and not role.trained:
         raise ValueError(f"the {role.name} is not trained: it has no update")
     context = role.layout.context
-    tokens, head_tokens = -(-slots // context), -(-head_tokens // context)
+    tokens = -(-slots // context)
+    head_tokens = min(head_tokens, tokens)  # a context rank's chunks may be all completion
     if update:
         held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
         steady = num_micro_batches > 1 and max_in_flight != 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.estimate import Memory, Role, forward_flops, largest_cap, peak
+from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
 from megarl.schedule import Cost, Plan, Quality, Schedule, plan_phase, quality
@@ -125,7 +125,7 @@ def worst_memory(job: Job, schedule: Schedule) -> Memory:
         assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
         slots = min(schedule.max_tokens, size * longest_slots(job, role.layout))
         head_tokens = slots
-    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, _most_held(role))
+    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, most_held(role.layout))
 
 
 def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
@@ -159,15 +159,8 @@ def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Mem
         max(one.slots for one in every),
         max(sum(completions[sample] for sample in one.samples) for one in every),
         max(job.lengths.totals),
-        min(_most_held(role), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
+        min(most_held(role.layout), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
     )
-
-
-def _most_held(role: Role) -> int:
-    """Micro-batches whose activations or results a rank ever holds: those of the pipeline, and without one the next one's
-    beside the results of the last. Tokens of the others wait as well, at 40 bytes a slot too few to count.
-    """
-    return max(2, role.layout.pipeline)
 
 
 def _peak(
