@@ -52,7 +52,7 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         ["actor.layout={tensor: 1, pipeline: 4}", "phases.actor_update.micro_batch.max_tokens=5120"],
         {("memory", "actor_update")},
     ),
-    "virtual pipeline": ([VIRTUAL], set()),
+    "virtual pipeline": ([VIRTUAL, "device.memory_gib=90"], set()),
     "virtual pipeline too large": (
         [VIRTUAL, "device.memory_gib=60"],
         {("memory", "actor_update"), ("engine", "rollout")},
