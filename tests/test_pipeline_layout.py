@@ -27,15 +27,23 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         2,
         2,
         {
+            "actor__layout__sequence_parallel": True,
             "critic__layout": {"tensor": 1, "pipeline": 2},
             "reference": {"layout": {"tensor": 1, "pipeline": 1}},
             "phases__actor_update__max_micro_batches_in_flight": 1,
         },
     ),
-    "sequence parallel": (4, 2, 2, {"actor__layout__sequence_parallel": True}),
-    "virtual pipeline": (2, 1, 2, {"actor__layout__virtual_pipeline": 2}),
-    # A critic that shares no sequence with the actor's context ranks.
-    "context": (2, 1, 1, {"actor__layout__context": 2, "critic__layout": {"pipeline": 2}}),
+    # Interleaved stages whose ranks share sequences, beside a critic and a reference that do neither alike.
+    "interleaved": (
+        4,
+        1,
+        2,
+        {
+            "actor__layout": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+            "critic__layout": {"tensor": 2},
+            "reference": {"layout": {"context": 2}},
+        },
+    ),
 }
 
 

@@ -48,8 +48,8 @@ def train_short_of_a_sequence(recipe):
     """A rank whose engine leaves out the last of four sequences; only reference_logprob has four in a micro-batch."""
     from megarl.engine import engine
     from megarl.recipe import load_recipe
+    from megarl.run import train as run
     from megarl.schedule import MicroBatch
-    from megarl.train import train as run
 
     whole = engine.pack
 

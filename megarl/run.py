@@ -1,0 +1,189 @@
+"""The run of one trainer rank: builds the parts, takes the steps, saves and resumes; `megarl/train.py` starts it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Every rank would print them, and none is the user's to mend.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+from megarl.data.model_files import model_directory  # noqa: E402
+from megarl.data.prompts import PromptStream  # noqa: E402
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
+from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from megarl.engine.engine import Engine  # noqa: E402
+from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
+from megarl.engine.model import DTYPES  # noqa: E402
+from megarl.engine.parallel import Place, start_parallel  # noqa: E402
+from megarl.pipeline import Parts, Pipeline  # noqa: E402
+from megarl.platform import current as platform  # noqa: E402
+from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.reshard.boxes import ModelShape  # noqa: E402
+from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
+from megarl.reward.workers import RewardWorkers  # noqa: E402
+from megarl.rollout.batch import dump_rollout  # noqa: E402
+from megarl.rollout.cluster import join_cluster  # noqa: E402
+from megarl.rollout.failure import RolloutError  # noqa: E402
+from megarl.rollout.pool import open_pool  # noqa: E402
+from megarl.sync.manifest import SyncError  # noqa: E402
+from megarl.sync.publish import WeightSync  # noqa: E402
+from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
+from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
+
+# `auto` takes the fastest transport that works here: engines and trainer share a machine, so shared memory.
+TRANSPORTS = {"auto": WeightSync, "shared_memory": WeightSync}
+# Engines load their model while all other ranks wait for rank 0.
+ENGINE_START_S = 900.0
+
+
+def train(recipe: Recipe, resume: bool) -> None:
+    """Run the recipe on this rank. Raises ValueError for what a user can mend; any other error names rank and phase."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(recipe.trainer.threads)
+    platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
+    rank = int(os.environ["RANK"])
+    control = start_control(_longest_wait_s(recipe))
+    layouts = recipe.layouts
+    places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
+    directory = RunDirectory.of(recipe)
+    checkpoint = None
+    if rank == 0:
+        checkpoint = directory.check(recipe, resume)
+        directory.prepare(recipe)
+    checkpoint = broadcast_from_first(checkpoint)
+    with ExitStack() as stack:
+        progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
+        clock = PhaseClock(rank, on_phase=progress.phase)
+        with clock.phase("start"):
+            role_places = {role: places[layout] for role, layout in layouts.items()}
+            parts = build_parts(recipe, role_places, control, directory, stack)
+        run_steps(Pipeline(recipe, rank, parts, clock), recipe, directory, checkpoint, progress)
+
+
+def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
+    """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective.
+
+    What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
+    """
+    directory = model_directory(recipe.model.path)
+    shape = ModelShape.from_directory(directory)
+    engine = partial(
+        Engine,
+        precision=recipe.trainer.precision,
+        temperature=recipe.rollout.temperature,
+        compile_entropy=recipe.trainer.compile_entropy,
+        seed=recipe.run.seed,
+        steps=recipe.run.steps,
+    )
+    place = places["actor"]
+    actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer,
+                   updates_per_step=recipe.updates_per_batch)  # fmt: skip
+    reference = engine("reference", shape, directory, places["reference"]) if "reference" in places else None
+    critic = None
+    if recipe.critic is not None:
+        values = model_directory(recipe.critic_path)
+        cut = recipe.schedule("critic_update")
+        assert cut.mini_batch is not None
+        critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
+                        optimizer=recipe.critic.optimizer,
+                        updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
+    replayed = recipe.rollout.replay is not None
+    weights = None
+    if not replayed:
+        dtype = DTYPES[recipe.rollout_precision]
+        group = control if place.layout.ranks > 1 else None
+        weights = TRANSPORTS[recipe.weight_sync.transport](
+            shape, place.layout, recipe.rollout.tensor, dtype, recipe.run.name, place.rank, group
+        )
+        stack.callback(weights.close)
+    prompts = rollouts = rewards = dump = None
+    if place.rank == 0:
+        tokenizer = load_tokenizer(str(directory))
+        prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
+        if prompts.num_dropped:
+            print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+        # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
+        check_answers(load_terms(recipe.reward), list(prompts.every()))
+        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
+        stack.callback(rollouts.shutdown)
+        rollouts.start()
+        rewards = RewardWorkers(recipe.reward, str(directory), recipe.phases.reward, local=replayed)
+        stack.callback(rewards.close)
+        if recipe.run.dump_rollouts:
+            dump = partial(dump_rollout, run.rollouts)
+    address = broadcast_from_first(None if rollouts is None else rollouts.address)
+    if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
+        join_cluster(address)
+    return Parts(actor, reference, critic, prompts, rollouts, rewards, weights, dump)
+
+
+def run_steps(
+    pipeline: Pipeline, recipe: Recipe, run: RunDirectory, checkpoint: Path | None, progress: ProgressLine
+) -> None:
+    """From the first step, or from behind the checkpoint, to the last one."""
+    rank, clock, trained = pipeline.rank, pipeline.clock, pipeline.parts.trained
+    done = 0
+    if checkpoint is not None:
+        with clock.phase("load_checkpoint"):
+            state = load_checkpoint(checkpoint, trained)
+            pipeline.restore(state)
+            done = state["step"]
+        progress.resumed(done)
+    with clock.phase("weight_sync"):
+        pipeline.sync(pipeline.version)
+    metrics = MetricsWriter(run.metrics) if rank == 0 else None
+    if metrics is not None:
+        metrics.truncate_after(done)
+    clock.take()  # the start of a run belongs to no step
+    for number in range(done + 1, recipe.run.steps + 1):
+        figures = pipeline.step(number)
+        figures |= clock.take()
+        # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
+        if metrics is not None:
+            metrics.write(number, figures)
+        progress.step(number, figures)
+        every = recipe.run.checkpoint_every
+        if number == recipe.run.steps or (every and number % every == 0):
+            with clock.phase("checkpoint"):  # counted in the next step's line
+                save_checkpoint(run.checkpoints, number, trained, pipeline.state(number))
+    if metrics is not None:
+        metrics.close()
+
+
+def _longest_wait_s(recipe: Recipe) -> float:
+    """How long a rank may have to wait for rank 0: engines that start, a rollout with every restart, and the rewards."""
+    rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
+    tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
+    return ENGINE_START_S + rollouts + tasks * recipe.phases.reward.timeout_s
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0 when the run is complete, 1 after an error, 2 for a recipe with violations."""
+    resume = "--resume" in arguments
+    words = [argument for argument in arguments if argument != "--resume"]
+    if not words or "LOCAL_RANK" not in os.environ:
+        print("usage: torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume]", file=sys.stderr)
+        return 2
+    rank = os.environ["RANK"]
+    try:
+        train(load_recipe(words[0], words[1:], fetch=model_directory), resume)
+    except RecipeError as error:
+        if rank == "0":  # all ranks read the same recipe
+            print(error, file=sys.stderr)
+        return 2
+    except (ValueError, RolloutError, SyncError, TimeoutError) as error:
+        # These say by themselves what happened, where, and what to do; a traceback would bury it.
+        print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+        return 1
+    return 0
