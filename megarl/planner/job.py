@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.estimate import Engines, Role, usable_bytes
 from megarl.planner.lengths import Lengths, Limits, find_lengths
 from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.memory import device_bytes_of, engines_of, memory_roles
+from megarl.recipe.memory import engines_of, memory_roles
 from megarl.recipe.recipe import ROLE_OF
 from megarl.schedule import Schedule, violations
 
@@ -90,6 +90,6 @@ def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops
         seed=seed,
         engines=engines_of(recipe, roles["actor"].shape),
         kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
-        device_bytes=device_bytes_of(recipe),
+        device_bytes=None if recipe.device is None else recipe.device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
     )

@@ -33,11 +33,6 @@ def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
     return model_shape(recipe.critic_path if role == "critic" else recipe.model.path, fetch)
 
 
-def device_bytes_of(recipe: Recipe) -> int | None:
-    """Memory of one trainer rank's device; None where the recipe does not state it."""
-    return None if recipe.device is None else int(recipe.device.memory_gib * GIB)
-
-
 def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
     """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed."""
     rollout = recipe.rollout
@@ -69,7 +64,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
     """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
     one."""
     automatic = [phase for phase in ENGINE_PHASES if _is_automatic(recipe, phase)]
-    device_bytes = device_bytes_of(recipe)
+    device_bytes = None if recipe.device is None else recipe.device.memory_bytes
     if not automatic or device_bytes is None:  # `auto` without a device is a violation of its own
         return recipe, []
     roles = memory_roles(recipe, fetch)

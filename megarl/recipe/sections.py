@@ -340,6 +340,10 @@ class DeviceSection(Section):
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
 
 class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory"] = "auto"
