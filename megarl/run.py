@@ -26,10 +26,10 @@ from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
 from megarl.engine.model import DTYPES  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
+from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
-from megarl.reshard.boxes import ModelShape  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402

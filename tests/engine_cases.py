@@ -17,8 +17,9 @@ from megarl.engine.batch import Batch
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megarl.engine.engine import Engine, Objective, Update, over_context, share_results
 from megarl.engine.parallel import Place, reduce_scalars, start_parallel
+from megarl.family import ModelShape
 from megarl.recipe.sections import OptimizerSection
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 

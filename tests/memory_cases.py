@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megarl.engine.engine import Engine
 from megarl.engine.parallel import Place
 from megarl.estimate import Memory, Role, peak
+from megarl.family import ModelShape
 from megarl.recipe.sections import OptimizerSection
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.schedule import Plan, Schedule, plan_phase
 from tests.engine_cases import random_batch, start_places

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from megarl.data.sample import Prompt, Sample
+from megarl.family import ModelShape
 from megarl.recipe.recipe import Recipe
-from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import WeightSync

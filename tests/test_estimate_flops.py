@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.estimate import forward_flops
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start
 from tests.memory_cases import HEADS, MODELS, write_model

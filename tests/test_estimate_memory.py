@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.estimate import Memory, Role, largest_cap, micro_batches_held, peak, resident, stage_weights, working
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, rank_segments
 from megarl.schedule.schedule import Schedule, in_micro_batch
 from tests.memory_cases import CASES, HEADS, MODELS, measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.estimate import engine_memory
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 from megarl.reshard.vllm import vllm_segments
 
 QWEN_7B = ModelShape.from_config(

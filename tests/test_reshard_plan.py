@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.vllm import parameter_sizes, vllm_segments

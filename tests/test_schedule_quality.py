@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.family import ModelShape
 from megarl.planner.distribution import DISTRIBUTIONS, draw
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, bubble_share, plan_phase, quality
 from megarl.schedule.bound import RankModel, least_time
 from megarl.schedule.cost import run_times

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import segment
 from megarl.sync.manifest import SyncError, WeightManifest

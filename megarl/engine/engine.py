@@ -21,8 +21,8 @@ from megarl.engine.model import DecoderModel, build_model, named_shards
 from megarl.engine.parallel import Place
 from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
+from megarl.family import ModelShape
 from megarl.recipe.sections import OptimizerSection
-from megarl.reshard.boxes import ModelShape
 from megarl.reshard.megatron import checkpoint_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch
 

@@ -21,8 +21,9 @@ from megarl.engine.checkpoint import load_weights
 from megarl.engine.model import build_model, named_shards
 from megarl.engine.parallel import start_parallel
 from megarl.engine.weights import box, copy_model_files
+from megarl.family import ModelShape
 from megarl.recipe import Recipe
-from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import rank_segments
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.engine.layers import PackedAttention, RMSNorm, ValueHead
 from megarl.engine.parallel import virtual_pipeline
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import chunk_prefix, padded_vocab
 
 from megatron.core import parallel_state  # isort: skip

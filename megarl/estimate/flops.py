@@ -13,7 +13,7 @@ recomputation of attention's weights in a fused backward pass.
 
 from __future__ import annotations
 
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 
 
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:

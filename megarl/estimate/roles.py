@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, stage_layers
 
 BYTES = {"fp32": 4, "bf16": 2}

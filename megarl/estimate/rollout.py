@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from megarl.estimate.memory import Memory
 from megarl.estimate.roles import BYTES, layer_weights
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 
 _VOCAB_UNIT = 64
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 Fetch = Callable[[str], Path]

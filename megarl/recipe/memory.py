@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megarl.estimate import Engines, Role, largest_cap, usable_bytes
+from megarl.family import ModelShape
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.violation import Violation
-from megarl.reshard.boxes import ModelShape
 from megarl.schedule.schedule import in_micro_batch
 
 GIB = 2**30

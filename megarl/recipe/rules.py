@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.estimate.roles import BYTES
+from megarl.family import ModelShape
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
@@ -30,7 +31,7 @@ from megarl.recipe.sections import (
 )
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 

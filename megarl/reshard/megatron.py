@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout, Segment
 
 # The vocabulary is padded so that every tensor rank holds the same number of rows.
 VOCAB_DIVISOR = 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.reshard.boxes import ModelShape, Segment
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Segment
 
 # vLLM pads the vocabulary to a multiple of this before it cuts it over the tensor ranks.
 VOCAB_UNIT = 64

@@ -11,8 +11,8 @@ import numpy as np
 import ray
 
 from megarl.data.sample import Prompt
+from megarl.family import ModelShape
 from megarl.recipe.recipe import Recipe
-from megarl.reshard.boxes import ModelShape
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed

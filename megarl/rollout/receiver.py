@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 from megarl.reshard.vllm import parameter_sizes
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.sync.read import ShardReader

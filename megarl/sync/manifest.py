@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.reshard.boxes import Layout, ModelShape, Segment
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.vllm import vllm_segments

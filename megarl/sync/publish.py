@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.reshard.boxes import Layout, ModelShape
+from megarl.family import ModelShape
+from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import megatron_segments
 from megarl.sync.manifest import PRECISIONS, SyncError, WeightManifest, sync_plan
 from megarl.sync.segment import SharedSegment, sweep

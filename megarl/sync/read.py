@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.reshard.boxes import ModelShape
+from megarl.family import ModelShape
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
 from megarl.sync.segment import SharedSegment
 from megarl.sync.wire import WireLayout, box_checksum, destination_checksum
