@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
-from megarl.engine.layers import PackedAttention, RMSNorm, ValueHead
+from megarl.engine.attention import PackedAttention
+from megarl.engine.gemma import ACTIVATIONS, SandwichLayer, WindowedSelfAttention, scale_embedding
+from megarl.engine.latent_attention import latent_attention
+from megarl.engine.layers import RMSNorm, ValueHead
 from megarl.engine.parallel import virtual_pipeline
+from megarl.engine.rotary import inverse_frequencies
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import chunk_prefix, padded_vocab
@@ -67,8 +69,10 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         ffn_hidden_size=shape.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
+        layernorm_zero_centered_gamma=shape.norm_offset,
+        softmax_scale=shape.attention_scale,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         # Not only in the spec: without it the q/k-norm gradients are silently not summed over the tensor group.
@@ -110,12 +114,24 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: i
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    _adapt_layer(shape, layer)
     count = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _adapt_layer(shape: ModelShape, layer: ModuleSpec) -> None:
+    """Put the modules of families that differ in a layer's parts into its spec."""
+    attention = layer.submodules.self_attention
+    if shape.latent is not None:
+        layer.submodules.self_attention = latent_attention(shape, attention.submodules)
+    elif shape.local_rope_theta is not None:
+        attention.module, attention.params = WindowedSelfAttention, attention.params | {"windows": shape.windows}
+    if shape.sandwich_norms:
+        layer.module = SandwichLayer
 
 
 def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> list[DecoderModel]:
@@ -152,22 +168,10 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role:
     elif last and config.sequence_parallel:
         # DecoderModel has gathered its input, and chosen from it.
         model.output_layer.sequence_parallel = False
+    if first and shape.embedding_scale != 1.0:
+        scale_embedding(model.embedding, shape.embedding_scale)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     return model.to(device=device, dtype=config.params_dtype)
-
-
-def inverse_frequencies(shape: ModelShape) -> Tensor:
-    """RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2), with Llama 3.1's scaling where asked."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
-    inverse = 1.0 / shape.rope_theta**exponents
-    if not shape.rope_scaling:
-        return inverse
-    scaling = dict(shape.rope_scaling)
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelength = 2 * math.pi / inverse
-    # 0 where the wavelength is longer than the original context over `low`, 1 where shorter than over `high`.
-    ramp = ((scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - ramp) * inverse / factor + ramp * inverse
 
 
 _TRANSFORMER_ENGINE_NAMES = (

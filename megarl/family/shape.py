@@ -37,6 +37,13 @@ class LatentAttention:
     rotary_dim: int  # with it
     value_dim: int
     query_rank: int = 0  # 0: queries are not compressed
+    interleaved: bool = True  # rotary dimensions 2 i and 2 i + 1 are a pair; otherwise i and i + rotary_dim / 2
+    rotary_scale: float = 1.0  # factor of the rotary embedding's cosines and sines (YaRN)
+
+    @property
+    def key_dim(self) -> int:
+        """Of a head's queries and keys."""
+        return self.plain_dim + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,14 @@ class ModelShape:
     max_positions: int
     initializer_range: float
     experts: Experts | None = None
-    latent: LatentAttention | None = None
+    latent: LatentAttention | None = None  # head_dim is then its rotary_dim
+    attention_scale: float | None = None  # factor of queries with keys; None for head_dim ** -0.5
+    activation: str = "silu"  # or "gelu_tanh"; of the gate
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    sandwich_norms: bool = False  # attention's and the feed-forward network's outputs are normed, too
+    embedding_scale: float = 1.0  # factor of the embedding's rows
+    windows: tuple[int, ...] = ()  # of each layer: how many of the last tokens a token sees; 0 for all; empty for all layers
+    local_rope_theta: float | None = None  # of the layers with a window, where not rope_theta
 
     def has_experts(self, layer: int) -> bool:
         """A layer, counted from 0, has experts in place of one feed-forward network."""

@@ -1,0 +1,154 @@
+"""Multi-latent attention (DeepSeek-V2, sec. 2.1) on megatron-core's tensor-parallel layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.engine.layers import ReplicatedLinear, RMSNorm
+from megarl.family import LatentAttention, ModelShape
+
+from megatron.core import tensor_parallel  # isort: skip
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # isort: skip
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.module import MegatronModule  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # isort: skip
+
+# Of the norms inside, in DeepSeek's own model and in Hugging Face's, whatever rms_norm_eps says.
+EPSILON = 1e-6
+
+
+@dataclass
+class LatentAttentionSubmodules:
+    """What differs between the local spec and Transformer Engine's."""
+
+    core_attention: ModuleSpec | type
+    column_parallel_linear: ModuleSpec | type
+    row_parallel_linear: ModuleSpec | type
+
+
+class LatentSelfAttention(MegatronModule):
+    """Keys and values are made from one short vector a token, `latent`; so are queries where `query_rank` is set.
+
+    Down-projections are replicated over the tensor group, up-projections cut by heads. The rotary part of the keys is one
+    for all heads.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: LatentAttentionSubmodules,
+        layer_number: int,
+        latent: LatentAttention,
+        pg_collection: Any,
+        cp_comm_type: str | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.latent, self.layer_number, self.groups = latent, layer_number, pg_collection
+        self.heads = config.num_attention_heads // pg_collection.tp.size()
+        parallel = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        column = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False} | parallel
+        queries = config.num_attention_heads * latent.key_dim
+        if latent.query_rank:
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, latent.query_rank)
+            self.q_layernorm = RMSNorm(config, latent.query_rank, EPSILON)
+            self.linear_q_up_proj = build_module(submodules.column_parallel_linear, latent.query_rank, queries, **column)
+        else:
+            self.linear_q_proj = build_module(submodules.column_parallel_linear, config.hidden_size, queries, **column)
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, latent.key_value_rank + latent.rotary_dim)
+        self.kv_layernorm = RMSNorm(config, latent.key_value_rank, EPSILON)
+        self.linear_kv_up_proj = build_module(
+            submodules.column_parallel_linear,
+            latent.key_value_rank,
+            config.num_attention_heads * (latent.plain_dim + latent.value_dim),
+            **column,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=config.softmax_scale,
+            k_channels=latent.key_dim,
+            v_channels=latent.value_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
+        self.linear_proj = build_module(
+            submodules.row_parallel_linear,
+            config.num_attention_heads * latent.value_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **parallel,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, rotary_pos_emb: Tensor,
+        packed_seq_params: Any, **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
+        query, key, value = self._queries_keys_values(hidden_states.squeeze(1), rotary_pos_emb, packed_seq_params)
+        config = self.config
+        if self.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+            attend = partial(self._attend, packed_seq_params)
+            attended = tensor_parallel.checkpoint(attend, False, query, key, value)
+        else:
+            attended = self._attend(packed_seq_params, query, key, value)
+        return self.linear_proj(attended.unsqueeze(1))
+
+    def _attend(self, packing: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = self.core_attention(
+            query, key, value, None, packed_seq_params=packing, attn_mask_type=AttnMaskType.causal
+        )
+        return attended.reshape(len(query), -1)  # [tokens, own heads * value_dim]
+
+    def _queries_keys_values(self, hidden: Tensor, angles: Tensor, packing: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # hidden [own rows, hidden] -> query and key [tokens, own heads, key_dim], value [tokens, own heads, value_dim]
+        latent = self.latent
+        if latent.query_rank:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        else:
+            query, _ = self.linear_q_proj(hidden)
+        compressed, rotary_key = self.linear_kv_down_proj(hidden).split([latent.key_value_rank, latent.rotary_dim], -1)
+        # Each tensor rank uses the rotary keys for its own heads: their gradient is summed over the ranks.
+        if self.config.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.groups.tp)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.groups.tp)
+        key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
+
+        plain_query, rotary_query = query.unflatten(-1, (self.heads, -1)).split([latent.plain_dim, latent.rotary_dim], -1)
+        plain_key, value = key_value.unflatten(-1, (self.heads, -1)).split([latent.plain_dim, latent.value_dim], -1)
+        rotary_query = self._rotate(rotary_query, angles, packing)
+        rotary_key = self._rotate(rotary_key.unsqueeze(1), angles, packing).expand(-1, self.heads, -1)
+        return torch.cat([plain_query, rotary_query], -1), torch.cat([plain_key, rotary_key], -1), value.contiguous()
+
+    def _rotate(self, part: Tensor, angles: Tensor, packing: Any) -> Tensor:
+        # part [tokens, heads, rotary_dim]. Pairs come out apart, in queries as in keys: their products are the same.
+        if self.latent.interleaved:
+            part = torch.cat([part[..., 0::2], part[..., 1::2]], -1)
+        return apply_rotary_pos_emb(
+            part, angles, self.config, packing.cu_seqlens_q, mscale=self.latent.rotary_scale, cp_group=self.groups.cp
+        )
+
+
+def latent_attention(shape: ModelShape, plain: SelfAttentionSubmodules) -> ModuleSpec:
+    """The self-attention of a layer, from the parts of plain self-attention.
+
+    Not megatron-core's MLASelfAttention: under tensor parallelism its local spec cuts the down-projections over the ranks
+    and gathers what they return, which drops the other ranks' part of the rotary keys' gradient (0.16 and 0.19).
+    """
+    parts = LatentAttentionSubmodules(plain.core_attention, plain.linear_qkv, plain.linear_proj)
+    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=parts)
