@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3")
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
 
 
 def save_tiny_model(
@@ -22,10 +23,10 @@ def save_tiny_model(
     """Write a random model of about 50 thousand weights: 4 heads, 2 groups, an odd vocabulary.
 
     `head_dim` (not of qwen2, whose heads share the hidden size) must be 32 or more where vLLM runs it on a CPU.
-    `llama3` is Llama with Llama 3.1's rotary scaling. Norms and biases are random too, so that a swapped or dropped one
-    shows.
+    `llama3` is Llama with Llama 3.1's rotary scaling. The expert models have 8 experts, of which a token takes 2; the first
+    layer of qwen3_moe has none. Norms and biases are random too, so that a swapped or dropped one shows.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers as hf
 
     sizes = dict(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -34,14 +35,20 @@ def save_tiny_model(
     )  # fmt: skip
     torch.manual_seed(seed)
     if family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes))
     elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=head_dim))
+    elif family == "qwen3_moe":
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[0], head_dim=head_dim))
+    elif family == "mixtral":
+        experts = dict(num_local_experts=8, num_experts_per_tok=2)
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=head_dim))
     else:
         scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                    "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
         extra = {"rope_parameters": scaling} if family == "llama3" else {}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=head_dim, **extra))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, head_dim=head_dim, **extra))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

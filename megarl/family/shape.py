@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -91,46 +89,10 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], origin: str = "config.json") -> ModelShape:
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ValueError(f"{origin}: model_type = {family!r} is not supported; one of {sorted(FAMILIES)}")
-        for key in ("use_sliding_window", "mlp_bias"):
-            if config.get(key):
-                raise ValueError(f"{origin}: {key} = true is not supported")
-        if family != "qwen2" and config.get("attention_bias"):
-            raise ValueError(f"{origin}: attention_bias = true is not supported for {family}")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"{origin}: hidden_act = {config['hidden_act']!r} is not supported; silu is")
-        # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-        if kind not in ("default", "llama3"):
-            raise ValueError(f"{origin}: rope_type = {kind!r} is not supported; default and llama3 are")
-        heads = config["num_attention_heads"]
-        groups = config.get("num_key_value_heads") or heads
-        sizes = {key: config[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups}
-        for key, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{origin}: {key} = {size!r} must be a whole number of at least 1")
-        if heads % groups:
-            raise ValueError(f"{origin}: num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}")
-        return cls(
-            family=family,
-            num_layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            groups=groups,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            rope_scaling=tuple(sorted(rope.items())) if kind == "llama3" else (),
-            max_positions=config.get("max_position_embeddings", 2048),
-            initializer_range=config.get("initializer_range", 0.02),
-        )
+        """Read the content of a `config.json`; `origin` names it in errors. Raises ValueError as `from_directory` does."""
+        from megarl.family import FAMILIES  # here, because the families are made of shapes
+
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            raise ValueError(f"{origin}: model_type = {kind!r} is not supported; one of {sorted(FAMILIES)}")
+        return FAMILIES[kind].read(config, origin)

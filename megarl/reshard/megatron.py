@@ -1,31 +1,29 @@
-"""Where a Megatron rank holds each checkpoint tensor (megatron-core's local layer spec, dense decoders)."""
+"""Where a Megatron rank holds each checkpoint tensor, by the weight table of its family."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.family import ModelShape
+from megarl.family import FAMILIES, ModelShape, Weight
+from megarl.family.blocks import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.reshard.boxes import Layout, Segment
-
-# The vocabulary is padded so that every tensor rank holds the same number of rows.
-VOCAB_DIVISOR = 8
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:
     """Rows of Megatron's embedding over all tensor ranks."""
-    unit = VOCAB_DIVISOR * tensor
-    return -(-shape.vocab // unit) * unit
+    return MEGATRON_VOCABULARY.padded(shape.vocab, tensor)
 
 
 def chunk_layers(shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int) -> range:
-    """Global layer numbers, from 0, of one model chunk of a pipeline stage (even chunks).
+    """Global layer numbers, from 0, of one model chunk of a pipeline stage.
 
     A virtual pipeline deals the layers round: chunk 0 of every stage, then chunk 1 of every stage (Narayanan et al. 2021,
-    sec. 2.2.2). Without one the stage is its only chunk.
+    sec. 2.2.2). Without one the stage is its only chunk. `layout.stages` gives uneven chunks, in that order.
     """
-    per_chunk = shape.num_layers // (layout.pipeline * layout.virtual_pipeline)
-    first = (chunk * layout.pipeline + pipeline_rank) * per_chunk
-    return range(first, first + per_chunk)
+    position, chunks = chunk * layout.pipeline + pipeline_rank, layout.pipeline * layout.virtual_pipeline
+    sizes = layout.stages or (shape.num_layers // chunks,) * chunks
+    first = sum(sizes[:position])
+    return range(first, first + sizes[position])
 
 
 def stage_layers(shape: ModelShape, layout: Layout, pipeline_rank: int) -> list[int]:
@@ -77,87 +75,66 @@ def _chunk_segments(
     shape: ModelShape, layout: Layout, t: int, pipeline_rank: int, chunk: int, rank: int, critic: bool
 ) -> Iterator[Segment]:
     """The boxes of one chunk, by the parameter names of its own model."""
+    for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
+        yield from _weight_segments(layout, t, rank, name_prefix, parameter_prefix, weight)
+
+
+def chunk_weights(
+    shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, critic: bool
+) -> Iterator[tuple[str, str, Weight]]:
+    """The table's rows that one chunk holds: what stands before the checkpoint's name and the parameter's, and the row."""
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-    tensor, head = layout.tensor, "output_layer.weight"
     for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
-        yield from _layer_segments(shape, tensor, t, rank, layer, f"decoder.layers.{local}.")
+        for weight in FAMILIES[shape.family].layer(shape, layer):
+            yield f"model.layers.{layer}.", f"decoder.layers.{local}.", weight
     if first:
-        yield from _vocab_rows(shape, tensor, t, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
+        yield "", "", embedding(shape)
     if last:
-        yield _whole("model.norm.weight", shape.hidden, rank, "decoder.final_layernorm.weight")
-    if last and not critic and not shape.tied:
-        yield from _vocab_rows(shape, tensor, t, rank, "lm_head.weight", head)
-    if last and not critic and shape.tied and not first:
-        # Under a pipeline the last stage keeps its own copy of the tied embedding.
-        yield from _vocab_rows(shape, tensor, t, rank, "model.embed_tokens.weight", head)
+        yield "", "", final_norm(shape)
+    # Under a pipeline the last stage keeps its own copy of the tied embedding.
+    if last and not critic and not (shape.tied and first):
+        yield "", "", head(shape)
+
+
+def _weight_segments(
+    layout: Layout, t: int, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight
+) -> Iterator[Segment]:
+    parameter, cut = weight.megatron
+    if not weight.experts:
+        for row0, row1, col0, col1, local_row, local_col in cut.pieces(weight.rows, weight.columns, layout.tensor, t):
+            yield Segment(
+                name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col
+            )
+        return
+    tensor_rank, expert_rank, _ = layout.expert_coordinates(rank)
+    pieces = list(cut.pieces(weight.rows, weight.columns, layout.expert_tensor_size, tensor_rank))
+    held = weight.experts // layout.expert
+    for local in range(held):
+        name = name_prefix + weight.name.format(expert=expert_rank * held + local)
+        local_parameter = parameter_prefix + parameter.format(expert=local)
+        for row0, row1, col0, col1, local_row, local_col in pieces:
+            yield Segment(name, row0, row1, col0, col1, rank, local_parameter, local_row, local_col)
+
+
+def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every parameter of one rank, padding included; a vector has one column. Without a value head."""
+    _, pipeline_rank, _, _ = layout.coordinates(rank)
+    sizes: dict[str, tuple[int, int]] = {}
+    for chunk in range(layout.virtual_pipeline):
+        for _, prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
+            parameter, cut = weight.megatron
+            ranks = layout.expert_tensor_size if weight.experts else layout.tensor
+            extent = cut.extent(weight.rows, weight.columns, ranks)
+            for local in range(weight.experts // layout.expert if weight.experts else 1):
+                sizes[chunk_prefix(layout, chunk) + prefix + parameter.format(expert=local)] = extent
+    return sizes
 
 
 def checkpoint_sizes(shape: ModelShape, critic: bool = False) -> dict[str, tuple[int, int]]:
     """(rows, columns) of every checkpoint tensor that the model reads; a vector has one column."""
     sizes: dict[str, tuple[int, int]] = {}
-    for segment in rank_segments(shape, Layout(), 0, 0, critic=critic):
-        rows, columns = sizes.get(segment.name, (0, 0))
-        sizes[segment.name] = (max(rows, segment.row1), max(columns, segment.col1))
+    for prefix, _, weight in chunk_weights(shape, Layout(), 0, 0, critic):
+        for expert in range(max(1, weight.experts)):
+            sizes[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
     return sizes
-
-
-def _layer_segments(shape: ModelShape, tensor: int, t: int, rank: int, layer: int, local: str) -> Iterator[Segment]:
-    name = f"model.layers.{layer}."
-    yield _whole(name + "input_layernorm.weight", shape.hidden, rank, local + "input_layernorm.weight")
-    yield _whole(name + "post_attention_layernorm.weight", shape.hidden, rank, local + "pre_mlp_layernorm.weight")
-    if shape.qk_norm:
-        for which in "qk":
-            parameter = f"{local}self_attention.{which}_layernorm.weight"
-            yield _whole(f"{name}self_attn.{which}_norm.weight", shape.head_dim, rank, parameter)
-    yield from _qkv(shape, tensor, t, rank, name, local + "self_attention.linear_qkv.weight", "weight", shape.hidden)
-    if shape.qkv_bias:
-        yield from _qkv(shape, tensor, t, rank, name, local + "self_attention.linear_qkv.bias", "bias", 1)
-    attention, ffn = shape.heads * shape.head_dim // tensor, shape.ffn // tensor
-    projection = local + "self_attention.linear_proj.weight"
-    yield Segment(
-        name + "self_attn.o_proj.weight", 0, shape.hidden, t * attention, (t + 1) * attention, rank, projection, 0, 0
-    )
-    for position, part in enumerate(("gate_proj", "up_proj")):
-        parameter = local + "mlp.linear_fc1.weight"
-        yield Segment(
-            f"{name}mlp.{part}.weight", t * ffn, (t + 1) * ffn, 0, shape.hidden, rank, parameter, position * ffn, 0
-        )
-    yield Segment(
-        name + "mlp.down_proj.weight", 0, shape.hidden, t * ffn, (t + 1) * ffn, rank, local + "mlp.linear_fc2.weight", 0, 0
-    )
-
-
-def _whole(name: str, size: int, rank: int, parameter: str) -> Segment:
-    return Segment(name, 0, size, 0, 1, rank, parameter, 0, 0)
-
-
-def _vocab_rows(shape: ModelShape, tensor: int, t: int, rank: int, name: str, parameter: str) -> Iterator[Segment]:
-    rows = padded_vocab(shape, tensor) // tensor
-    start, stop = t * rows, min((t + 1) * rows, shape.vocab)
-    if start < stop:
-        yield Segment(name, start, stop, 0, shape.hidden, rank, parameter, 0, 0)
-
-
-def _qkv(
-    shape: ModelShape, tensor: int, t: int, rank: int, name: str, parameter: str, kind: str, columns: int
-) -> Iterator[Segment]:
-    """The fused order is, group by group, [queries of the group | key | value]; a rank holds an equal interval of the
-    fused rows, which with fewer groups than tensor ranks cuts through groups and heads. So: intersect intervals."""
-    d, queries = shape.head_dim, shape.heads // shape.groups
-    rows = (shape.heads + 2 * shape.groups) * d // tensor
-    start, stop = t * rows, (t + 1) * rows
-    for group in range(shape.groups):
-        base = group * (queries + 2) * d
-        parts = (
-            ("q_proj", base, queries * d, group * queries * d),
-            ("k_proj", base + queries * d, d, group * d),
-            ("v_proj", base + (queries + 1) * d, d, group * d),
-        )
-        for part, fused, size, checkpoint_row in parts:
-            low, high = max(fused, start), min(fused + size, stop)
-            if low < high:
-                row = checkpoint_row + low - fused
-                yield Segment(
-                    f"{name}self_attn.{part}.{kind}", row, row + high - low, 0, columns, rank, parameter, low - start, 0
-                )

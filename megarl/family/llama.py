@@ -1,0 +1,12 @@
+"""Llama 2 and 3, and what has their form (SmolLM2, TinyLlama)."""
+
+from megarl.family.blocks import llama_layer, swiglu
+from megarl.family.config import read_decoder
+from megarl.family.table import Family
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read=read_decoder,
+    layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
+)

@@ -1,0 +1,29 @@
+"""Mixtral: Llama's form with experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.family.blocks import experts, llama_layer, router
+from megarl.family.config import read_decoder, read_expert_counts, refuse, whole_number
+from megarl.family.shape import Experts, ModelShape
+from megarl.family.table import Family, Weight
+
+
+def read(config: Mapping[str, Any], origin: str) -> ModelShape:
+    refuse(config, origin, "sliding_window", "router_jitter_noise")
+    count, chosen = read_expert_counts(config, origin, "num_local_experts")
+    # A softmax over the chosen experts alone is one over all of them, made to sum to 1.
+    found = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
+    return read_decoder(config, origin, experts=found)
+
+
+def layer(shape: ModelShape, number: int) -> list[Weight]:
+    assert shape.experts is not None, "every layer of Mixtral has experts"
+    count, hidden, name = shape.experts.count, shape.hidden, "block_sparse_moe"
+    feed_forward = experts(f"{name}.experts", count, hidden, shape.experts.ffn, ("w1", "w3", "w2"))
+    return llama_layer(shape, [router(f"{name}.gate.weight", count, hidden), *feed_forward])
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", read, layer)

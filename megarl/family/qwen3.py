@@ -1,0 +1,14 @@
+"""Qwen3: Llama's form with norms on queries and keys, head by head."""
+
+from functools import partial
+
+from megarl.family.blocks import llama_layer, swiglu
+from megarl.family.config import read_decoder
+from megarl.family.table import Family
+
+FAMILY = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=partial(read_decoder, qk_norm=True),
+    layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
+)
