@@ -72,7 +72,29 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "pipeline does not divide layers": (
         edited(("actor.layout.pipeline", 3), ("trainer.ranks", 12), ("phases.rollout.prompts", 8)),
-        {"actor.layout.pipeline": "4 layers"},
+        {"actor.layout.pipeline": "4 layers 2, or actor.layout.stages: [1, 2, 1]"},
+    ),
+    "stages that do not hold the layers": (
+        edited(
+            ("actor.layout", {"tensor": 2, "pipeline": 2, "stages": [1, 2]}),
+            ("reference", {"layout": {"pipeline": 2, "stages": [4]}}),
+            ("critic.layout", {"tensor": 2, "stages": [4]}),
+        ),
+        {
+            "actor.layout.stages": "sum to 3, and the model has 4 layers [2, 2]",
+            "reference.layout.stages": "has 1 numbers, one for each of pipeline 2 x virtual_pipeline 1 = 2 chunks is needed",
+            "critic.layout.stages": "critic.layout.pipeline is 1 remove critic.layout.stages",
+        },
+    ),
+    "experts of a model without any": (
+        edited(
+            ("actor.layout", {"tensor": 2, "pipeline": 2, "expert": 2}),
+            ("reference", {"layout": {"tensor": 2, "expert_tensor": 1}}),
+        ),
+        {
+            "actor.layout.expert": "the model has no experts remove actor.layout.expert",
+            "reference.layout.expert_tensor": "the model has no experts remove reference.layout.expert_tensor",
+        },
     ),
     "ranks do not divide": (
         edited(("trainer.ranks", 6), ("phases.actor_update.mini_batch", 5)),

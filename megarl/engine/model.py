@@ -25,8 +25,11 @@ from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt import gpt_layer_specs  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,9 +61,20 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> TransformerConfig:
-    """megatron-core's configuration of a dense decoder. `precision` is "fp32" or "bf16" (weights and activations)."""
-    dtype = DTYPES[precision]
+    """megatron-core's configuration of a decoder. `precision` is "fp32" or "bf16" (weights and activations)."""
     return TransformerConfig(
+        **_sizes(shape),
+        **_experts(shape),
+        **_cuts(shape, layout),
+        **_number_formats(precision),
+        **_UNFUSED,
+        **_UNINITIALISED,
+    )
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    """What every decoder layer is made of."""
+    return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -79,48 +93,122 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> Tra
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+    )
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    """Routing and experts. Every token reaches all the experts it chose: none has a capacity, none is dropped.
+
+    There is no auxiliary loss: it balances the experts of a model in pretraining, and would pull a policy away from what its
+    reward asks for. For the same reason the bias of the experts' choice stays as the checkpoint has it.
+    """
+    # variable_seq_lengths is refused under any other dispatcher, for dense models too (megatron-core 0.16 and 0.19).
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    experts = shape.experts
+    if experts is None:
+        return dispatcher
+    grouped = experts.groups > 1
+    return dispatcher | dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.ffn,
+        moe_shared_expert_intermediate_size=experts.shared_ffn or None,
+        moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        moe_grouped_gemm=platform.current.layer_spec == "transformer_engine",
+        moe_router_topk=experts.per_token,
+        moe_router_score_function=experts.scoring,
+        # The softmax of the chosen scores alone is the softmax of all of them, normalised over the chosen: what Qwen3-MoE
+        # (norm_topk_prob) and Mixtral compute. Sigmoid scores are always normalised, and this says nothing there.
+        moe_router_pre_softmax=experts.scoring == "softmax" and not experts.normalise,
+        moe_router_topk_scaling_factor=experts.scale if experts.scale != 1.0 else None,
+        moe_router_num_groups=experts.groups if grouped else None,
+        moe_router_group_topk=experts.chosen_groups if grouped else None,
+        moe_router_enable_expert_bias=experts.bias,
+        moe_router_bias_update_rate=0.0,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
+def _cuts(shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    """The layout, in megatron-core's words."""
+    return dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
+        pipeline_model_parallel_layout=_uneven_chunks(layout.stages) if layout.stages else None,
         context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         # Sent in one batch, what two stages of a virtual pipeline send each other is mixed up: forward and backward go the
         # same way there (megatron-core 0.16 and 0.19).
         overlap_p2p_comm=layout.virtual_pipeline > 1,
         batch_p2p_comm=layout.virtual_pipeline == 1,
         # Of one tensor rank megatron-core refuses it; there it has nothing to split.
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=precision == "bf16",
-        # Every weight is read from the checkpoint. Not perform_initialization=False: that leaves out the attributes which
-        # tell a tensor-parallel shard from a replica, and the gradient norm then counts one rank's shards only.
-        init_method=_leave,
-        output_layer_init_method=_leave,
         variable_seq_lengths=layout.pipeline > 1,
-        # variable_seq_lengths is refused under any other dispatcher, for dense models too (megatron-core 0.16 and 0.19).
-        moe_token_dispatcher_type="alltoall",
     )
 
 
-def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> ModuleSpec:
-    """The block spec for "transformer_engine" or "local" (megarl's own norm and packed attention)."""
+def _uneven_chunks(stages: Sequence[int]) -> list[list[str]]:
+    """What each chunk holds, in the model's order: layers, the embedding before the first and the loss behind the last."""
+    chunks = [["decoder"] * count for count in stages]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
+def _number_formats(precision: str) -> dict[str, Any]:
+    dtype = DTYPES[precision]
+    return dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16")
+
+
+_UNFUSED: dict[str, Any] = dict(
+    bias_dropout_fusion=False,
+    bias_activation_fusion=False,
+    masked_softmax_fusion=False,
+    gradient_accumulation_fusion=False,
+    apply_rope_fusion=False,
+    persist_layer_norm=False,
+)
+# Every weight is read from the checkpoint. Not perform_initialization=False: that leaves out the attributes which tell a
+# tensor-parallel shard from a replica, and the gradient norm then counts one rank's shards only.
+_UNINITIALISED: dict[str, Any] = dict(init_method=_leave, output_layer_init_method=_leave)
+
+
+def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> TransformerBlockSubmodules:
+    """The block spec of a chunk, for "transformer_engine" or "local" (megarl's own norm and packed attention)."""
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     if spec == "transformer_engine":
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention
+        from megatron.core.extensions.transformer_engine import TENorm  # absent without Transformer Engine
+
+        return TransformerBlockSubmodules([_transformer_engine_layer(shape, layer) for layer in layers], TENorm)
+    return TransformerBlockSubmodules([_local_layer(shape, layer) for layer in layers], RMSNorm)
+
+
+def _transformer_engine_layer(shape: ModelShape, layer: int) -> ModuleSpec:
+    """A layer of Transformer Engine's modules; its experts in one grouped matrix product. Not yet run on a GPU."""
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=_count_experts(shape, layer), moe_grouped_gemm=shape.has_experts(layer), qk_layernorm=shape.qk_norm
+    )
+
+
+def _local_layer(shape: ModelShape, layer: int) -> ModuleSpec:
+    """A layer of megatron-core's own modules, with megarl's norm and attention; its experts one after the other."""
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=_count_experts(shape, layer), qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention
     attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
     if shape.qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    _adapt_layer(shape, layer)
-    count = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    _adapt_layer(shape, spec)
+    return spec
+
+
+def _count_experts(shape: ModelShape, layer: int) -> int | None:
+    """As megatron-core wants it said: None for a layer with one feed-forward network."""
+    return shape.experts.count if shape.experts is not None and shape.has_experts(layer) else None
 
 
 def _adapt_layer(shape: ModelShape, layer: ModuleSpec) -> None:
@@ -171,26 +259,44 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role:
     if first and shape.embedding_scale != 1.0:
         scale_embedding(model.embedding, shape.embedding_scale)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    return model.to(device=device, dtype=config.params_dtype)
+    model = model.to(device=device, dtype=config.params_dtype)
+    _mark_experts(model, config)
+    return model
+
+
+def _mark_experts(model: nn.Module, config: TransformerConfig) -> None:
+    """Which ranks reduce the experts' gradients, and in what format the bias of their choice is kept."""
+    for layer in model.modules():
+        if isinstance(layer, TopKRouter) and layer.expert_bias is not None:
+            layer.expert_bias = layer.expert_bias.float()  # before it is read: bf16 would round it
+        elif isinstance(layer, MoELayer) and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            # megatron-core (0.16 and 0.19) says so only where experts are cut by their number too; unsaid, their gradients
+            # are reduced over ranks that hold other parts of them.
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False
 
 
 _TRANSFORMER_ENGINE_NAMES = (
+    (re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_fc\1.weight"),
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
 )
 
 
 def local_name(name: str) -> str:
-    """The parameter's name under the local spec, whichever spec built the model (Transformer Engine fuses the norms)."""
+    """The parameter's name under the local spec, whichever spec built the model (Transformer Engine fuses norms, groups
+    experts)."""
     for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
-def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that `megatron_segments` uses."""
+def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Tensor]:
+    """This rank's weights by the names that `megatron_segments` uses: its parameters, and the biases of the experts' choice,
+    which no optimizer moves."""
     return {
-        chunk_prefix(layout, number) + local_name(name): parameter
+        chunk_prefix(layout, number) + local_name(name): weight
         for number, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, weight in [*chunk.named_parameters(), *chunk.named_buffers()]
+        if isinstance(weight, nn.Parameter) or name.endswith(".expert_bias")
     }

@@ -107,6 +107,8 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
             context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor_size,
             distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

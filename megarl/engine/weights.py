@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.reshard.boxes import Segment
 
@@ -39,7 +39,7 @@ def checkpoint_files(directory: Path) -> dict[str, Path]:
 def load_shards(
     directory: str | Path,
     segments: Iterable[Segment],
-    shards: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Tensor],
     sizes: Mapping[str, tuple[int, int]],
 ) -> None:
     """Fill this rank's parameters.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.planner.job import Job
 from megarl.recipe import ROLE_OF
-from megarl.recipe.rules import tensor_divides
+from megarl.recipe.layout_rules import tensor_divides
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule
 from megarl.schedule.schedule import in_micro_batch

@@ -20,7 +20,7 @@ from megarl.planner.forecast import Forecast, cap_that_fits, forecast, worst_mem
 from megarl.planner.job import Job
 from megarl.planner.layouts import NODE_RANKS, earlier_drains, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
-from megarl.recipe.rules import tensor_divides
+from megarl.recipe.layout_rules import tensor_divides
 from megarl.reshard import vllm
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, bubble_share

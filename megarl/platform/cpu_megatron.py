@@ -6,6 +6,8 @@ process and break vLLM beside it; so only the syntax trees of `megatron.core` mo
 - `torch.cuda` and everything imported from it becomes `megarl.platform.cuda_stub`;
 - the literals "cuda" and "torch.cuda.<X>Tensor" become their CPU names;
 - `x.cuda()` and `x.pin_memory()` become `x`, `pin_memory=True` becomes False, `x.is_cuda` (read: "on the device") True;
+- `x.record_stream(stream)` becomes `x`: there is one stream, and torch takes no stand-in for it;
+- the router's `te_general_gemm`, which 0.16 leaves undefined without Transformer Engine and then asks for, becomes None;
 - `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled, and the RNG tracker uses the CPU generator.
 
 Checked with megatron-core 0.16.1 and 0.19.2.
@@ -45,7 +47,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "pin_memory"):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "pin_memory", "record_stream"):
             return node.func.value
         for keyword in node.keywords:
             if keyword.arg == "pin_memory":
@@ -86,6 +88,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         elif module.__name__ == "megatron.core.tensor_parallel.random":
             module._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
             module._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+        elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
+            vars(module).setdefault("te_general_gemm", None)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

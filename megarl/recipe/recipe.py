@@ -106,6 +106,9 @@ class Recipe(Section):
             sequence_parallel=cut.sequence_parallel,
             virtual_pipeline=cut.virtual_pipeline,
             context=cut.context,
+            expert=cut.expert,
+            expert_tensor=cut.expert_tensor,
+            stages=cut.stages,
         )
 
     def layout_section(self, role: str) -> LayoutSection:

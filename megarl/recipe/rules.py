@@ -19,12 +19,13 @@ from pathlib import Path
 
 from megarl.estimate.roles import BYTES
 from megarl.family import ModelShape
+from megarl.recipe import layout_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
+from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.sections import (
     FunctionRewardSection,
-    LayoutSection,
     ReasoningGymPromptsSection,
     UnknownField,
     UpdatePhaseSection,
@@ -110,7 +111,7 @@ def _reference(recipe: Recipe) -> Violations:
 
 def _ranks(recipe: Recipe) -> Violations:
     ranks = recipe.trainer.ranks
-    for role, section in _cuts(recipe):
+    for role, section in cuts(recipe):
         cut = section.ranks
         if ranks % cut == 0:
             continue
@@ -129,23 +130,15 @@ def _ranks(recipe: Recipe) -> Violations:
         yield Violation(f"{role}.layout.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
 
 
-def _cuts(recipe: Recipe) -> Iterator[tuple[str, LayoutSection]]:
-    """The layout sections that the recipe writes, with their role; a role without one is cut like the actor."""
-    yield "actor", recipe.actor.layout
-    for role, owner in (("reference", recipe.reference), ("critic", recipe.critic)):
-        if owner is not None and owner.layout is not None:
-            yield role, owner.layout
-
-
 def _sequence_parallel(recipe: Recipe) -> Violations:
-    for role, section in _cuts(recipe):
+    for role, section in cuts(recipe):
         if section.sequence_parallel and section.tensor == 1:
             rule = f"cuts activations over the tensor ranks, and {role}.layout.tensor is 1"
             yield Violation(f"{role}.layout.sequence_parallel", True, rule, "false")
 
 
 def _virtual_pipeline(recipe: Recipe) -> Violations:
-    for role, section in _cuts(recipe):
+    for role, section in cuts(recipe):
         if section.virtual_pipeline > 1 and section.pipeline == 1:
             rule = f"cuts the stages of a pipeline, and {role}.layout.pipeline is 1"
             yield Violation(f"{role}.layout.virtual_pipeline", section.virtual_pipeline, rule, "1")
@@ -275,7 +268,7 @@ def _in_flight(recipe: Recipe, phase: str) -> Violations:
     role = ROLE_OF[phase]
     stages, chunks = recipe.layout_section(role).pipeline, recipe.layout_section(role).virtual_pipeline
     if chunks > 1:
-        rule = f"a pipeline of {_cut_by(recipe, role)}.layout.virtual_pipeline = {chunks} chunks a stage is not drained"
+        rule = f"a pipeline of {cut_by(recipe, role)}.layout.virtual_pipeline = {chunks} chunks a stage is not drained"
         yield Violation(key, count, rule, f"remove {key}")
     elif count >= stages:
         rule = f"the {role}'s {stages} pipeline stage{'s hold' if stages > 1 else ' holds'} {stages} at most anyway"
@@ -402,7 +395,7 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
         )
         return
     roles = ("critic",) if key == "critic.path" else _roles_of_model(recipe)
-    checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, _pipeline)]
+    checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, layout_rules.pipeline, layout_rules.experts)]
     if key == "model.path":
         checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache)]
     found: list[Violation] = []
@@ -414,54 +407,33 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
 def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
     """Roles with a layout of their own that start from `model.path`."""
     shared = recipe.critic is None or recipe.critic.path is None
-    return tuple(role for role, _ in _cuts(recipe) if role != "critic" or shared)
-
-
-def tensor_divides(shape: ModelShape, tensor: int) -> bool:
-    """Heads, key-value groups (or their copies) and feed-forward rows come out even over `tensor` ranks."""
-    groups = shape.groups % tensor == 0 or tensor % shape.groups == 0
-    return shape.heads % tensor == 0 and groups and shape.ffn % tensor == 0
+    return tuple(role for role, _ in cuts(recipe) if role != "critic" or shared)
 
 
 def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
     if not tensor_divides(shape, tensor):
         legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
+        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
         rule = (
-            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them) "
-            f"and {shape.ffn} feed-forward rows; legal: {', '.join(map(str, legal))}"
+            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
+            f"{rows}; legal: {', '.join(map(str, legal))}"
         )
         yield Violation(key, tensor, rule, closest_number(tensor, lambda size: size in legal, shape.heads))
 
 
 def _tensor(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    yield from _tensor_size(f"{_cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)
-
-
-def _cut_by(recipe: Recipe, role: str) -> str:
-    """The role whose section holds the layout of a role."""
-    return role if any(role == owner for owner, _ in _cuts(recipe)) else "actor"
+    yield from _tensor_size(f"{cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)
 
 
 def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
     tensor, rows = recipe.rollout.tensor, vllm.padded_vocab(shape)
     broken = list(_tensor_size("rollout.tensor", tensor, shape))
     yield from broken
-    if not broken and rows % tensor:
+    if not broken and shape.experts is not None and shape.experts.ffn % tensor:
+        nearest = closest_number(tensor, divisors(shape.experts.ffn).__contains__, shape.experts.ffn)
+        yield Violation("rollout.tensor", tensor, f"must divide the {shape.experts.ffn} rows of an expert", nearest)
+    elif not broken and rows % tensor:
         yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
-
-
-def _pipeline(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    section, layers = recipe.layout_section(role), shape.num_layers
-    pipeline, chunks, key = section.pipeline, section.virtual_pipeline, f"{_cut_by(recipe, role)}.layout"
-    if layers % pipeline:
-        nearest = closest_number(pipeline, lambda size: layers % size == 0, layers)
-        yield Violation(f"{key}.pipeline", pipeline, f"must divide the model's {layers} layers", nearest)
-    elif layers % (pipeline * chunks):
-        rule = (
-            f"pipeline {pipeline} x virtual_pipeline {chunks} = {pipeline * chunks} must divide the model's {layers} layers"
-        )
-        nearest = closest_number(chunks, lambda count: layers % (pipeline * count) == 0, layers // pipeline)
-        yield Violation(f"{key}.virtual_pipeline", chunks, rule, nearest)
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -503,6 +475,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _ranks,
     _sequence_parallel,
     _virtual_pipeline,
+    layout_rules.expert_ranks,
+    layout_rules.uneven_stages,
     _batch,
     _virtual_pipeline_batch,
     _prompts,

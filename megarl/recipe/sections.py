@@ -198,6 +198,14 @@ class LayoutSection(Section):
     """Context-parallel ranks: they share each sequence, for sequences that are too long for one."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel regions over the tensor ranks."""
+    expert: Positive = 1
+    """Expert-parallel ranks: each holds a part of the experts of a mixture-of-experts model. They are ranks of one stage
+    (tensor x context x data-parallel ones), and take none of their own."""
+    expert_tensor: Positive | None = None
+    """Tensor-parallel ranks of each expert; null takes `tensor`."""
+    stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Layers of each pipeline stage, first to last, for stages that are not even; with `virtual_pipeline` those of the first
+    chunk of every stage, then of the second of every stage, and so on. Empty for even ones."""
 
     @property
     def ranks(self) -> int:

@@ -58,11 +58,15 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
 
 
 def layout_name(layout: Layout) -> str:
-    """The layout in the field's short words, without the data-parallel size: TP2+SP x CP2 x PP2xVP2, of context and virtual
-    pipeline only what is cut."""
+    """The layout in the field's short words, without the data-parallel size: TP2+SP x CP2 x PP2xVP2(1+3+2+2) x EP4xETP1, of
+    all but tensor and pipeline only what is cut."""
     context = f" x CP{layout.context}" if layout.context > 1 else ""
     chunks = f"xVP{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
-    return f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''}{context} x PP{layout.pipeline}{chunks}"
+    layers = f"({'+'.join(map(str, layout.stages))})" if layout.stages else ""
+    expert = f" x EP{layout.expert}" if layout.expert > 1 or layout.expert_tensor_size != layout.tensor else ""
+    expert += f"xETP{layout.expert_tensor}" if expert and layout.expert_tensor_size != layout.tensor else ""
+    tensor = f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''}"
+    return f"{tensor}{context} x PP{layout.pipeline}{chunks}{layers}{expert}"
 
 
 def _other_row(recipe: Recipe, phase: str) -> PhaseRow:

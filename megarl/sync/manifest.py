@@ -35,6 +35,9 @@ class WeightManifest:
     data: int
     virtual_pipeline: int
     context: int
+    expert: int
+    expert_tensor: int | None
+    stages: tuple[int, ...]
     precision: str
     segments: tuple[str, ...]
     checksums: tuple[str, ...]
@@ -43,7 +46,16 @@ class WeightManifest:
     @property
     def layout(self) -> Layout:
         """The trainer layout that published."""
-        return Layout(self.tensor, self.pipeline, self.data, virtual_pipeline=self.virtual_pipeline, context=self.context)
+        return Layout(
+            self.tensor,
+            self.pipeline,
+            self.data,
+            virtual_pipeline=self.virtual_pipeline,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            stages=self.stages,
+        )
 
     @property
     def rollout_tensor(self) -> int:
