@@ -8,7 +8,7 @@ import torch
 from megarl.reshard.boxes import Layout
 from tests.engine_cases import full_logits, random_batch
 from tests.ranks import run_ranks
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.golden
 LAYOUTS = (
@@ -22,7 +22,7 @@ LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + GEMMA_FAMILIES)
 def test_logits_equal_hugging_face(tmp_path, family, tied):
     from transformers import AutoModelForCausalLM
 

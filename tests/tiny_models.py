@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3")
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
+# `_plain` and `_scaled` are the same family with another config.
+LATENT_FAMILIES = ("deepseek_v3", "deepseek_v3_plain")
+GEMMA_FAMILIES = ("gemma3", "gemma3_scaled")
 
 
 def save_tiny_model(
@@ -44,17 +48,51 @@ def save_tiny_model(
     elif family == "mixtral":
         experts = dict(num_local_experts=8, num_experts_per_tok=2)
         model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=head_dim))
+    elif family.startswith("deepseek_v3"):
+        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_deepseek(sizes, plain=family.endswith("plain"))))
+    elif family.startswith("gemma3"):
+        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_gemma(sizes, head_dim, scaled=family.endswith("scaled"))))
     else:
         scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                    "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
         extra = {"rope_parameters": scaling} if family == "llama3" else {}
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, head_dim=head_dim, **extra))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return Path(directory)
+
+
+def _deepseek(sizes: dict[str, Any], plain: bool) -> dict[str, Any]:
+    """8 experts in 4 groups and a shared one, in all layers but the first; YaRN from 64 positions; queries compressed.
+
+    `plain` has neither YaRN nor compressed queries nor groups, and as many shared experts as two.
+    """
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8, "beta_slow": 1}  # fmt: skip
+    return sizes | dict(
+        num_key_value_heads=sizes["num_attention_heads"], kv_lora_rank=12, q_lora_rank=None if plain else 20,
+        qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=8, num_experts_per_tok=4,
+        n_group=1 if plain else 4, topk_group=1 if plain else 2, n_shared_experts=2 if plain else 1,
+        moe_intermediate_size=24, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+        scoring_func="sigmoid", topk_method="noaux_tc", num_nextn_predict_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} if plain else yarn,
+    )  # fmt: skip
+
+
+def _gemma(sizes: dict[str, Any], head_dim: int, scaled: bool) -> dict[str, Any]:
+    """Windows of 8 tokens in two of three layers, a scale that is not that of the head's size; `scaled` stretches the
+    rotary embedding of the other layers."""
+    everywhere = {"rope_type": "linear", "factor": 8.0} if scaled else {"rope_type": "default"}
+    return sizes | dict(
+        head_dim=head_dim, query_pre_attn_scalar=20, sliding_window=8, sliding_window_pattern=3,
+        hidden_activation="gelu_pytorch_tanh", rope_parameters={
+            "full_attention": everywhere | {"rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    )  # fmt: skip
 
 
 def save_tiny_tokenizer(directory: Path) -> None:

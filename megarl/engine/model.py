@@ -113,7 +113,7 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         moe_ffn_hidden_size=experts.ffn,
         moe_shared_expert_intermediate_size=experts.shared_ffn or None,
         moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
-        moe_grouped_gemm=platform.current.layer_spec == "transformer_engine",
+        moe_grouped_gemm=spec_name(shape) == "transformer_engine",
         moe_router_topk=experts.per_token,
         moe_router_score_function=experts.scoring,
         # The softmax of the chosen scores alone is the softmax of all of them, normalised over the chosen: what Qwen3-MoE
@@ -172,6 +172,12 @@ _UNFUSED: dict[str, Any] = dict(
 # Every weight is read from the checkpoint. Not perform_initialization=False: that leaves out the attributes which tell a
 # tensor-parallel shard from a replica, and the gradient norm then counts one rank's shards only.
 _UNINITIALISED: dict[str, Any] = dict(init_method=_leave, output_layer_init_method=_leave)
+
+
+def spec_name(shape: ModelShape) -> str:
+    """Which modules a model is built of. On a GPU, too, megarl's own where megarl has not fitted Transformer Engine's to the
+    family: windows, norms behind attention and feed-forward network, latent attention. Not yet run on a GPU."""
+    return "local" if shape.latent is not None or shape.sandwich_norms else platform.current.layer_spec
 
 
 def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> TransformerBlockSubmodules:
@@ -240,7 +246,7 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role:
     critic = role == "critic"
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(shape, config, platform.current.layer_spec, number),
+        transformer_layer_spec=layer_spec(shape, config, spec_name(shape), number),
         vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
         pre_process=first,

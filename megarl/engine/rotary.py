@@ -21,7 +21,7 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
     inverse = _plain(shape.head_dim, shape.rope_theta)
     scaling = dict(shape.rope_scaling)
     if scaling:
-        inverse = _SCALED[scaling.pop("rope_type", "llama3")](inverse, shape.rope_theta, scaling)
+        inverse = _SCALED[scaling.pop("rope_type")](inverse, shape.rope_theta, scaling)
     if shape.local_rope_theta is None:
         return inverse
     return torch.cat([inverse, _plain(shape.head_dim, shape.local_rope_theta)])

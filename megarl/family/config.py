@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.family.shape import Experts, ModelShape
@@ -24,15 +24,31 @@ def whole_number(config: Mapping[str, Any], origin: str, key: str, least: int = 
     return size
 
 
-def read_rope(config: Mapping[str, Any], origin: str) -> tuple[float, tuple[tuple[str, Any], ...]]:
-    """(base, scaling) of the rotary embedding; transformers 5 writes rope_parameters, 4 rope_theta
-    and rope_scaling. Raises ValueError for another scaling than Llama 3.1's."""
+# What each scaling of the rotary embedding must say, and what it may leave out.
+_SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "linear": (("factor",), {}),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), {}),
+    "yarn": (("factor", "original_max_position_embeddings"), {"beta_fast": 32, "beta_slow": 1}),
+}
+
+
+def read_rope(config: Mapping[str, Any], origin: str, scalings: Sequence[str]) -> tuple[float, tuple[tuple[str, Any], ...]]:
+    """(base, scaling) of the rotary embedding; the latter with its `rope_type`, one of `scalings`, or empty. transformers 5
+    writes rope_parameters, 4 wrote rope_theta and rope_scaling. Raises ValueError for another scaling."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{origin}: rope_type = {kind!r} is not supported; default and llama3 are")
-    return float(theta), tuple(sorted(rope.items())) if kind == "llama3" else ()
+    if kind == "default":
+        return float(theta), ()
+    if kind not in scalings:
+        raise ValueError(f"{origin}: rope_type = {kind!r} is not supported; one of {['default', *scalings]} is")
+    needed, defaults = _SCALINGS[kind]
+    for key in needed:
+        if not isinstance(rope.get(key), int | float) or rope[key] <= 0:
+            raise ValueError(f"{origin}: {key} = {rope.get(key)!r} of rope_type {kind!r} must be a number above 0")
+    if rope.get("truncate") is False:
+        raise ValueError(f"{origin}: truncate = false of rope_type {kind!r} is not supported")
+    return float(theta), tuple(sorted({**defaults, **rope, "rope_type": kind}.items()))
 
 
 def read_decoder(
@@ -41,14 +57,20 @@ def read_decoder(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     experts: Experts | None = None,
+    scalings: Sequence[str] = ("llama3",),
 ) -> ModelShape:
     """What every family says in the same words. Raises ValueError for what no family supports."""
-    refuse(config, origin, "use_sliding_window", "mlp_bias", "quantization_config")
+    refuse(config, origin, "use_sliding_window", "mlp_bias")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"{origin}: quantization_config.quant_method = {method!r} is not supported; convert the checkpoint to bf16 first"
+        )
     if not qkv_bias:
         refuse(config, origin, "attention_bias")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{origin}: hidden_act = {config['hidden_act']!r} is not supported; silu is")
-    theta, scaling = read_rope(config, origin)
+    theta, scaling = read_rope(config, origin, scalings)
     heads = whole_number(config, origin, "num_attention_heads")
     groups = whole_number(config, origin, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % groups:
