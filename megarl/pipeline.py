@@ -34,7 +34,7 @@ class Parts:
     """What a step works with. Rollouts, rewards and prompts live on rank 0 and are None elsewhere."""
 
     actor: Engine
-    reference: Engine | None
+    reference: Engine | None  # the actor itself, where it is the base model without its adapters
     critic: Engine | None
     prompts: Any
     rollouts: Any
@@ -51,7 +51,8 @@ class Parts:
     @property
     def trained(self) -> dict[str, Engine]:
         """Roles that have an optimizer, and so go into a checkpoint."""
-        return {role: engine for role, engine in self.engines.items() if engine.optimizer is not None}
+        engines = {role: engine for role, engine in self.engines.items() if role == engine.role}
+        return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
 
 
 class Pipeline:
@@ -173,7 +174,7 @@ class Pipeline:
 
     def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
         (mini_batch,) = plan.mini_batches
-        results, executed = engine.forward(batch, mini_batch)
+        results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
         compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
         return share_results(results.get(name, {}), mini_batch, batch, engine.place)

@@ -87,9 +87,11 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         steps=recipe.run.steps,
     )
     place = places["actor"]
-    actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer,
+    actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
-    reference = engine("reference", shape, directory, places["reference"]) if "reference" in places else None
+    reference = None
+    if "reference" in places:
+        reference = actor if recipe.reference_is_base else engine("reference", shape, directory, places["reference"])
     critic = None
     if recipe.critic is not None:
         values = model_directory(recipe.critic_path)

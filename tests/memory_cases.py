@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.engine.engine import Engine
 from megarl.engine.parallel import Place
-from megarl.estimate import Memory, Role, peak
+from megarl.estimate import Adapters, Memory, Role, peak
 from megarl.family import ModelShape
-from megarl.recipe.sections import OptimizerSection
+from megarl.recipe.sections import LoraSection, OptimizerSection
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.schedule import Plan, Schedule, plan_phase
@@ -70,6 +70,7 @@ class Case:
     precision: str = "fp32"
     max_in_flight: int | None = None
     entropy_coefficient: float = 0.0
+    lora: LoraSection | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -85,8 +86,17 @@ class Case:
 
     def roles(self) -> dict[str, Role]:
         shape, bonus = ModelShape.from_config(self.config), self.entropy_coefficient > 0
+        adapters = None if self.lora is None else Adapters(self.lora.rank, self.lora.targets)
         return {
-            name: Role(name, shape, layout, self.precision, name in TRAINED, entropy_bonus=bonus and name == "actor")
+            name: Role(
+                name,
+                shape,
+                layout,
+                self.precision,
+                name in TRAINED,
+                entropy_bonus=bonus and name == "actor",
+                adapters=adapters,
+            )
             for name, layout in self.layouts.items()
         }
 
@@ -116,6 +126,7 @@ class Case:
 
 
 ONE, VIRTUAL, CONTEXT = Layout(), Layout(1, 2, 1, virtual_pipeline=2), Layout(context=2)
+LORA = LoraSection(rank=8, alpha=8.0)
 CASES = (
     Case("actor forward", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256),
     Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, "bf16"),
@@ -135,6 +146,9 @@ CASES = (
     Case("actor update, virtual pipeline", "layers", "actor", True, {"actor": VIRTUAL}, EQUAL * 2, 1024),
     Case("actor update, context", "qwen2-tied", "actor", True, {"actor": CONTEXT}, EQUAL, 1024),
     Case("actor forward, context", "vocabulary", "actor", False, {"actor": CONTEXT}, EQUAL, 256),
+    Case("actor update, adapters", "qwen3", "actor", True, {"actor": ONE}, EQUAL, 1024, "bf16", lora=LORA),
+    Case("actor update, adapters, tied", "qwen2-tied", "actor", True, {"actor": Layout(2)}, EQUAL, 512, lora=LORA),
+    Case("actor forward, adapters", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, lora=LORA),
     Case("critic update", "qwen3", "critic", True, {"critic": ONE}, EQUAL, 1024, "bf16"),
     Case(
         "actor update beside critic and reference", "qwen3", "actor", True,
@@ -192,7 +206,9 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
         for name, layout in case.layouts.items():
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
             place = places[layout]
-            engines[name] = Engine(name, shape, directory, place, case.precision, 1.0, False, optimizer=optimizer)
+            engines[name] = Engine(
+                name, shape, directory, place, case.precision, 1.0, False, optimizer=optimizer, lora=case.lora
+            )
         for engine in engines.values():
             if engine.optimizer is not None:
                 _take_small_update(engine, shape.vocab)

@@ -127,6 +127,14 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {"phases.actor_update.micro_batch.max_tokens": "= 65, padded to 68 68"},
     ),
+    "adapters": (
+        edited(("actor.lora", {"rank": 65, "alpha": 0, "targets": ["qkv", "fc3", "qkv"]})),
+        {"actor.lora.alpha": "above 0", "actor.lora.targets.1": "fc1"},
+    ),
+    "adapters wider than the weights": (
+        edited(("actor.lora", {"rank": 65, "alpha": 1, "targets": ["qkv", "fc2", "qkv"]})),
+        {"actor.lora.rank": "must not pass 64", "actor.lora.targets": "twice qkv, fc2"},
+    ),
     "layouts of other roles": (
         edited(
             ("critic.layout", {"tensor": 3, "pipeline": 2}),

@@ -1,7 +1,7 @@
 """Save and load the trained roles with megatron-core's distributed checkpoints: any layout can load what another saved.
 
 A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
-already saved.
+already saved. Of a role with adapters they alone are saved: the weights beside them are those of its model directory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.engine.engine import Engine
+from megarl.engine.lora import adapter_states, fill_adapters
 from megarl.engine.model import DecoderModel
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -69,7 +70,10 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
     own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
     for group in loaded["optimizer"]["optimizer"]["param_groups"]:
         group.update(own)
-    _fill(engine.models, loaded["model"])
+    if engine.adapters:
+        fill_adapters(engine.adapters, loaded["model"])
+    else:
+        _fill(engine.models, loaded["model"])
     for optimizer in _optimizers(engine):
         optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
     engine.optimizer.load_state_dict(loaded["optimizer"])
@@ -107,7 +111,8 @@ def _fill(chunks: Sequence[DecoderModel], states: Mapping[str, dict[str, Any]]) 
 
 def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     with engine.place.active():
-        model = _chunk_states(engine.models, engine.role)
+        adapters = engine.adapters
+        model = adapter_states(adapters, engine.role) if adapters else _chunk_states(engine.models, engine.role)
         optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):

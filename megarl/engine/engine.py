@@ -6,7 +6,7 @@ Both execute exactly the micro-batches they are given and report what they execu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
-from megarl.engine.model import DecoderModel, build_model, named_shards
+from megarl.engine.lora import Adapter, attach, switched_off
+from megarl.engine.model import DecoderModel, build_model, merged_shards, named_shards
 from megarl.engine.parallel import Place
 from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
 from megarl.family import ModelShape
-from megarl.recipe.sections import OptimizerSection
+from megarl.recipe.sections import LoraSection, OptimizerSection
 from megarl.reshard.megatron import checkpoint_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch
 
@@ -52,8 +53,8 @@ class Update:
 class Engine:
     """A role (actor, reference or critic) under one layout.
 
-    `optimizer` is None for a role that is never updated. `steps` and `updates_per_step` are the length of the learning-rate
-    schedule.
+    `optimizer` is None for a role that is never updated; with `lora` it trains adapters alone. `steps` and
+    `updates_per_step` are the length of the learning-rate schedule.
     """
 
     def __init__(
@@ -69,15 +70,19 @@ class Engine:
         steps: int = 1,
         updates_per_step: int = 1,
         seed: int = 1,
+        lora: LoraSection | None = None,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
         self.models: list[DecoderModel]
         self.chunks: list[Any]
         self.optimizer: Any = None
+        self.adapters: dict[str, Adapter] = {}
         self._is_last_run = True
         with place.active():
             self._build(directory, precision, seed)
+            if lora is not None:
+                self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
             self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_entropy)
             if optimizer is None:
                 for model in self.models:
@@ -145,14 +150,16 @@ class Engine:
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, mini_batch: MiniBatch) -> tuple[dict[str, dict[int, Tensor]], Executed]:
+    def forward(
+        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
+    ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
         """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [completion tokens].
 
-        Empty but on the last pipeline stage. Returns what was executed as well.
+        Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
         """
         for model in self.models:
             model.eval()
-        with self.place.active(), torch.no_grad():
+        with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
             stored, executed = self._run(
                 batch, mini_batch, lambda micro, output: (micro, self._outputs(micro, output)), forward_only=True
             )
@@ -270,9 +277,9 @@ class Engine:
             own = {"logprobs": logprobs, "entropy": entropy}
         return {name: over_context(part, micro, self.place) for name, part in own.items()}
 
-    def shards(self) -> dict[str, Tensor]:
-        """This rank's weights by local name, for the weight sync and the export."""
-        return {name: parameter.detach() for name, parameter in named_shards(self.models, self.place.layout).items()}
+    def shards(self) -> Mapping[str, Tensor]:
+        """This rank's weights by local name, adapters merged in, for the weight sync and the export."""
+        return merged_shards(self.models, self.place.layout)
 
 
 def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:

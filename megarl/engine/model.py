@@ -14,6 +14,7 @@ from megarl.engine.attention import PackedAttention
 from megarl.engine.gemma import ACTIVATIONS, SandwichLayer, WindowedSelfAttention, scale_embedding
 from megarl.engine.latent_attention import latent_attention
 from megarl.engine.layers import RMSNorm, ValueHead
+from megarl.engine.lora import CHILD, Adapter, MergedShards
 from megarl.engine.parallel import virtual_pipeline
 from megarl.engine.rotary import inverse_frequencies
 from megarl.family import ModelShape
@@ -299,10 +300,21 @@ def local_name(name: str) -> str:
 
 def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Tensor]:
     """This rank's weights by the names that `megatron_segments` uses: its parameters, and the biases of the experts' choice,
-    which no optimizer moves."""
+    which no optimizer moves. Adapters are none of the model's weights."""
     return {
         chunk_prefix(layout, number) + local_name(name): weight
         for number, chunk in enumerate(chunks)
         for name, weight in [*chunk.named_parameters(), *chunk.named_buffers()]
-        if isinstance(weight, nn.Parameter) or name.endswith(".expert_bias")
+        if (isinstance(weight, nn.Parameter) and f".{CHILD}." not in name) or name.endswith(".expert_bias")
     }
+
+
+def merged_shards(chunks: Sequence[nn.Module], layout: Layout) -> MergedShards:
+    """This rank's weights by the same names, adapters merged in as they are read."""
+    adapters = {
+        chunk_prefix(layout, number) + local_name(name.removesuffix(CHILD) + "weight"): module
+        for number, chunk in enumerate(chunks)
+        for name, module in chunk.named_modules()
+        if isinstance(module, Adapter)
+    }
+    return MergedShards(named_shards(chunks, layout), adapters)

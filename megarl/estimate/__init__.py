@@ -1,5 +1,6 @@
 """What a phase will take before it runs: bytes and floating-point operations. Pure functions, no torch."""
 
+from megarl.estimate.adapters import Adapters
 from megarl.estimate.cap import RESERVE, largest_cap, usable_bytes
 from megarl.estimate.flops import forward_flops
 from megarl.estimate.memory import Memory, micro_batches_held, most_held, peak, resident, working
@@ -9,6 +10,7 @@ from megarl.estimate.rollout import Engines, engine_memory
 __all__ = [
     "BYTES",
     "RESERVE",
+    "Adapters",
     "Engines",
     "Memory",
     "Role",

@@ -15,6 +15,7 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     attention           2 a b + 4 heads / t output, its copy that joins the sequences, log of the softmax's sums
     context parallelism 2 k c b             keys and values of all c context ranks
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
+    adapters            rank b each         A x
 
 Attention works in blocks: nothing grows with the square of a length, but for the masks of context parallelism, which are
 left out. Under a pipeline a stage also keeps what it received
@@ -32,18 +33,21 @@ def saved_per_token(role: Role) -> int:
     """Bytes that one layer keeps of each token until its backward pass."""
     shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
-    norms = 2 * (_FP32 + 2 * width) * hidden_width(role)
+    # Beside adapters the weights are frozen: no norm keeps its normalised input for its weight's gradient.
+    normalised = width if role.adapters is None else 0
+    norms = 2 * (_FP32 + width + normalised) * hidden_width(role)
     qkv = (queries + 2 * keys) * width
     query_key_norms = 0
     if shape.qk_norm:
-        query_key_norms = (queries + keys) * (_FP32 + width)
+        query_key_norms = (queries + keys) * (_FP32 + normalised)
         if width == _FP32:
             query_key_norms -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
     rotary = (queries + keys + 4 * shape.head_dim) * width
     attention = 2 * queries * width + _FP32 * shape.heads // tensor
     context = role.layout.context
     gathered = 2 * keys * context * width if context > 1 else 0
-    return norms + qkv + query_key_norms + rotary + attention + gathered + 5 * (shape.ffn // tensor) * width
+    adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
+    return norms + qkv + query_key_norms + rotary + attention + gathered + 5 * (shape.ffn // tensor) * width + adapters
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
@@ -66,7 +70,7 @@ def gathered_per_token(role: Role) -> int:
 
 def final_norm_per_token(role: Role) -> int:
     """Bytes of each token that the final norm keeps for its backward pass: input in fp32 and normalised input."""
-    return (_FP32 + role.bytes_per_weight) * hidden_width(role)
+    return (_FP32 + (role.bytes_per_weight if role.adapters is None else 0)) * hidden_width(role)
 
 
 def backward_per_token(role: Role, pipeline_rank: int) -> int:

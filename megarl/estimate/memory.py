@@ -3,7 +3,8 @@
 What is counted are live bytes of tensors; a caching allocator's fragmentation comes on top (see RESERVE in `cap.py`).
 Every micro-batch counts as full as the largest. Activations and logits are derived in `activations.py`. With N the weights
 of a rank's stage (tied embeddings count once without a pipeline, on both ends with one; the vocabulary is padded) and b the
-bytes of the precision:
+bytes of the precision (with adapters they alone have gradients and an optimizer, and a reference that is the actor without
+them has no weights of its own):
 
     weights     N b
     gradients   4 N         megatron-core's gradient buffer is fp32 and covers every local weight
@@ -29,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megarl.estimate import activations
-from megarl.estimate.roles import Role, largest_weight, stage_weights
+from megarl.estimate.roles import Role, adapter_weights, largest_weight, stage_weights, trained_weights
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import stage_layers
 
@@ -57,12 +58,13 @@ class Memory:
 
 def resident(role: Role, pipeline_rank: int) -> Memory:
     """What a rank holds for a role between phases, from its first update on."""
-    weights = stage_weights(role, pipeline_rank)
-    if not role.trained:
-        return Memory(weights=weights * role.bytes_per_weight)
+    if role.borrows_weights:
+        return Memory()
+    weights = stage_weights(role, pipeline_rank) + adapter_weights(role, pipeline_rank)
+    trained = trained_weights(role, pipeline_rank)
     copies = 3 if role.precision == "bf16" else 2
     return Memory(
-        weights=weights * role.bytes_per_weight, gradients=_FP32 * weights, optimizer=_FP32 * copies * _share(role, weights)
+        weights=weights * role.bytes_per_weight, gradients=_FP32 * trained, optimizer=_FP32 * copies * _share(role, trained)
     )
 
 
@@ -138,8 +140,9 @@ def _update_moments(
     per_token = layers * activations.saved_per_token(role) + activations.passed_per_token(role, pipeline_rank)
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
     saved = int(held * tokens * per_token) + tokens * beside
-    weights = stage_weights(role, pipeline_rank)
-    width, vocabulary = role.bytes_per_weight, role.vocab_width * role.shape.hidden
+    weights = trained_weights(role, pipeline_rank)
+    # Of adapters alone no gradient of the head or the embedding is computed.
+    width, vocabulary = role.bytes_per_weight, 0 if role.adapters is not None else role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
     tied = vocabulary * width if role.shares_embedding else 0
     moments = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.estimate.adapters import Adapters, adapted_sizes, layer_adapters
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, stage_layers
@@ -14,7 +15,8 @@ BYTES = {"fp32": 4, "bf16": 2}
 @dataclass(frozen=True)
 class Role:
     """One Megatron engine: `trained` says that it has gradients and an optimizer; `entropy_bonus` that its loss has an
-    entropy term, whose gradient takes more memory."""
+    entropy term, whose gradient takes more memory. With `adapters` they alone are trained; `borrows_weights` says that its
+    weights are another role's."""
 
     name: str
     shape: ModelShape
@@ -22,6 +24,8 @@ class Role:
     precision: str
     trained: bool
     entropy_bonus: bool = False
+    adapters: Adapters | None = None
+    borrows_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in ("actor", "reference", "critic"):
@@ -79,7 +83,24 @@ def stage_weights(role: Role, pipeline_rank: int) -> int:
 
 
 def largest_weight(role: Role, pipeline_rank: int) -> int:
-    """Elements of the largest weight of one pipeline stage on one tensor rank."""
+    """Elements of the largest trained weight of one pipeline stage on one tensor rank."""
     shape = role.shape
+    if role.adapters is not None:
+        return role.adapters.rank * max(max(adapted_sizes(shape, target)) for target in role.adapters.targets)
     embedding = role.has_embedding(pipeline_rank) or (role.has_head(pipeline_rank) and not role.critic)
     return shape.hidden * max(2 * shape.ffn // role.layout.tensor, role.vocab_width if embedding else 0)
+
+
+def adapter_weights(role: Role, pipeline_rank: int) -> int:
+    """Weights of the adapters of one pipeline stage on one tensor rank."""
+    if role.adapters is None:
+        return 0
+    layers = stage_layers(role.shape, role.layout, pipeline_rank)
+    return len(layers) * layer_adapters(role.shape, role.adapters, role.layout.tensor)
+
+
+def trained_weights(role: Role, pipeline_rank: int) -> int:
+    """Weights of one pipeline stage on one tensor rank that have gradients and optimizer states."""
+    if not role.trained:
+        return 0
+    return stage_weights(role, pipeline_rank) if role.adapters is None else adapter_weights(role, pipeline_rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.estimate import Engines, Role, largest_cap, usable_bytes
+from megarl.estimate import Adapters, Engines, Role, largest_cap, usable_bytes
 from megarl.family import ModelShape
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
@@ -16,6 +16,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
     """The roles that are resident on the trainer ranks, by name. Raises what `model_shape` raises."""
     trained = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
     bonus = recipe.algorithm.entropy_coefficient > 0
+    lora = recipe.actor.lora
     return {
         role: Role(
             role,
@@ -24,6 +25,8 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
             recipe.trainer.precision,
             trained=role in trained,
             entropy_bonus=bonus and role == "actor",
+            adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
+            borrows_weights=role == "reference" and recipe.reference_is_base,
         )
         for role in recipe.roles
     }

@@ -150,6 +150,11 @@ class Recipe(Section):
         return self.critic.path or self.model.path
 
     @property
+    def reference_is_base(self) -> bool:
+        """The reference is the actor with its adapters switched off; read it only with a reference."""
+        return self.actor.lora is not None and self.layout("reference") == self.layout("actor")
+
+    @property
     def running_phases(self) -> tuple[str, ...]:
         """Phases of one step, in order."""
         return tuple(phase for phase in PHASES if self.runs(phase))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.estimate.adapters import adapted_sizes
 from megarl.estimate.roles import BYTES
 from megarl.family import ModelShape
 from megarl.recipe import layout_rules
@@ -107,6 +108,13 @@ def _with_gae(key: str, example: str) -> Violation:
 def _reference(recipe: Recipe) -> Violations:
     if recipe.reference is not None and recipe.algorithm.kl is None:
         yield Violation("reference", GIVEN, "without algorithm.kl nothing reads the reference", "remove reference")
+
+
+def _lora_targets(recipe: Recipe) -> Violations:
+    if recipe.actor.lora is not None:
+        targets = recipe.actor.lora.targets
+        if len(set(targets)) < len(targets):
+            yield Violation("actor.lora.targets", list(targets), "names a layer twice", ", ".join(dict.fromkeys(targets)))
 
 
 def _ranks(recipe: Recipe) -> Violations:
@@ -397,7 +405,7 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     roles = ("critic",) if key == "critic.path" else _roles_of_model(recipe)
     checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, layout_rules.pipeline, layout_rules.experts)]
     if key == "model.path":
-        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache)]
+        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache, _lora)]
     found: list[Violation] = []
     for check in checks:
         _collect(found, check)
@@ -436,6 +444,24 @@ def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
 
 
+def _lora(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Adapters are narrower than the weights, and lie beside layers that the model has."""
+    lora = recipe.actor.lora
+    if lora is None:
+        return
+    narrowest = min(size for target in lora.targets for size in adapted_sizes(shape, target))
+    if lora.rank > narrowest:
+        rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
+        yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
+    for target in lora.targets:
+        left = ", ".join(one for one in lora.targets if one not in ("fc1", "fc2")) or "qkv, proj"
+        if target in ("fc1", "fc2") and any(shape.has_experts(layer) for layer in range(shape.num_layers)):
+            yield Violation("actor.lora.targets", target, "experts get no adapters", left)
+        if target == "qkv" and shape.latent is not None:
+            left = ", ".join(one for one in lora.targets if one != "qkv") or "proj"
+            yield Violation("actor.lora.targets", target, "multi-latent attention has no such layer", left)
+
+
 def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
     longest = recipe.max_sequence_tokens
     if longest > shape.max_positions:
@@ -471,6 +497,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _gae_section,
     _value_loss,
     _reference,
+    _lora_targets,
     _reward_modules,
     _ranks,
     _sequence_parallel,

@@ -234,11 +234,29 @@ class OptimizerSection(Section):
     """Shape of the learning rate after warm-up, over the steps of the run."""
 
 
+class LoraSection(Section):
+    rank: Positive
+    """Inner size of each adapter."""
+    alpha: Annotated[float, Field(gt=0)]
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: Annotated[tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1, strict=False)] = (
+        "qkv",
+        "proj",
+        "fc1",
+        "fc2",
+    )
+    """Linear layers that get an adapter, in every decoder layer: queries, keys and values; the attention's output; gate and
+    up; down."""
+
+
 class ActorSection(Section):
     layout: LayoutSection = LayoutSection()
     """How the model is cut over the trainer ranks."""
     optimizer: OptimizerSection
     """The actor's optimizer."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters and leave the model's weights as they are; null trains the weights. A reference under the
+    actor's layout is then the actor without its adapters, and no second model is built."""
 
 
 class ReferenceSection(Section):
