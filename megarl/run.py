@@ -30,6 +30,8 @@ from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe.violation import Violation  # noqa: E402
+from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
@@ -69,6 +71,23 @@ def train(recipe: Recipe, resume: bool) -> None:
             role_places = {role: places[layout] for role, layout in layouts.items()}
             parts = build_parts(recipe, role_places, control, directory, stack)
         run_steps(Pipeline(recipe, rank, parts, clock), recipe, directory, checkpoint, progress)
+
+
+def check_models(recipe: Recipe) -> None:
+    """Every tensor that a role will read is there and has its shape: said before any process group is made, from the files'
+    headers. Raises RecipeError."""
+    paths = {"model.path": recipe.model.path}
+    if recipe.critic is not None and recipe.critic.path is not None:
+        paths["critic.path"] = recipe.critic.path
+    found: list[Violation] = []
+    for key, path in paths.items():
+        try:
+            directory = model_directory(path)
+            check_weights(directory, ModelShape.from_directory(directory), critic=key == "critic.path")
+        except (ValueError, OSError) as error:
+            found.append(Violation(key, path, f"cannot be loaded: {error}"))
+    if found:
+        raise RecipeError(found)
 
 
 def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
@@ -179,7 +198,9 @@ def main(arguments: list[str]) -> int:
         return 2
     rank = os.environ["RANK"]
     try:
-        train(load_recipe(words[0], words[1:], fetch=model_directory), resume)
+        recipe = load_recipe(words[0], words[1:], fetch=model_directory)
+        check_models(recipe)
+        train(recipe, resume)
     except RecipeError as error:
         if rank == "0":  # all ranks read the same recipe
             print(error, file=sys.stderr)

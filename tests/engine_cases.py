@@ -17,9 +17,11 @@ from megarl.engine.batch import Batch
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megarl.engine.engine import Engine, Objective, Update, over_context, share_results
 from megarl.engine.parallel import Place, reduce_scalars, start_parallel
+from megarl.engine.weights import WeightFiles
 from megarl.family import ModelShape
 from megarl.recipe.sections import OptimizerSection
 from megarl.reshard.boxes import Layout
+from megarl.reshard.megatron import checkpoint_sizes, parameter_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 
@@ -61,28 +63,48 @@ def engine(
     return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, steps=10, **more)
 
 
-def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]]) -> Any:
-    """Logits [tokens, vocabulary] of every sequence, in batch order, on the last stage; else None.
+def save_weights(role: Engine, folder: str) -> None:
+    """Every rank writes its own boxes, replicas too, into files of a few tensors."""
+    place, layout = role.place, role.place.layout
+    dtypes = dict.fromkeys(checkpoint_sizes(role.shape), torch.float32)
+    files = WeightFiles(Path(folder), role.shape, dtypes, max_file_bytes=30_000)
+    if place.rank == 0:
+        files.create()
+    dist.barrier()
+    segments = rank_segments(
+        role.shape, layout, place.tensor_rank, place.pipeline_rank, place.data_rank, context_rank=place.context_rank
+    )
+    shards = role.shards()
+    sizes = {name: (len(shard), shard.numel() // len(shard)) for name, shard in shards.items()}
+    assert sizes == parameter_sizes(role.shape, layout, place.rank), "megatron-core's parameters are not the table's"
+    files.write(segments, shards)
+    dist.barrier()
 
-    All in one packed micro-batch, or in as many as a virtual pipeline needs.
+
+def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]], folder: str) -> dict[int, np.ndarray]:
+    """Logits [tokens, vocabulary] of this data-parallel rank's sequences by their number, on the last stage.
+
+    All in one packed micro-batch, or in as many as a virtual pipeline needs. The weights are saved to `folder`.
     """
     place = start(layout)
     actor = engine(directory, place)
+    save_weights(actor, folder)
     batch = random_batch(actor.shape.vocab, lengths)
-    found: list[torch.Tensor] = []
+    found: dict[int, np.ndarray] = {}
 
     def keep(micro: Any, output: torch.Tensor) -> dict[str, torch.Tensor]:
         whole = over_context(output[0], micro, place)
         parts = [torch.empty_like(whole) for _ in range(place.layout.tensor)]
         dist.all_gather(parts, whole.contiguous(), group=actor.head.group)
-        found.append(torch.cat(parts, -1)[:, : actor.shape.vocab])
+        rows = torch.cat(parts, -1)[:, : actor.shape.vocab].split(micro.completion_lengths)
+        found.update(zip(micro.samples, (part.numpy() for part in rows), strict=True))
         return {}
 
     actor._outputs = keep  # type: ignore[method-assign]
     schedule = Schedule("actor_logprob", sequences=len(lengths) // place.layout.micro_batch_step)
     plan = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0)
     actor.forward(batch, plan.mini_batches[0])
-    return torch.cat(found).numpy() if found else None
+    return found
 
 
 def objective_of(role: str, num_tokens: int) -> Objective:

@@ -22,7 +22,7 @@ VOCAB = 131
 
 def save_model(directory: Path, family: str, tied: bool, seed: int) -> Path:
     """A random model with 32 values a head, the smallest that vLLM's CPU attention takes."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers as hf
 
     sizes: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -32,11 +32,18 @@ def save_model(directory: Path, family: str, tied: bool, seed: int) -> Path:
     torch.manual_seed(seed)
     model: Any
     if family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes))
     elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=32))
+    elif family == "qwen3_moe":
+        # 24 rows an expert: vLLM pads them to 32 when it packs them for CPUs.
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[0], head_dim=32))
+    elif family == "mixtral":
+        experts = dict(num_local_experts=8, num_experts_per_tok=2)
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=32))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

@@ -1,14 +1,16 @@
 """The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, TP2 with sequence
-parallelism, PP2 with two chunks a stage, and two context ranks."""
+parallelism, PP2 with two chunks a stage, and two context ranks; and under each the loaded weights, saved again, bit for
+bit."""
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl.reshard.boxes import Layout
 from tests.engine_cases import full_logits, random_batch
 from tests.ranks import run_ranks
-from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, save_tiny_model
+from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, MOE_FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.golden
 LAYOUTS = (
@@ -18,15 +20,22 @@ LAYOUTS = (
     Layout(pipeline=2, virtual_pipeline=2),
     Layout(context=2),
 )
+EXPERT_LAYOUTS = (
+    Layout(),
+    Layout(data=2, expert=2),
+    Layout(tensor=2, pipeline=2, sequence_parallel=True, stages=(1, 3)),
+    Layout(tensor=2, data=2, sequence_parallel=True, expert=4, expert_tensor=1),
+)
 LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES + GEMMA_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + GEMMA_FAMILIES + MOE_FAMILIES)
 def test_logits_equal_hugging_face(tmp_path, family, tied):
     from transformers import AutoModelForCausalLM
 
-    directory = save_tiny_model(tmp_path, family, tied)
+    directory = save_tiny_model(tmp_path / "model", family, tied)
+    weights = load_file(directory / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = []
     for sample in random_batch(model.config.vocab_size, LENGTHS).samples.values():
@@ -35,7 +44,14 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
         rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
     expected = np.concatenate(rows)
-    for layout in LAYOUTS:
-        found = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS)[-1]
+    for number, layout in enumerate(EXPERT_LAYOUTS if family in MOE_FAMILIES else LAYOUTS):
+        saved = tmp_path / str(number)
+        saved.mkdir()
+        ranks = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS, str(saved))
+        logits = {sample: rows for rank in ranks for sample, rows in rank.items()}
+        found = np.concatenate([logits[sample] for sample in range(len(LENGTHS))])
         assert np.abs(found - expected).max() <= 1e-4
         assert np.abs(expected).max() > 0.5  # the model says something
+        again = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert again.keys() == weights.keys()
+        assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())

@@ -51,7 +51,10 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False)],
+)
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)

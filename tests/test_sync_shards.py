@@ -83,6 +83,8 @@ def publish_and_read(first: str, second: str, layout: Layout, rollout_tensor: in
         ("llama", True, Layout(1, 2, 2), 4, "fp32"),
         ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), 2, "fp32"),
         ("qwen3", False, Layout(2, 1, 1, context=2), 1, "fp32"),
+        ("qwen3_moe", False, Layout(2, 1, 2, expert=4, expert_tensor=1), 2, "fp32"),
+        ("mixtral", True, Layout(1, 2, 2, expert=2, stages=(1, 3)), 1, "bf16"),
     ],
 )
 def test_workers_receive_exactly_their_shards(

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.engine.engine import Engine
 from megarl.engine.lora import adapter_states, fill_adapters
-from megarl.engine.model import DecoderModel
+from megarl.engine.model import DecoderModel, local_name
 
 from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory  # isort: skip
 
 # What the recipe says of the optimizer holds after a resume too, where it was changed; the same for every parameter group.
 # Weight decay is not here: the schedule sets it.
@@ -88,10 +95,60 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
                 entry["step"] = entry["step"].clone()
 
 
-def load_weights(checkpoint: str | Path, role: str, chunks: Sequence[DecoderModel]) -> None:
-    """Fill a role's weights alone; to be called inside the place that `chunks` were built in."""
-    wanted = _chunk_states(chunks, role)
-    _fill(chunks, dist_checkpointing.load({"model": wanted}, str(checkpoint))["model"])
+class StoredRole:
+    """The weights of one role in a checkpoint, to be read parameter by parameter.
+
+    megatron-core itself loads a whole model only: torch's sharded tensors, which it reads through, must have all their parts
+    on the ranks that load (0.16 and 0.19). So its description of each parameter is read through torch's reader.
+    """
+
+    def __init__(self, checkpoint: str | Path, role: str, chunks: Sequence[DecoderModel]) -> None:
+        """`chunks` are of one rank that holds the whole role, and may be without content; call it inside their place."""
+        (states,) = _chunk_states(chunks, role).values()
+        self._parts = {local_name(name): part for name, part in states.items()}
+        self._reader = FileSystemReader(checkpoint)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        dtype: torch.dtype = self._parts[parameter].data.dtype
+        return dtype
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """One parameter by its local name, with its padding. Raises ValueError where the checkpoint lacks a part of it."""
+        part = self._parts[parameter]
+        content = torch.zeros(part.data.shape, dtype=part.data.dtype)
+        # A factory cuts the parameter into parts that are stored apart (gate and up); they are views of the whole.
+        filled = replace(part, data=content)
+        for stored in nested_values(filled.build()) if isinstance(filled, ShardedTensorFactory) else [filled]:
+            self._fill(parameter, stored)
+        return content
+
+    def _fill(self, parameter: str, stored: ShardedTensor) -> None:
+        sizes = torch.Size((1,) * stored.prepend_axis_num + tuple(stored.local_shape))
+        chunk = ChunkStorageMetadata(torch.Size(stored.global_offset), sizes)
+        known = self._metadata.state_dict_metadata.get(stored.key)
+        items: list[ReadItem] = []
+        if isinstance(known, TensorStorageMetadata):
+            items = create_read_items_for_chunk_list(stored.key, known, [chunk])
+        # A vocabulary may be padded otherwise.
+        if sum(item.lengths.numel() for item in items) < sizes.numel() and not stored.allow_shape_mismatch:
+            raise ValueError(f"{self._reader.path}: the checkpoint has no {stored.key!r} for {parameter}")
+        self._reader.read_data(LoadPlan(items), _Into(stored.data.view(sizes))).wait()
+
+
+class _Into(DefaultLoadPlanner):
+    """Everything that is read goes into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return narrow_tensor_by_index(self._target, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It is a view: nothing is left to do."""
 
 
 def _chunk_states(chunks: Sequence[DecoderModel], role: str) -> dict[str, dict[str, Any]]:
@@ -130,9 +187,6 @@ def _set_states(optimizer: Any, parameter: torch.nn.Parameter, tensors: dict[str
 
 
 def _tensors(tree: Any) -> list[Any]:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedBase
-
     return [value for value in nested_values(tree) if isinstance(value, ShardedBase)]
 
 

@@ -24,7 +24,7 @@ from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
 from megarl.family import ModelShape
 from megarl.recipe.sections import LoraSection, OptimizerSection
-from megarl.reshard.megatron import checkpoint_sizes, rank_segments
+from megarl.reshard.megatron import rank_segments
 from megarl.schedule import Executed, MiniBatch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
@@ -96,10 +96,15 @@ class Engine:
         self.chunks = list(self.models)
         self.config = self.models[0].config
         segments = rank_segments(
-            shape, place.layout, place.tensor_rank, place.pipeline_rank, place.data_rank, critic=role == "critic"
+            shape,
+            place.layout,
+            place.tensor_rank,
+            place.pipeline_rank,
+            place.data_rank,
+            role == "critic",
+            place.context_rank,
         )
-        sizes = checkpoint_sizes(shape, critic=role == "critic")
-        load_shards(directory, segments, named_shards(self.models, place.layout), sizes)
+        load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role == "critic")
         if role == "critic" and self.models[-1].post_process:
             _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
 

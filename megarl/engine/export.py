@@ -6,36 +6,35 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megarl.data.model_files import model_directory
-from megarl.engine.checkpoint import load_weights
-from megarl.engine.model import build_model, named_shards
+from megarl.engine.checkpoint import StoredRole
+from megarl.engine.model import WithoutContent, build_model
 from megarl.engine.parallel import start_parallel
-from megarl.engine.weights import box, copy_model_files
+from megarl.engine.weights import WeightFiles, copy_model_files
 from megarl.family import ModelShape
 from megarl.recipe import Recipe
 from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import rank_segments
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
-MAX_FILE_BYTES = 4 << 30
 _PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def export(run_dir: str | Path, target: str | Path) -> Path:
     """Write the actor of a run's latest checkpoint to `target`, in the trainer's precision; returns the checkpoint used.
 
-    Runs in one process, whatever layout trained; `target` is complete or not there at all. Raises ValueError where there
-    is nothing to export or `target` is not empty.
+    Runs in one process, whatever layout trained, which holds one parameter at a time; `target` is complete or not there at
+    all. Raises ValueError where there is nothing to export or `target` is not empty.
     """
     run_dir, target = Path(run_dir), Path(target)
     run = RunDirectory(run_dir)
@@ -52,19 +51,9 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     source = model_directory(recipe.model.path)
     shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
-    with tempfile.TemporaryDirectory() as rendezvous:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1, timeout=timedelta(minutes=5)
-        )
-        try:
-            (place,) = start_parallel([Layout()], recipe.run.seed, 300.0, local_rank=0).values()
-            with place.active():
-                chunks = build_model(shape, place.layout, precision, "actor", place.device)
-                load_weights(checkpoint, "actor", chunks)
-            partial.mkdir(parents=True)
-            write_tensors(partial, assembled(rank_segments(shape, place.layout, 0, 0), named_shards(chunks, place.layout)))
-        finally:
-            dist.destroy_process_group()
+    partial.mkdir(parents=True)
+    with _alone():
+        write_model(partial, checkpoint, shape, precision, recipe.run.seed)
     copy_model_files(source, partial)
     config = json.loads((partial / "config.json").read_text())
     config.pop("torch_dtype", None)
@@ -73,43 +62,36 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     return checkpoint
 
 
-def assembled(segments: Iterator[Segment], shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint tensors, one after the other, from a rank that holds all their boxes."""
-    boxes: dict[str, list[Segment]] = {}
-    for segment in segments:
-        boxes.setdefault(segment.name, []).append(segment)
-    for name, parts in boxes.items():
-        rows, columns = max(part.row1 for part in parts), max(part.col1 for part in parts)
-        tensor = torch.empty(rows, columns, dtype=shards[parts[0].parameter].dtype)
-        for part in parts:
-            tensor[part.row0 : part.row1, part.col0 : part.col1] = box(shards[part.parameter], part)
-        vector = shards[parts[0].parameter].dim() == 1
-        yield name, tensor.flatten() if vector else tensor
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of this process, without which megatron-core builds no model."""
+    with tempfile.TemporaryDirectory() as rendezvous:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1, timeout=timedelta(minutes=5)
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
-def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Safetensors files of at most `MAX_FILE_BYTES` and their index."""
-    files: list[dict[str, Tensor]] = [{}]
-    held = total = 0
-    index: dict[str, str] = {}
-
-    def file_name(number: int) -> str:
-        return f"model-{number:05d}.safetensors"
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if held and held + size > MAX_FILE_BYTES:
-            save_file(files[-1], directory / file_name(len(files)), metadata={"format": "pt"})
-            files[-1] = {}  # written: let it go
-            files.append({})
-            held = 0
-        files[-1][name] = tensor
-        index[name] = file_name(len(files))
-        held += size
-        total += size
-    save_file(files[-1], directory / file_name(len(files)), metadata={"format": "pt"})
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+def write_model(target: Path, checkpoint: Path, shape: ModelShape, precision: str, seed: int) -> None:
+    """Write the actor of a checkpoint as safetensors, parameter by parameter; to be called in a process group of one."""
+    (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
+    with place.active():
+        # A model without content: it knows where the checkpoint holds each of its parameters.
+        with WithoutContent():
+            chunks = build_model(shape, place.layout, precision, "actor", torch.device("meta"))
+        stored = StoredRole(checkpoint, "actor", chunks)
+    by_parameter: dict[str, list[Segment]] = defaultdict(list)
+    for segment in rank_segments(shape, place.layout, 0, 0):
+        by_parameter[segment.parameter].append(segment)
+    # As they were trained: in bf16, what a family keeps in fp32 stays so.
+    dtypes = {part.name: stored.dtype(name) for name, parts in by_parameter.items() for part in parts}
+    files = WeightFiles(target, shape, dtypes)
+    files.create()
+    for parameter, segments in by_parameter.items():
+        files.write(segments, {parameter: stored.read(parameter)})
 
 
 def main(arguments: list[str]) -> int:

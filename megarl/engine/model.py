@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.engine.attention import PackedAttention
@@ -237,6 +238,17 @@ def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, de
     """
     config = transformer_config(shape, layout, precision)
     return [_build_chunk(shape, config, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
+
+
+class WithoutContent(TorchFunctionMode):
+    """Weights made inside have sizes and take no memory; the model must be built for the device "meta".
+
+    `torch.device("meta")` alone would change nothing: megatron-core names a device wherever it makes a weight.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {"device": torch.device("meta")} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **more})
 
 
 def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role: str, device: torch.device) -> DecoderModel:

@@ -1,76 +1,119 @@
-"""Read a Hugging Face directory into Megatron shards, box by box; `export.py` writes one.
+"""Megatron shards from a Hugging Face directory and back, box by box.
 
-No rank reads or holds more than its own boxes plus one tensor: safetensors are sliced on disk.
+No rank reads or holds more than its own boxes plus one tensor: safetensors are sliced on disk, and written in place.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.family import ModelShape
 from megarl.reshard.boxes import Segment
+from megarl.reshard.megatron import checkpoint_sizes
+from megarl.reshard.stored import INDEX, check_weights, plan_files
 
-_WEIGHTS = "*.safetensors"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt",
          "chat_template*", "added_tokens.json")  # fmt: skip
 
 
-def checkpoint_files(directory: Path) -> dict[str, Path]:
-    """Which file holds each tensor. Raises ValueError if the directory has no safetensors."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    files: dict[str, Path] = {}
-    for file in sorted(directory.glob(_WEIGHTS)):
-        with safe_open(file, "pt") as handle:
-            files.update(dict.fromkeys(handle.keys(), file))
-    if not files:
-        raise ValueError(f"model.path = {str(directory)!r}: no *.safetensors there; save the model as safetensors")
-    return files
+_FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+MAX_FILE_BYTES = 4 << 30
 
 
 def load_shards(
     directory: str | Path,
+    shape: ModelShape,
     segments: Iterable[Segment],
     shards: Mapping[str, Tensor],
-    sizes: Mapping[str, tuple[int, int]],
+    critic: bool = False,
 ) -> None:
     """Fill this rank's parameters.
 
-    Padding rows become zero; a parameter that no segment covers must be filled by the caller (a value head). `sizes` are
-    the (rows, columns) that config.json asks for. Raises ValueError for a tensor that the checkpoint lacks or holds in
-    another shape.
+    Padding rows become zero; a parameter that no segment covers must be filled by the caller (a value head). Raises
+    ValueError for a checkpoint that is not the one of `shape`, before anything is read of it.
     """
-    files = checkpoint_files(Path(directory))
+    stored = check_weights(directory, shape, critic)
     by_file: dict[Path, list[Segment]] = defaultdict(list)
     for segment in segments:
-        if segment.name not in files:
-            raise ValueError(f"{directory}: the checkpoint has no tensor {segment.name!r}")
-        by_file[files[segment.name]].append(segment)
+        by_file[stored[segment.name].file].append(segment)
     with torch.no_grad():
         for parameter in shards.values():
             parameter.zero_()
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as handle:
                 for segment in wanted:
-                    box(shards[segment.parameter], segment).copy_(_read(handle, segment, file, sizes[segment.name]))
+                    box(shards[segment.parameter], segment).copy_(_read(handle, segment))
 
 
-def _read(handle: safe_open, segment: Segment, file: Path, size: tuple[int, int]) -> Tensor:
+def _read(handle: safe_open, segment: Segment) -> Tensor:
     source = handle.get_slice(segment.name)
-    shape = tuple(source.get_shape())
-    if (*shape, 1)[:2] != size:
-        raise ValueError(f"{file}: {segment.name} has shape {shape}, but config.json asks for {size[0]} x {size[1]}")
-    if len(shape) == 1:
+    if len(source.get_shape()) == 1:
         return source[segment.row0 : segment.row1].unsqueeze(1)
     return source[segment.row0 : segment.row1, segment.col0 : segment.col1]
+
+
+class WeightFiles:
+    """Safetensors files and their index, made empty and then written box by box, by as many processes as hold boxes.
+
+    Nothing is gathered: a box goes straight to its place in its file. One process makes the files (`create`) before any
+    writes; the directory must be one that all of them see.
+    """
+
+    def __init__(
+        self, directory: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype], max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        """`dtypes` are those of the checkpoint's tensors, by their names."""
+        self._directory, self._dtypes = directory, dtypes
+        formats = {name: _FORMATS[dtype] for name, dtype in dtypes.items()}
+        self._planned, self._headers = plan_files(directory, checkpoint_sizes(shape), formats, max_file_bytes)
+
+    def create(self) -> None:
+        """Write the headers and the index; the tensors are holes until they are written."""
+        sizes = dict.fromkeys(self._headers, 0)
+        for name, (file, _, (rows, columns)) in self._planned.items():
+            sizes[file] += rows * columns * self._dtypes[name].itemsize
+        for file, header in self._headers.items():
+            with file.open("wb") as stream:
+                stream.write(header)
+                stream.truncate(len(header) + sizes[file])
+        places = {name: planned.file.name for name, planned in self._planned.items()}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, segments: Iterable[Segment], shards: Mapping[str, Tensor]) -> None:
+        """Write the boxes of these parameters, cast to the files' number formats."""
+        with ExitStack() as stack:
+            streams: dict[Path, int] = {}
+            for segment in segments:
+                file, start, (_, columns) = self._planned[segment.name]
+                dtype = self._dtypes[segment.name]
+                if file not in streams:
+                    streams[file] = os.open(file, os.O_WRONLY)
+                    stack.callback(os.close, streams[file])
+                content = box(shards[segment.parameter], segment).to(device="cpu", dtype=dtype).contiguous()
+                lines: np.ndarray = content.view(torch.uint8).numpy()
+                if content.shape[1] == columns:
+                    lines = lines.reshape(1, -1)  # whole rows lie one behind the other
+                for number, line in enumerate(lines):
+                    position = (segment.row0 + number) * columns + segment.col0
+                    _write_all(streams[file], line.data, start + position * dtype.itemsize)
+
+
+def _write_all(stream: int, content: memoryview, at: int) -> None:
+    while len(content):
+        written = os.pwrite(stream, content, at)
+        content, at = content[written:], at + written
 
 
 def box(parameter: Tensor, segment: Segment) -> Tensor:

@@ -167,4 +167,4 @@ def _feed_forward(shape: ModelShape, number: int) -> list[Weight]:
     return weights
 
 
-FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, layer)
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, layer, harmless=(r"^model\.layers\.NUM_LAYERS\.",))

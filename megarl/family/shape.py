@@ -95,4 +95,10 @@ class ModelShape:
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(f"{origin}: model_type = {kind!r} is not supported; one of {sorted(FAMILIES)}")
-        return FAMILIES[kind].read(config, origin)
+        family = FAMILIES[kind]
+        # A reward model has a score in the place of the vocabulary.
+        known = (family.architecture, family.architecture.replace("CausalLM", "SequenceClassification"))
+        named = config.get("architectures")
+        if named and not set(named) <= set(known):
+            raise ValueError(f"{origin}: architectures = {named} is not supported; {known[0]} is")
+        return family.read(config, origin)

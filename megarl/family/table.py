@@ -46,3 +46,5 @@ class Family:
     architecture: str
     read: Callable[[Mapping[str, Any], str], ModelShape]
     layer: Callable[[ModelShape, int], list[Weight]]
+    # Regular expressions of checkpoint names that megarl may leave aside; NUM_LAYERS stands for the number of layers.
+    harmless: tuple[str, ...] = ()

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
 from megarl.estimate.roles import BYTES
-from megarl.family import ModelShape
+from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import layout_rules
-from megarl.recipe.checkpoint import Fetch, ModelNotFound, model_shape
+from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
@@ -34,6 +34,7 @@ from megarl.recipe.sections import (
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
 from megarl.reshard.boxes import Layout
+from megarl.reshard.stored import check_tokenizer, check_weights, has_weights
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
@@ -399,9 +400,10 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
             key,
             path,
             f"cannot be used: {' '.join(str(error).split())}",
-            "a Llama, Qwen2 or Qwen3 dense decoder",
+            f"a decoder of one of the families {', '.join(sorted(FAMILIES))}",
         )
         return
+    yield from _files(key, path, shape, fetch)
     roles = ("critic",) if key == "critic.path" else _roles_of_model(recipe)
     checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, layout_rules.pipeline, layout_rules.experts)]
     if key == "model.path":
@@ -410,6 +412,18 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     for check in checks:
         _collect(found, check)
     yield from found
+
+
+def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
+    """The weights and the tokenizer are the model's. A directory without weights can still be checked and planned for;
+    the start of a run asks for them."""
+    directory = find_model(path, fetch)
+    try:
+        if has_weights(directory):
+            check_weights(directory, shape, critic=key == "critic.path")
+        check_tokenizer(directory, shape)
+    except (ValueError, OSError) as error:
+        yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
 
 
 def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:

@@ -58,13 +58,24 @@ def _weights(shape: ModelShape) -> Iterator[tuple[str, Weight]]:
         yield "", head(shape)
 
 
+def feed_forward_rows(shape: ModelShape) -> list[int]:
+    """Rows of every kind of feed-forward network of the model; vLLM cuts each over all tensor ranks, experts too."""
+    dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
+    experts = (
+        [] if shape.experts is None else [shape.experts.ffn, *([shape.experts.shared_ffn] * bool(shape.experts.shared_ffn))]
+    )
+    return [shape.ffn] * dense + experts
+
+
 def _check(shape: ModelShape, tensor: int) -> None:
+    rows = feed_forward_rows(shape)
     rules = {
         f"divide the {shape.heads} attention heads": shape.heads % tensor == 0,
         f"divide the {shape.groups} key-value groups or be a multiple of them": (
             shape.groups % tensor == 0 or tensor % shape.groups == 0
         ),
-        f"divide the {shape.ffn} feed-forward rows": shape.ffn % tensor == 0,
+        f"divide the {' and '.join(map(str, rows))} feed-forward rows": all(row % tensor == 0 for row in rows),
+        "be at most the number of experts": shape.experts is None or tensor <= shape.experts.count,
         f"divide the {padded_vocab(shape)} padded vocabulary rows": padded_vocab(shape) % tensor == 0,
     }
     for rule, holds in rules.items():

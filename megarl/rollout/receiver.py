@@ -2,7 +2,8 @@
 
 Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN object after load and the parameter is left
 with shape (0,). So a live parameter of the full shape is written in place, and a packed one is built anew and packed
-again; both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load.
+again; both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU
+too, under the parameter's own name and with room for padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from megarl.family import ModelShape
 from megarl.reshard.vllm import parameter_sizes
@@ -117,7 +119,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if name not in targets:
                 targets[name] = self._target(owner, name, dtype)
             target, (rows, cols) = targets[name], box.content.shape
-            target.view(target.shape[0], -1)[box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+            # A vector is one column; experts stand one below the other.
+            matrix = target.unsqueeze(1) if target.dim() == 1 else target.view(-1, target.shape[-1])
+            matrix[box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
         self._process(module_name)
         if self._shape.tied:
             # The output head shares the embedding's parameter but has a packed copy of its own.
@@ -130,11 +134,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if live.dtype != dtype:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = self._sizes[f"{owner}.{name}"]
-        if live.numel() == rows * cols:
+        packed = live.numel() == 0 or (live.dim() == 3 and self.device.type == "cpu")
+        if not packed and live.numel() == rows * cols:
             return live.data
-        if live.numel() != 0:
+        if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
-        target = torch.zeros(rows, cols, dtype=dtype, device=self.device)
+        size = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
+        target = torch.zeros(size, dtype=dtype, device=self.device)
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target
 
@@ -144,6 +150,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             return
         module = self.model.get_submodule(owner)
         quant_method = getattr(module, "quant_method", None)
+        if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
+            # With a kernel of an earlier load it takes the weights for packed ones.
+            quant_method.moe_kernel = None
         if quant_method is not None:
             quant_method.process_weights_after_loading(module)
 
