@@ -46,6 +46,12 @@ def test_a_whole_checkpoint_passes_and_says_where_each_tensor_is(tmp_path: Path)
     assert np.array_equal(np.frombuffer(at.file.read_bytes()[at.start : at.stop], np.float32), content[KEY].ravel())
 
 
+def test_what_lies_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    save_file({"layers.0.wq.weight": np.zeros((64, 64), np.float32)}, tmp_path / "consolidated.safetensors")
+    assert {stored.file.name for stored in check_weights(tmp_path, SHAPE).values()} == {"model.safetensors"}
+
+
 def edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
     def build(folder: Path) -> None:
         content = tensors()

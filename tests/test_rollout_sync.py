@@ -78,7 +78,7 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
 
 
 def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
-    old, new = (save_model(tmp_path / name, "qwen3", True, seed) for seed, name in enumerate(("old", "new")))
+    old, new = (save_model(tmp_path / name, "qwen3_moe", True, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new, rollout_tensor=2)
     pool = open_engines(old, tensor=2)
     assert pool._engines[0].process is not None

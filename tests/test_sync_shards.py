@@ -35,7 +35,7 @@ def received(shape: ModelShape, manifest: WeightManifest, rank: int) -> dict[str
     parameters: dict[str, torch.Tensor] = {}
     for box in reader.boxes(manifest):
         rows, cols = box.content.shape
-        parameter = parameters.setdefault(box.parameter, torch.full((512, 512), torch.nan))
+        parameter = parameters.setdefault(box.parameter, torch.full((1024, 512), torch.nan))
         target = parameter[box.row : box.row + rows, box.col : box.col + cols]
         assert torch.isnan(target).all(), f"{box.parameter} written twice"
         target.copy_(box.content)

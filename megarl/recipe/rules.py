@@ -415,11 +415,11 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
 
 
 def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
-    """The weights and the tokenizer are the model's. A directory without weights can still be checked and planned for;
-    the start of a run asks for them."""
+    """The weights and the tokenizer are the model's. A directory without weights can still be checked and planned for, and
+    of a hub name the cache may lack files that are fetched yet; the start of a run asks for all."""
     directory = find_model(path, fetch)
     try:
-        if has_weights(directory):
+        if Path(path).is_dir() and has_weights(directory):
             check_weights(directory, shape, critic=key == "critic.path")
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:

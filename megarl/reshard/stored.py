@@ -39,24 +39,28 @@ class Stored(NamedTuple):
 def stored_tensors(directory: str | Path) -> dict[str, Stored]:
     """Every tensor of a directory by its name, none for a directory without safetensors.
 
-    Where there is an index, its files count and no others. Raises ValueError naming the file for one that is missing, torn
-    or no safetensors, and for a tensor that is not where the index says.
+    Where there is an index its files count and no others, and where there is a `model.safetensors` that one. Raises
+    ValueError naming the file for one that is missing, torn or no safetensors, and for a tensor that is not where the index
+    says.
     """
     directory = Path(directory)
     index = directory / INDEX
     if not index.is_file():
-        return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in _header(file)}
+        # Publishers put other forms of the same weights beside it, an adapter's or those of their own loader.
+        only = directory / "model.safetensors"
+        files = [only] if only.is_file() else sorted(directory.glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in _header(file)}
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(places.values()))
+        names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: is no index of safetensors files: {type(error).__name__} {error}") from error
     found: dict[str, Stored] = {}
-    for file in files:
-        if not (directory / file).is_file():
-            name = next(name for name, place in places.items() if place == file)
-            raise ValueError(f"{index}: names the file {file!r}, for {name!r} and others, which is not there")
-        found.update(_header(directory / file))
+    for place in names:
+        if not (directory / place).is_file():
+            name = next(name for name, file in places.items() if file == place)
+            raise ValueError(f"{index}: names the file {place!r}, for {name!r} and others, which is not there")
+        found.update(_header(directory / place))
     for name, place in places.items():
         if name not in found or found[name].file.name != Path(place).name:
             raise ValueError(f"{directory / place}: has no tensor {name!r}, which {INDEX} says is there")
