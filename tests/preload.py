@@ -3,7 +3,9 @@
 import numpy  # noqa: F401
 import safetensors.torch  # noqa: F401
 import torch
+import torch._dynamo  # the first optimizer imports it
 
-import megarl.engine.model  # noqa: F401
+import megarl.engine.checkpoint  # noqa: F401
+import tests.engine_cases  # noqa: F401
 
 torch.set_num_threads(1)

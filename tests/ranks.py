@@ -1,70 +1,185 @@
-"""Run a function on several gloo ranks of this machine and bring back what each returned."""
+"""Run a function on several gloo ranks of this machine and bring back what each returned.
+
+The ranks are processes that live on from call to call, because starting them costs more than most of what they run. Between
+two calls each destroys its process groups and is put back: environment, working directory, random state, megatron-core's
+globals. A function that changes a module puts it back itself.
+"""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import functools
+import gc
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.util
 import os
-import queue
+import pickle
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 300.0
+SETTLE_S = 0.5  # between the order to write where a rank hangs and reading it
+CLEAN, END = b"clean", b""
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """`function(*args)` in `ranks` fresh processes with a torchrun environment; results in rank order.
+class RankPool:
+    """Rank processes, as many as the largest call so far; one of n ranks uses the first n."""
 
-    The processes fork from a server that has torch and megatron-core loaded, so that a test does not pay for imports.
-    Raises AssertionError with the first failing rank's traceback, or at the deadline with the ranks that are silent.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    answers = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(answers, function, rank, ranks, port, args)) for rank in range(ranks)]
-    for process in processes:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.preload"])
+        self._processes: list[Any] = []
+        self._connections: list[multiprocessing.connection.Connection] = []
+        self._stacks = Path(tempfile.mkdtemp(prefix="megarl-ranks-"))
+        self._owner = os.getpid()
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+        """`function(*args)` on ranks 0 … ranks-1 with a torchrun environment; results in rank order.
+
+        Raises AssertionError with the first failing rank's traceback, with the exit code of a rank that died, or at the
+        deadline with the ranks that are silent and where they hang. Then new processes are started for the next call.
+        """
+        environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(_free_port())}  # fmt: skip
+        case = pickle.dumps((function, args, environment, os.getcwd()))
+        try:
+            while len(self._processes) < ranks:
+                self._start_one()
+            for connection in self._connections[:ranks]:
+                connection.send_bytes(case)
+            results = self._collect(ranks, deadline_s)
+            for connection in self._connections[:ranks]:
+                connection.send_bytes(CLEAN)  # not before: groups are in use until the last rank has answered
+        except BaseException:
+            self.close(at_once=True)
+            raise
+        return results
+
+    def _start_one(self) -> None:
+        ours, theirs = self._context.Pipe()
+        rank = len(self._processes)
+        process = self._context.Process(target=_serve, args=(theirs, rank, self._stacks / str(rank)))
         process.start()
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + DEADLINE_S
-    try:
+        theirs.close()  # the process has its own; without this its death would not end our reading
+        self._processes.append(process)
+        self._connections.append(ours)
+
+    def _collect(self, ranks: int, deadline_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        end = time.monotonic() + deadline_s
         while len(results) < ranks:
-            try:
-                rank, value, failure = answers.get(timeout=1.0)
-            except queue.Empty:
-                silent = sorted(set(range(ranks)) - set(results))
-                assert time.monotonic() < deadline, f"ranks {silent} said nothing for {DEADLINE_S:.0f} s"
-                dead = [rank for rank in silent if processes[rank].exitcode not in (None, 0)]
-                assert not dead, f"ranks {dead} died: {[processes[rank].exitcode for rank in dead]}"
-                continue
-            assert failure is None, f"rank {rank}:\n{failure}"
-            results[rank] = value
-    finally:
-        for process in processes:
+            waiting = {self._connections[rank]: rank for rank in range(ranks) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} said nothing for {deadline_s:.0f} s\n" + self._where(waiting)
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    value, failure = pickle.loads(self._connections[rank].recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(timeout=5.0)
+                    raise AssertionError(f"rank {rank} died: exit code {self._processes[rank].exitcode}") from None
+                assert failure is None, f"rank {rank}:\n{failure}"
+                results[rank] = value
+        return [results[rank] for rank in range(ranks)]
+
+    def _where(self, waiting: dict[Any, int]) -> str:
+        for rank in waiting.values():
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(SETTLE_S)
+        return "\n".join(f"rank {rank}:\n{(self._stacks / str(rank)).read_text()}" for rank in waiting.values())
+
+    def close(self, at_once: bool = False) -> None:
+        """End the processes; `at_once` those that may hang."""
+        if os.getpid() != self._owner:  # a fork of the process that owns them
+            return
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            if at_once:
+                process.kill()
+            else:
+                connection.send_bytes(END)
+        for process, connection in zip(self._processes, self._connections, strict=True):
             process.join(timeout=5.0)
             if process.is_alive():
                 process.kill()
-    return [results[rank] for rank in range(ranks)]
+                process.join()
+            connection.close()
+        self._processes.clear()
+        self._connections.clear()
 
 
-def _rank(answers: Any, function: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: Path) -> None:
+    """A rank's process: case after case until the owner says END or is gone."""
     import torch
 
     torch.set_num_threads(1)
-    try:
-        answers.put((rank, function(*args), None))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
-    answers.close()
-    answers.join_thread()
+    before = dict(os.environ) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    random_state = torch.get_rng_state()
+    caches = [one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)]
+    caches = [one for one in caches if one.__module__.startswith("megatron.core")]
+    gc.freeze()  # what is loaded now stays; the collections between the cases need not look at it
+    with stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            while (message := connection.recv_bytes()) != END:
+                if message == CLEAN:
+                    _clean_up(caches)
+                    continue
+                torch.set_rng_state(random_state)
+                connection.send_bytes(_answer(message, before))
+        except EOFError:
+            pass
     multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # the manager process a checkpoint started
     os._exit(0)  # skip the teardown of process groups whose peers may be gone
+
+
+def _answer(message: bytes, environment: dict[str, str]) -> bytes:
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        function, args, more, folder = pickle.loads(message)
+        os.environ.update(more)
+        os.chdir(folder)
+        return pickle.dumps((function(*args), None))
+    except BaseException:  # SystemExit too: it is an answer, and the process serves on
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+def _clean_up(caches: list[Any]) -> None:
+    import torch.distributed as dist
+
+    from megarl.engine import parallel
+
+    from megatron.core.distributed import DistributedDataParallel  # isort: skip
+
+    # A trained model is held by the hooks of autograd nodes that it holds, and no collector sees that circle; in it are its
+    # engine, its optimizer and all groups with their threads.
+    for one in gc.get_objects():
+        if isinstance(one, DistributedDataParallel):
+            vars(one).clear()
+    del one
+    for cache in caches:  # rotary embeddings hold their context group
+        cache.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    vars(parallel.parallel_state).update(parallel._NO_PLACE)
+    parallel.get_cuda_rng_tracker().reset()
+    gc.collect()
+
+
+_POOL = RankPool()
+atexit.register(_POOL.close)
+run_ranks = _POOL.run
