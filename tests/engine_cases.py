@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,13 @@ def small_batch(vocab: int, count: int = 12) -> Batch:
     return random_batch(vocab, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(count)])
 
 
-Figures = list[tuple[float, float, np.ndarray]]  # of each update: loss, gradient norm, per-token outputs before it
+@dataclass(frozen=True)
+class Figures:
+    """Of one update: its loss and gradient norm, and the per-token outputs before it, in sample order."""
+
+    loss: float
+    grad_norm: float
+    outputs: dict[str, np.ndarray]  # logprobs and entropy, or values; each [completion tokens]
 
 
 def train(
@@ -137,13 +144,13 @@ def train(
     steps: int,
     max_tokens: int,
     precision: str = "fp32",
-) -> dict[str, Figures]:
+) -> dict[str, list[Figures]]:
     """Every role in turn: forward, then an update, `steps` times."""
     places = start_places(layouts.values())
     roles = {role: engine(directory, places[layout], role, lr=1e-2, precision=precision) for role, layout in layouts.items()}
     batch = small_batch(next(iter(roles.values())).shape.vocab)
     num_tokens = int(batch.completion_lengths.sum())
-    figures: dict[str, Figures] = {role: [] for role in roles}
+    figures: dict[str, list[Figures]] = {role: [] for role in roles}
     for _ in range(steps):
         for role, trained in roles.items():
             place = trained.place
@@ -151,10 +158,13 @@ def train(
             (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
             results, executed = trained.forward(batch, mini_batch)
             compare(mini_batch, place.data_rank, executed)
-            shared = share_results(results.get("values" if role == "critic" else "logprobs", {}), mini_batch, batch, place)
+            outputs = {
+                name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
+                for name in (("values",) if role == "critic" else ("logprobs", "entropy"))
+            }
             update = trained.update(batch, mini_batch, objective_of(role, num_tokens))
             compare(mini_batch, place.data_rank, update.executed)
-            figures[role].append((total_loss(update, place), update.grad_norm, torch.cat(shared).numpy()))
+            figures[role].append(Figures(total_loss(update, place), update.grad_norm, outputs))
     return figures
 
 
