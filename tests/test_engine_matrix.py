@@ -23,8 +23,11 @@ COLUMNS = ("loss", "grad norm", "logprobs", "entropy", "values")
 
 # family, tied embeddings, layers
 DENSE = ("qwen3", True, 4)
+FIVE = ("qwen3", True, 5)
 DEEP = ("qwen3", True, 8)
 BIASED = ("qwen2", False, 4)
+EXPERTS = ("qwen3_moe", True, 4)  # its first layer has none
+ALL_EXPERTS = ("mixtral", False, 4)
 
 CASES = [
     (DENSE, Layout(tensor=2)),
@@ -51,9 +54,23 @@ CASES = [
     (DENSE, Layout(tensor=2, context=2, data=2)),
     (DENSE, Layout(pipeline=2, context=2, data=2, virtual_pipeline=2)),
     (DEEP, Layout(tensor=2, pipeline=4, sequence_parallel=True, virtual_pipeline=2)),
+    (FIVE, Layout(pipeline=2, stages=(1, 4))),
+    (FIVE, Layout(pipeline=2, virtual_pipeline=2, stages=(1, 1, 2, 1))),
+    (DEEP, Layout(tensor=2, pipeline=4, sequence_parallel=True, stages=(1, 3, 3, 1))),
     (BIASED, Layout(tensor=2, sequence_parallel=True)),
     (BIASED, Layout(pipeline=2, data=2)),
     (BIASED, Layout(tensor=2, pipeline=2, context=2, sequence_parallel=True)),
+    (EXPERTS, Layout(tensor=2, sequence_parallel=True)),
+    (EXPERTS, Layout(data=2)),
+    (EXPERTS, Layout(pipeline=2, context=2, virtual_pipeline=2)),
+    (EXPERTS, Layout(data=2, expert=2)),
+    (EXPERTS, Layout(data=4, expert=2)),
+    (EXPERTS, Layout(data=4, expert=4)),
+    (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    (EXPERTS, Layout(pipeline=2, data=2, expert=2, stages=(1, 3))),
+    (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
+    (ALL_EXPERTS, Layout(data=2, expert=2)),
+    (ALL_EXPERTS, Layout(tensor=2, pipeline=2, sequence_parallel=True, expert=2, expert_tensor=1)),
 ]
 
 
@@ -141,7 +158,8 @@ def test_roles_of_different_layouts_train_side_by_side(reference):
 
 def test_the_matrix_covers_every_axis():
     plain = Layout()
-    for axis in ("tensor", "pipeline", "data", "sequence_parallel", "virtual_pipeline", "context"):
+    for axis in ("tensor", "pipeline", "data", "sequence_parallel", "virtual_pipeline", "context", "stages", "expert",
+                 "expert_tensor"):  # fmt: skip
         changed = [layout for _, layout in CASES if getattr(layout, axis) != getattr(plain, axis)]
         assert any(replace(layout, **{axis: getattr(plain, axis)}) != plain for layout in changed), f"{axis} with others"
     assert len({layout for _, layout in CASES}) >= 24
