@@ -77,8 +77,7 @@ def check_models(recipe: Recipe) -> None:
     """Every tensor that a role will read is there and has its shape: said before any process group is made, from the files'
     headers. Raises RecipeError."""
     paths = {"model.path": recipe.model.path}
-    if recipe.critic is not None and recipe.critic.path is not None:
-        paths["critic.path"] = recipe.critic.path
+    paths |= {f"{role}.path": recipe.path(role) for role in recipe.roles if recipe.path(role) != recipe.model.path}
     found: list[Violation] = []
     for key, path in paths.items():
         try:
@@ -110,10 +109,13 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
     reference = None
     if "reference" in places:
-        reference = actor if recipe.reference_is_base else engine("reference", shape, directory, places["reference"])
+        near = model_directory(recipe.path("reference"))
+        reference = actor
+        if not recipe.reference_is_base:
+            reference = engine("reference", ModelShape.from_directory(near), near, places["reference"])
     critic = None
     if recipe.critic is not None:
-        values = model_directory(recipe.critic_path)
+        values = model_directory(recipe.path("critic"))
         cut = recipe.schedule("critic_update")
         assert cut.mini_batch is not None
         critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],

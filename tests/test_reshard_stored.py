@@ -171,6 +171,20 @@ def test_a_recipe_with_such_a_model_is_refused_before_anything_starts(
     assert KEY in found["model.path"] and "model.layers.4." in found["critic.path"]
 
 
+def test_a_role_of_another_model_has_the_actors_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path, monkeypatch)
+    models = ("critic.path", "deep"), ("reference", {"path": "experts", "layout": {}})
+    file = write(folder, edited(*models))
+    tokenizer(folder / "tiny", 3, 4)
+    tokenizer(folder / "deep", 3, 4)
+    tokenizer(folder / "experts", 3, 5)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    (violation,) = refused.value.violations
+    assert violation.key == "reference.path"
+    assert "'<end>' the number 5, that of model.path gives it 4" in violation.rule
+
+
 def test_a_run_starts_only_with_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

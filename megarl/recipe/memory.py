@@ -33,7 +33,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
 
 
 def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
-    return model_shape(recipe.critic_path if role == "critic" else recipe.model.path, fetch)
+    return model_shape(recipe.path(role), fetch)
 
 
 def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:

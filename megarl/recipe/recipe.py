@@ -143,16 +143,17 @@ class Recipe(Section):
         """Number format in the rollout engines."""
         return self.rollout.precision or self.trainer.precision
 
-    @property
-    def critic_path(self) -> str:
-        """Where the critic's weights start; read it only with a critic."""
-        assert self.critic is not None, "critic_path of a recipe without a critic"
-        return self.critic.path or self.model.path
+    def path(self, role: str) -> str:
+        """The model that a role starts from."""
+        owner = {"reference": self.reference, "critic": self.critic}.get(role)
+        own = owner.path if owner is not None else None
+        return own or self.model.path
 
     @property
     def reference_is_base(self) -> bool:
         """The reference is the actor with its adapters switched off; read it only with a reference."""
-        return self.actor.lora is not None and self.layout("reference") == self.layout("actor")
+        same = self.path("reference") == self.model.path and self.layout("reference") == self.layout("actor")
+        return self.actor.lora is not None and same
 
     @property
     def running_phases(self) -> tuple[str, ...]:

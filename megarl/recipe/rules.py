@@ -34,7 +34,7 @@ from megarl.recipe.sections import (
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
 from megarl.reshard.boxes import Layout
-from megarl.reshard.stored import check_tokenizer, check_weights, has_weights
+from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
@@ -49,7 +49,7 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
     for phase in ENGINE_PHASES:
         for phase_rule in PHASE_RULES:
             _collect(found, phase_rule(recipe, phase))
-    for key in ("model.path", "critic.path"):
+    for key in ("model.path", "reference.path", "critic.path"):
         _collect(found, _model(recipe, key, fetch))
     return found
 
@@ -387,9 +387,11 @@ def _warmup(recipe: Recipe) -> Violations:
 
 def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     """The model exists, megarl knows it, and the layouts divide it."""
-    if key == "critic.path" and (recipe.critic is None or recipe.critic.path is None):
+    role = key.split(".")[0]
+    owner = {"reference": recipe.reference, "critic": recipe.critic}.get(role)
+    if role != "model" and (owner is None or owner.path is None):
         return
-    path = recipe.critic_path if key == "critic.path" else recipe.model.path
+    path = recipe.path(role)
     try:
         shape = model_shape(path, fetch)
     except ModelNotFound as error:
@@ -404,7 +406,9 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
         )
         return
     yield from _files(key, path, shape, fetch)
-    roles = ("critic",) if key == "critic.path" else _roles_of_model(recipe)
+    if role != "model":
+        yield from _tokens(recipe, key, path, fetch)
+    roles = _roles_of_model(recipe) if role == "model" else (role,)
     checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, layout_rules.pipeline, layout_rules.experts)]
     if key == "model.path":
         checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache, _lora)]
@@ -428,8 +432,24 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
 
 def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
     """Roles with a layout of their own that start from `model.path`."""
-    shared = recipe.critic is None or recipe.critic.path is None
-    return tuple(role for role, _ in cuts(recipe) if role != "critic" or shared)
+    own = {role for role, owner in (("reference", recipe.reference), ("critic", recipe.critic)) if owner and owner.path}
+    return tuple(role for role, _ in cuts(recipe) if role not in own)
+
+
+def _tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
+    """A role reads the actor's tokens: in its own tokenizer they must mean the same."""
+    try:
+        own, actors = (token_ids(find_model(one, fetch)) for one in (path, recipe.model.path))
+    except (ModelNotFound, ValueError, OSError):
+        return  # each has a violation of its own
+    unlike = [token for token, number in actors.items() if own and own.get(token) != number]
+    if unlike:
+        token = unlike[0]
+        rule = (
+            f"its tokenizer gives {token!r} the number {own.get(token)}, that of model.path gives it {actors[token]}; "
+            f"{len(unlike)} of {len(actors)} tokens differ"
+        )
+        yield Violation(key, path, rule, "a model with the tokenizer of model.path")
 
 
 def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:

@@ -260,13 +260,17 @@ class ActorSection(Section):
 
 
 class ReferenceSection(Section):
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Hugging Face directory or hub name of another model to stay near, of any size and family with the same tokens; null
+    takes `model.path`."""
     layout: LayoutSection | None = None
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
 
 
 class CriticSection(Section):
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Hugging Face directory or hub name the critic starts from; null takes `model.path`."""
+    """Hugging Face directory or hub name the critic starts from, of any size and family with the same tokens; null takes
+    `model.path`."""
     layout: LayoutSection | None = None
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
     optimizer: OptimizerSection

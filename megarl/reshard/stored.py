@@ -161,24 +161,30 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
-    """Raises ValueError for a `tokenizer.json` with a token that the embedding has no row for; others are not read."""
+def token_ids(directory: str | Path) -> dict[str, int]:
+    """Every token of a directory's `tokenizer.json` with its number; none without that file. Raises ValueError for a file
+    that is no tokenizer."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
-        return
+        return {}
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"].get("vocab", {})
         # A unigram model lists [token, score] by id, the others map tokens to ids.
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
         added = ((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())
-        last = max((*pairs, *added), key=lambda pair: pair[1], default=("", -1))
+        return {token: int(number) for token, number in (*pairs, *added)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: is no tokenizer: {type(error).__name__} {error}") from error
-    if last[1] >= shape.vocab:
+
+
+def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
+    """Raises ValueError for a `tokenizer.json` with a token that the embedding has no row for; others are not read."""
+    token, last = max(token_ids(directory).items(), key=lambda pair: pair[1], default=("", -1))
+    if last >= shape.vocab:
         raise ValueError(
-            f"{file}: token {last[0]!r} has the id {last[1]}, expected at most {shape.vocab - 1}: the model's embedding has "
-            f"vocab_size = {shape.vocab} rows; take the tokenizer that belongs to the model"
+            f"{Path(directory) / 'tokenizer.json'}: token {token!r} has the id {last}, expected at most {shape.vocab - 1}: "
+            f"the model's embedding has vocab_size = {shape.vocab} rows; take the tokenizer that belongs to the model"
         )
 
 
