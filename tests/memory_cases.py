@@ -47,6 +47,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 1000,
     },
+    # The first layer has no experts.
+    "experts": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 256,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
@@ -127,6 +133,8 @@ class Case:
 
 ONE, VIRTUAL, CONTEXT = Layout(), Layout(1, 2, 1, virtual_pipeline=2), Layout(context=2)
 LORA = LoraSection(rank=8, alpha=8.0)
+EXPERTS, EXPERT_TENSOR = Layout(data=2, expert=2), Layout(2, 1, 1, True, expert=2, expert_tensor=1)
+UNEVEN = Layout(1, 2, 1, stages=(1, 3))
 CASES = (
     Case("actor forward", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256),
     Case("actor forward, few completions", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, "bf16"),
@@ -149,6 +157,12 @@ CASES = (
     Case("actor update, adapters", "qwen3", "actor", True, {"actor": ONE}, EQUAL, 1024, "bf16", lora=LORA),
     Case("actor update, adapters, tied", "qwen2-tied", "actor", True, {"actor": Layout(2)}, EQUAL, 512, lora=LORA),
     Case("actor forward, adapters", "layers", "actor", False, {"actor": ONE}, PROMPTS, 1024, lora=LORA),
+    Case("actor update, experts", "experts", "actor", True, {"actor": ONE}, EQUAL, 1024),
+    Case("actor update, expert parallel", "experts", "actor", True, {"actor": EXPERTS}, EQUAL, 1024, "bf16"),
+    Case("actor update, expert tensor 1", "experts", "actor", True, {"actor": EXPERT_TENSOR}, EQUAL, 1024),
+    Case("actor update, experts' weights alone", "experts", "actor", True, {"actor": EXPERTS}, SHORT, 32),
+    Case("actor forward, experts", "experts", "actor", False, {"actor": EXPERTS}, EQUAL, 1024),
+    Case("actor update, uneven pipeline", "layers", "actor", True, {"actor": UNEVEN}, EQUAL * 2, 1024),
     Case("critic update", "qwen3", "critic", True, {"critic": ONE}, EQUAL, 1024, "bf16"),
     Case(
         "actor update beside critic and reference", "qwen3", "actor", True,

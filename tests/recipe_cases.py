@@ -73,9 +73,11 @@ def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, config in (
         ("tiny", CONFIG),
         ("deep", CONFIG | {"num_hidden_layers": 8}),
+        ("experts", CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+                              "moe_intermediate_size": 36}),
         ("gpt2", {"model_type": "gpt2"}),
         ("torn", {"model_type": "qwen3"}),
-    ):
+    ):  # fmt: skip
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
     (path / "qa.jsonl").write_text('{"q": "1+1", "a": "2"}\n')

@@ -69,6 +69,10 @@ CASES = [
     (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
     (EXPERTS, Layout(pipeline=2, data=2, expert=2, stages=(1, 3))),
     (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
+    (EXPERTS, Layout(context=2, expert=2)),
+    (EXPERTS, Layout(data=2, expert_tensor=2)),
+    (EXPERTS, Layout(tensor=2, data=2, sequence_parallel=True, expert=2)),
+    (EXPERTS, Layout(tensor=2, context=2, sequence_parallel=True, expert_tensor=1)),
     (ALL_EXPERTS, Layout(data=2, expert=2)),
     (ALL_EXPERTS, Layout(tensor=2, pipeline=2, sequence_parallel=True, expert=2, expert_tensor=1)),
 ]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl.planner.job import job_of
-from megarl.planner.layouts import NODE_RANKS, layouts_of
+from megarl.planner.layouts import NODE_RANKS, layout_text, layouts_of
 from megarl.planner.show import suggestion_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import load_recipe
@@ -201,3 +201,18 @@ def test_layouts_divide_what_they_must_and_the_simplest_is_first(tmp_path: Path,
     assert {layout.pipeline for layout in layouts_of(drained, "critic")} == {2, 4}
     few = job_of(load_recipe(write_small(tmp_path), ["phases.actor_update.mini_batch=2"]))
     assert {layout.data for layout in layouts_of(few, "actor")} == {1, 2}
+
+
+def test_experts_are_dealt_over_ranks_of_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+    file = write_small(
+        tmp_path, ("actor.layout.sequence_parallel", True), model=CONFIG | {"model_type": "qwen3_moe"} | experts
+    )
+    layouts = layouts_of(job_of(load_recipe(file)), "actor")
+    assert {layout.expert for layout in layouts} == {1, 2}
+    for layout in layouts:
+        assert layout.tensor * layout.data % (layout.expert * layout.expert_tensor_size) == 0
+        assert layout.expert_tensor_size == (1 if layout.expert > 1 else layout.tensor)
+        text = f"actor.layout={layout_text(layout)}"
+        assert load_recipe(file, [text]).layout("actor") == layout

@@ -96,6 +96,34 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "reference.layout.expert_tensor": "the model has no experts remove reference.layout.expert_tensor",
         },
     ),
+    "experts that are cut by what does not divide them": (
+        edited(
+            ("model.path", "experts"),
+            ("trainer.ranks", 48),
+            ("phases.rollout.prompts", 48),
+            ("phases.critic_update.mini_batch", 48),
+            ("phases.actor_update.mini_batch", 48),
+            ("actor.layout", {"expert": 6}),
+            ("reference", {"layout": {"tensor": 2, "sequence_parallel": True, "expert_tensor": 8}}),
+            ("critic.layout", {"tensor": 4, "expert": 8, "sequence_parallel": False}),
+        ),
+        {
+            "actor.layout.expert": "must divide the model's 8 experts 4",
+            "reference.layout.expert_tensor": "must divide the 36 feed-forward rows of an expert 6",
+            "critic.layout.expert": "expert 8 x expert_tensor 4 = 32 must divide the 48 ranks of a stage",
+            "critic.layout.sequence_parallel": "each tensor rank sends its own tokens to the experts true",
+        },
+    ),
+    "a reference that does not exist, and layouts of a critic that is smaller": (
+        edited(
+            ("reference", {"path": "tinyy"}),
+            ("model.path", "deep"),
+            ("critic.path", "tiny"),
+            ("actor.layout", {"pipeline": 8}),
+            ("phases.actor_logprob.micro_batch.max_tokens", 64),
+        ),
+        {"reference.path": "not found", "actor.layout.pipeline": "must divide the model's 4 layers 4"},
+    ),  # fmt: skip
     "ranks do not divide": (
         edited(("trainer.ranks", 6), ("phases.actor_update.mini_batch", 5)),
         {"trainer.ranks": "multiple of", "phases.actor_update.mini_batch": "divide the 16 sequences"},

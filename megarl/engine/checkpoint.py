@@ -28,9 +28,7 @@ from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory  # isort: skip
 
-# What the recipe says of the optimizer holds after a resume too, where it was changed; the same for every parameter group.
-# Weight decay is not here: the schedule sets it.
-_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+_DENSE, _EXPERTS = "dense", "experts"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
@@ -73,17 +71,22 @@ def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> di
 
 
 def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
-    # Before the load: 0.19 pairs saved and present groups by these values.
-    own = {key: value for key, value in engine.optimizer.param_groups[0].items() if key in _SETTINGS}
-    for group in loaded["optimizer"]["optimizer"]["param_groups"]:
-        group.update(own)
     if engine.adapters:
         fill_adapters(engine.adapters, loaded["model"])
     else:
         _fill(engine.models, loaded["model"])
+    # Every layout has dense weights on every rank, so that rank 0 has written this.
+    dense = loaded["optimizer"][_DENSE]
+    step = {key: value for key, value in dense["optimizer"]["param_groups"][0].items() if key == "step"}
     for optimizer in _optimizers(engine):
+        part = {key: value for key, value in dense.items() if key != "param_state"} | loaded["optimizer"][_part(optimizer)]
+        # Only the step count is taken of the saved groups. All else of them is what this run's recipe says, which holds
+        # after a resume too; and the groups of another layout may be others.
+        part["optimizer"] = optimizer.state_dict()["optimizer"]
+        for group in part["optimizer"]["param_groups"]:
+            group.update(step)
         optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
-    engine.optimizer.load_state_dict(loaded["optimizer"])
+        optimizer.load_state_dict(part)
     # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
     engine.scheduler.num_steps = 0
     engine.scheduler.load_state_dict(loaded["scheduler"])
@@ -170,7 +173,11 @@ def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     with engine.place.active():
         adapters = engine.adapters
         model = adapter_states(adapters, engine.role) if adapters else _chunk_states(engine.models, engine.role)
-        optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+        # Part by part, and not the chain of both: it numbers its parts, and a layout that does not cut experts has one.
+        optimizer = {
+            _part(part): part.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+            for part in _optimizers(engine)
+        }
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"
@@ -190,5 +197,13 @@ def _tensors(tree: Any) -> list[Any]:
     return [value for value in nested_values(tree) if isinstance(value, ShardedBase)]
 
 
+def _part(optimizer: Any) -> str:
+    """Weights that are cut and replicated over other ranks have an optimizer of their own."""
+    return _EXPERTS if any(group["is_expert_parallel"] for group in optimizer.param_groups) else _DENSE
+
+
 def _optimizers(engine: Engine) -> list[Any]:
-    return list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
+    """The parts of the optimizer that move weights of this rank. On a stage without experts theirs has nothing to move, and
+    megatron-core can neither save nor load such a part (0.16 and 0.19)."""
+    parts = list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
+    return [one for one in parts if any(group["params"] for group in one.param_groups)] or parts[:1]

@@ -24,12 +24,19 @@ left out. Under a pipeline a stage also keeps what it received
 
 from __future__ import annotations
 
+from megarl.estimate import experts
 from megarl.estimate.roles import Role
+from megarl.reshard.megatron import stage_layers
 
 _FP32 = 4
 
 
-def saved_per_token(role: Role) -> int:
+def saved_by_stage(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token that a stage's layers keep until their backward pass."""
+    return sum(saved_per_token(role, layer) for layer in stage_layers(role.shape, role.layout, pipeline_rank))
+
+
+def saved_per_token(role: Role, layer: int) -> int:
     """Bytes that one layer keeps of each token until its backward pass."""
     shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
@@ -47,7 +54,8 @@ def saved_per_token(role: Role) -> int:
     context = role.layout.context
     gathered = 2 * keys * context * width if context > 1 else 0
     adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
-    return norms + qkv + query_key_norms + rotary + attention + gathered + 5 * (shape.ffn // tensor) * width + adapters
+    feed_forward = experts.saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
+    return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
@@ -79,23 +87,27 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
     The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
     the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
     residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
-    norm's output and the normalised input are gone.
+    norm's output and the normalised input are gone. Experts have figures of their own.
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
-    swiglu = (2 * ffn + hidden) * width
-    norm = (5 * _FP32 + width - 2 * width) * hidden - 5 * ffn * width
+    feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
+    if role.shape.has_experts(stage_layers(role.shape, role.layout, pipeline_rank)[-1]):
+        feed_forward, kept = experts.backward_per_token(role), experts.saved_per_token(role)
+    norm = (5 * _FP32 + width - 2 * width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
-    return max(swiglu, norm, final_norm)
+    return max(feed_forward, norm, final_norm)
 
 
 def forward_per_token(role: Role) -> int:
-    """Bytes of each token where a forward pass that keeps nothing is largest: in a layer's SwiGLU (as above) or rotary
-    embedding (qkv, its parts and five products), beside four hidden states (the stage's and the layer's input, the residual,
-    the norm's output)."""
+    """Bytes of each token where a forward pass that keeps nothing is largest: in a layer's SwiGLU (as above), its experts or
+    its rotary embedding (qkv, its parts and five products), beside four hidden states (the stage's and the layer's input,
+    the residual, the norm's output)."""
     queries, keys = _heads_width(role)
-    swiglu = 5 * (role.shape.ffn // role.layout.tensor)
-    rotary = 7 * queries + 3 * keys
-    return (4 * hidden_width(role) + max(swiglu, rotary)) * role.bytes_per_weight
+    width, with_experts = role.bytes_per_weight, {role.shape.has_experts(layer) for layer in range(role.shape.num_layers)}
+    swiglu = 5 * (role.shape.ffn // role.layout.tensor) * width if False in with_experts else 0
+    routed = experts.forward_per_token(role) if True in with_experts else 0
+    rotary = (7 * queries + 3 * keys) * width
+    return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
 
 
 def logits_forward(role: Role, head_tokens: int) -> int:

@@ -3,7 +3,7 @@
 For a sequence of n tokens and a layer with hidden size h, a = heads * head_dim, k = groups * head_dim (terms as in
 Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal mask that is not computed):
 
-    linear layers     2 n h (a + 2 k + a + 3 ffn)
+    linear layers     2 n h (a + 2 k + a + 3 ffn)       with experts, the ffn of those that a token takes, and the router
     attention         2 a n (n + 1)       queries with keys and weights with values, 2 a each for n (n + 1) / 2 pairs
     head, per row     2 h vocabulary, or 2 h for a critic; only rows that predict a completion token have one
 
@@ -20,7 +20,8 @@ def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool
     """Operations of one sequence of `length` tokens, `head_tokens` of which pass the head, over all ranks; an update takes
     three times as many."""
     queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    linear = 2 * length * shape.hidden * (2 * queries + 2 * keys + 3 * shape.ffn)
+    rows = sum(shape.active_rows(layer) for layer in range(shape.num_layers))
+    linear = 2 * length * shape.hidden * (shape.num_layers * (2 * queries + 2 * keys) + rows)
     attention = 2 * queries * length * (length + 1)
     head = 2 * shape.hidden * (1 if critic else shape.vocab)
-    return float(shape.num_layers * (linear + attention) + head * head_tokens)
+    return float(linear + shape.num_layers * attention + head * head_tokens)

@@ -8,7 +8,8 @@ them has no weights of its own):
 
     weights     N b
     gradients   4 N         megatron-core's gradient buffer is fp32 and covers every local weight
-    optimizer   8 N / data  two Adam moments in fp32, cut over the data-parallel ranks; bf16 adds a fp32 copy: 12 N / data
+    optimizer   8 N / data  two Adam moments in fp32, cut over the data-parallel ranks; bf16 adds a fp32 copy: 12 N / data;
+                            of routed experts, over the ranks that hold the same ones
 
 A phase works at its largest moment, beside the packed inputs of its mini-batch. A forward phase: inside a layer, or at
 the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
@@ -30,9 +31,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megarl.estimate import activations
-from megarl.estimate.roles import Role, adapter_weights, largest_weight, stage_weights, trained_weights
+from megarl.estimate.roles import (
+    Role,
+    adapter_weights,
+    largest_weight,
+    stage_weights,
+    trained_expert_weights,
+    trained_weights,
+)
 from megarl.reshard.boxes import Layout
-from megarl.reshard.megatron import stage_layers
 
 _FP32 = 4
 
@@ -64,7 +71,9 @@ def resident(role: Role, pipeline_rank: int) -> Memory:
     trained = trained_weights(role, pipeline_rank)
     copies = 3 if role.precision == "bf16" else 2
     return Memory(
-        weights=weights * role.bytes_per_weight, gradients=_FP32 * trained, optimizer=_FP32 * copies * _share(role, trained)
+        weights=weights * role.bytes_per_weight,
+        gradients=_FP32 * trained,
+        optimizer=_FP32 * copies * _share(role, pipeline_rank),
     )
 
 
@@ -136,11 +145,10 @@ def _update_moments(
     role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool
 ) -> list[Memory]:
     """`held` micro-batches at once; `steady`: a pipeline run has more than one."""
-    layers = len(stage_layers(role.shape, role.layout, pipeline_rank))
-    per_token = layers * activations.saved_per_token(role) + activations.passed_per_token(role, pipeline_rank)
+    per_token = activations.saved_by_stage(role, pipeline_rank) + activations.passed_per_token(role, pipeline_rank)
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
     saved = int(held * tokens * per_token) + tokens * beside
-    weights = trained_weights(role, pipeline_rank)
+    weights, routed = trained_weights(role, pipeline_rank), trained_expert_weights(role, pipeline_rank)
     # Of adapters alone no gradient of the head or the embedding is computed.
     width, vocabulary = role.bytes_per_weight, 0 if role.adapters is not None else role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
@@ -148,8 +156,8 @@ def _update_moments(
     moments = [
         Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank) + tied),
         Memory(gradients=vocabulary * (2 * width + widened) if tied else 0),
-        Memory(gradients=_FP32 * weights),
-        Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, weights))),
+        Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
+        Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, pipeline_rank))),
     ]
     if role.has_head(pipeline_rank) and not role.critic:
         saved += tokens * activations.final_norm_per_token(role) + head_tokens * role.shape.hidden * width
@@ -216,6 +224,9 @@ def _stage(role: Role, rank: int) -> int:
     return rank // (role.layout.ranks // role.layout.pipeline)
 
 
-def _share(role: Role, weights: int) -> int:
-    """Weights of a stage whose optimizer states one data-parallel rank holds; context-parallel ranks share them too."""
-    return -(-weights // (role.layout.data * role.layout.context))
+def _share(role: Role, pipeline_rank: int) -> int:
+    """Weights of a stage whose optimizer states one rank holds: data-parallel and context-parallel ranks share them, and
+    of routed experts those that hold the same ones."""
+    layout, experts = role.layout, trained_expert_weights(role, pipeline_rank)
+    dense = trained_weights(role, pipeline_rank) - experts
+    return -(-dense // (layout.data * layout.context)) + -(-experts // layout.expert_data)

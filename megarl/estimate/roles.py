@@ -58,19 +58,37 @@ class Role:
         return self.shape.tied and not self.critic and self.layout.pipeline == 1
 
 
-def layer_weights(shape: ModelShape, tensor: int) -> int:
-    """Weights of one decoder layer on one tensor rank."""
+def layer_weights(shape: ModelShape, layer: int, tensor: int) -> int:
+    """Weights of one decoder layer on one tensor rank, routed experts left out."""
     attention = shape.heads * shape.head_dim
     qkv = attention + 2 * shape.groups * shape.head_dim
-    matrices = shape.hidden * (qkv + attention + 3 * shape.ffn) // tensor
+    matrices = shape.hidden * (qkv + attention) // tensor
     norms = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
-    return matrices + norms + (qkv // tensor if shape.qkv_bias else 0)
+    experts = shape.experts if shape.has_experts(layer) else None
+    rows = shape.ffn if experts is None else experts.shared_ffn
+    router = 0 if experts is None else experts.count * shape.hidden
+    feed_forward = 3 * shape.hidden * rows // tensor + router
+    return matrices + norms + (qkv // tensor if shape.qkv_bias else 0) + feed_forward
+
+
+def expert_weights(shape: ModelShape, layer: int, expert: int, tensor: int) -> int:
+    """Weights of one layer's routed experts on one rank, dealt over `expert` ranks and each cut over `tensor`."""
+    experts = shape.experts if shape.has_experts(layer) else None
+    return 0 if experts is None else experts.count // expert * 3 * shape.hidden * experts.ffn // tensor
+
+
+def stage_expert_weights(role: Role, pipeline_rank: int) -> int:
+    """Weights of the routed experts of one pipeline stage on one rank."""
+    layout = role.layout
+    layers = stage_layers(role.shape, layout, pipeline_rank)
+    return sum(expert_weights(role.shape, layer, layout.expert, layout.expert_tensor_size) for layer in layers)
 
 
 def stage_weights(role: Role, pipeline_rank: int) -> int:
-    """Weights of one pipeline stage on one tensor rank, padding of the vocabulary included."""
+    """Weights of one pipeline stage on one rank, routed experts and padding of the vocabulary included."""
     shape, layout = role.shape, role.layout
-    weights = len(stage_layers(shape, layout, pipeline_rank)) * layer_weights(shape, layout.tensor)
+    layers = stage_layers(shape, layout, pipeline_rank)
+    weights = sum(layer_weights(shape, layer, layout.tensor) for layer in layers) + stage_expert_weights(role, pipeline_rank)
     if role.has_embedding(pipeline_rank):
         weights += role.vocab_width * shape.hidden
     if role.has_head(pipeline_rank):
@@ -83,12 +101,19 @@ def stage_weights(role: Role, pipeline_rank: int) -> int:
 
 
 def largest_weight(role: Role, pipeline_rank: int) -> int:
-    """Elements of the largest trained weight of one pipeline stage on one tensor rank."""
-    shape = role.shape
+    """Elements of the largest trained weight of one pipeline stage on one rank."""
+    shape, layout = role.shape, role.layout
     if role.adapters is not None:
         return role.adapters.rank * max(max(adapted_sizes(shape, target)) for target in role.adapters.targets)
     embedding = role.has_embedding(pipeline_rank) or (role.has_head(pipeline_rank) and not role.critic)
-    return shape.hidden * max(2 * shape.ffn // role.layout.tensor, role.vocab_width if embedding else 0)
+    rows = [role.vocab_width if embedding else 0]
+    for layer in stage_layers(shape, layout, pipeline_rank):
+        if shape.experts is not None and shape.has_experts(layer):
+            experts = shape.experts
+            rows += [2 * experts.ffn // layout.expert_tensor_size, 2 * experts.shared_ffn // layout.tensor, experts.count]
+        else:
+            rows.append(2 * shape.ffn // layout.tensor)
+    return shape.hidden * max(rows)
 
 
 def adapter_weights(role: Role, pipeline_rank: int) -> int:
@@ -104,3 +129,8 @@ def trained_weights(role: Role, pipeline_rank: int) -> int:
     if not role.trained:
         return 0
     return stage_weights(role, pipeline_rank) if role.adapters is None else adapter_weights(role, pipeline_rank)
+
+
+def trained_expert_weights(role: Role, pipeline_rank: int) -> int:
+    """Those of them that are routed experts'."""
+    return stage_expert_weights(role, pipeline_rank) if role.trained and role.adapters is None else 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.estimate.memory import Memory
-from megarl.estimate.roles import BYTES, layer_weights
+from megarl.estimate.roles import BYTES, expert_weights, layer_weights
 from megarl.family import ModelShape
 
 _VOCAB_UNIT = 64
@@ -62,7 +62,9 @@ def engine_memory(
     local = replace(shape, groups=max(shape.groups, tensor))
     unit = _VOCAB_UNIT * tensor
     vocabulary = -(-shape.vocab // unit) * unit // tensor * shape.hidden
-    weights = shape.num_layers * layer_weights(local, tensor) + shape.hidden + vocabulary * (1 if shape.tied else 2)
+    # vLLM cuts every expert over the tensor ranks.
+    layers = sum(layer_weights(local, n, tensor) + expert_weights(local, n, 1, tensor) for n in range(shape.num_layers))
+    weights = layers + shape.hidden + vocabulary * (1 if shape.tied else 2)
     attention = 2 * (local.heads + local.groups) * shape.head_dim // tensor
     per_token = 4 * shape.hidden + attention + 3 * shape.ffn // tensor
     return Memory(

@@ -79,6 +79,13 @@ class ModelShape:
         experts = self.experts
         return experts is not None and layer >= experts.first_dense and (layer + 1) % experts.every == 0
 
+    def active_rows(self, layer: int) -> int:
+        """Rows, of `hidden` columns each, of a layer's feed-forward matrices that one token passes."""
+        experts = self.experts
+        if experts is None or not self.has_experts(layer):
+            return 3 * self.ffn
+        return 3 * (experts.per_token * experts.ffn + experts.shared_ffn) + experts.count
+
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelShape:
         """Read a Hugging Face directory. Raises ValueError for a family or a feature that megarl does not know."""

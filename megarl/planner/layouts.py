@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megarl.family import ModelShape
 from megarl.planner.job import Job
 from megarl.recipe import ROLE_OF
-from megarl.recipe.layout_rules import tensor_divides
+from megarl.recipe.layout_rules import divisors, tensor_divides
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule
 from megarl.schedule.schedule import in_micro_batch
@@ -26,14 +28,25 @@ def layouts_of(job: Job, role_name: str) -> list[Layout]:
     role = next(role for role in job.roles if role.name == role_name)
     schedules = [one for one in job.schedules if ROLE_OF[one.phase] == role_name]
     found = [
-        Layout(tensor, pipeline, job.ranks // (tensor * pipeline), sequence_parallel=tensor > 1)
+        cut
         for tensor in range(1, min(NODE_RANKS, job.ranks) + 1)
         if tensor_divides(role.shape, tensor)
         for pipeline in range(1, job.ranks // tensor + 1)
         if job.ranks % (tensor * pipeline) == 0 and role.shape.num_layers % pipeline == 0
+        for cut in _expert_cuts(role.shape, Layout(tensor, pipeline, job.ranks // (tensor * pipeline), tensor > 1))
     ]
     legal = [layout for layout in found if all(_runs(job, one, layout) for one in schedules)]
-    return sorted(legal, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline))
+    return sorted(legal, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline, layout.expert))
+
+
+def _expert_cuts(shape: ModelShape, layout: Layout) -> list[Layout]:
+    """The layout with its experts cut in every legal way; experts that are dealt over ranks are whole."""
+    if shape.experts is None:
+        return [layout]
+    stage, rows = layout.tensor * layout.data, shape.experts.ffn
+    dealt = divisors(math.gcd(shape.experts.count, stage))[1:]
+    whole = [layout] if rows % layout.tensor == 0 else []
+    return whole + [replace(layout, expert=count, expert_tensor=None if layout.tensor == 1 else 1) for count in dealt]
 
 
 def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
@@ -43,8 +56,19 @@ def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
 
 def layout_text(layout: Layout) -> str:
     """A layout as a recipe writes it."""
-    sequence_parallel = "true" if layout.sequence_parallel else "false"
-    return f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, sequence_parallel: {sequence_parallel}}}"
+    values = layout_values(layout).items()
+    return "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in values) + "}"
+
+
+def layout_values(layout: Layout) -> dict[str, int]:
+    """The keys of a layout in a recipe; of experts only what is cut."""
+    values: dict[str, int] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    values["sequence_parallel"] = layout.sequence_parallel
+    if layout.expert > 1:
+        values["expert"] = layout.expert
+    if layout.expert_tensor is not None:
+        values["expert_tensor"] = layout.expert_tensor
+    return values
 
 
 def earlier_drains(schedule: Schedule, layout: Layout) -> list[Schedule]:

@@ -18,7 +18,7 @@ from megarl.planner.advice import MIB, best_cap, gib, with_cap
 from megarl.planner.fit import kv_bytes_per_token
 from megarl.planner.forecast import Forecast, cap_that_fits, forecast, worst_memory
 from megarl.planner.job import Job
-from megarl.planner.layouts import NODE_RANKS, earlier_drains, layouts_of, longest_slots, with_layouts
+from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
 from megarl.recipe.layout_rules import tensor_divides
 from megarl.reshard import vllm
@@ -126,6 +126,8 @@ def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
     for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
         if job.ranks % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
             continue
+        if shape.experts is not None and shape.experts.ffn % tensor:  # an engine cuts every expert
+            continue
         engines = replace(job.engines, count=min(job.ranks // tensor, groups), tensor=tensor)
         tokens = job.limits.longest
         if roomy:
@@ -219,7 +221,8 @@ def _what_is_missing(job: Job) -> str:
 
 
 def _name(layout: Layout) -> str:
-    return f"TP{layout.tensor} x PP{layout.pipeline}"
+    expert = f" x EP{layout.expert}" if layout.expert > 1 else ""
+    return f"TP{layout.tensor} x PP{layout.pipeline}{expert}"
 
 
 def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]:
@@ -238,8 +241,7 @@ def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]
             reason = f"the simplest that {'has room' if roomy else 'fits'}{beside}: {fits}; {why_not}"
         else:
             reason = f"no cut is needed: {fits}"
-        value = {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence_parallel": layout.sequence_parallel}
-        yield Suggestion(f"{role.name}.layout", value, f"{reason}; {layout.data} data-parallel ranks")
+        yield Suggestion(f"{role.name}.layout", layout_values(layout), f"{reason}; {layout.data} data-parallel ranks")
 
 
 def _why_not_simpler(job: Job, chosen: Layout, engines: Engines | None) -> str:

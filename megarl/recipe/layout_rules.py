@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megarl.family import ModelShape
@@ -119,14 +120,15 @@ def experts(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
             yield Violation(role, GIVEN, rule, f"{role}.layout: {{tensor: {section.tensor}, pipeline: {section.pipeline}}}")
         return
     count, rows = shape.experts.count, shape.experts.ffn
-    if count % section.expert:
-        nearest = closest_number(section.expert, lambda size: count % size == 0, count)
-        yield Violation(f"{key}.expert", section.expert, f"must divide the model's {count} experts", nearest)
+    stage = recipe.trainer.ranks // section.pipeline
     tensor, name = section.expert_tensor, "expert_tensor"
     if tensor is None:
         tensor, name = section.tensor, "tensor"
+    if count % section.expert:
+        nearest = closest_number(section.expert, divisors(math.gcd(count, stage // tensor)).__contains__, count)
+        yield Violation(f"{key}.expert", section.expert, f"must divide the model's {count} experts", nearest)
     if rows % tensor:
-        nearest = closest_number(tensor, lambda size: rows % size == 0, rows)
+        nearest = closest_number(tensor, divisors(math.gcd(rows, stage)).__contains__, rows)
         way_out = nearest if name == "expert_tensor" else f"{nearest}, or {key}.expert_tensor: 1"
         yield Violation(f"{key}.{name}", tensor, f"must divide the {rows} feed-forward rows of an expert", way_out)
     if section.tensor > 1 and not section.sequence_parallel:

@@ -27,12 +27,14 @@ class Cost:
     def of(cls, shape: ModelShape) -> Cost:
         """The cost of a model's layers, from their operations.
 
-        A token passes each matrix of a layer once (2 operations a weight). Causal attention of `length` tokens multiplies
+        A token passes each matrix of a layer once (2 operations a weight), of its experts those it takes.
+        Causal attention of `length` tokens multiplies
         queries with keys and weights with values: 2 * 2 * length^2 / 2 operations a head and head dimension. The head is
         left out: it runs on completion tokens only and adds the same to each of them.
         """
         heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-        weights = shape.hidden * (2 * heads + 2 * groups) + 3 * shape.hidden * shape.ffn
+        rows = sum(shape.active_rows(layer) for layer in range(shape.num_layers)) / shape.num_layers
+        weights = shape.hidden * (2 * heads + 2 * groups + rows)
         return cls(quadratic=heads / weights)
 
     def sequence(self, length: int) -> float:
