@@ -100,7 +100,7 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         Engine,
         precision=recipe.trainer.precision,
         temperature=recipe.rollout.temperature,
-        compile_entropy=recipe.trainer.compile_entropy,
+        compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
         seed=recipe.run.seed,
         steps=recipe.run.steps,
     )

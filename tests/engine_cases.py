@@ -61,7 +61,7 @@ def engine(
     # A warm-up and a decay, so that a schedule in the wrong place shows.
     optimizer = None if lr is None else OptimizerSection(lr=lr, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    return Engine(role, shape, directory, place, precision, 1.0, False, optimizer=optimizer, steps=10, **more)
+    return Engine(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
 
 
 def save_weights(role: Engine, folder: str) -> None:
@@ -93,15 +93,15 @@ def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]], 
     batch = random_batch(actor.shape.vocab, lengths)
     found: dict[int, np.ndarray] = {}
 
-    def keep(micro: Any, output: torch.Tensor) -> dict[str, torch.Tensor]:
-        whole = over_context(output[0], micro, place)
+    def keep(micro: Any, rows: torch.Tensor, entropy: bool) -> dict[str, torch.Tensor]:
+        whole = over_context(rows.squeeze(1) @ actor.models[-1].head_weight.t(), micro, place)
         parts = [torch.empty_like(whole) for _ in range(place.layout.tensor)]
         dist.all_gather(parts, whole.contiguous(), group=actor.head.group)
         rows = torch.cat(parts, -1)[:, : actor.shape.vocab].split(micro.completion_lengths)
         found.update(zip(micro.samples, (part.numpy() for part in rows), strict=True))
         return {}
 
-    actor._outputs = keep  # type: ignore[method-assign]
+    actor._outputs = keep  # type: ignore[assignment, method-assign]
     schedule = Schedule("actor_logprob", sequences=len(lengths) // place.layout.micro_batch_step)
     plan = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0)
     actor.forward(batch, plan.mini_batches[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
             place = places[layout]
             engines[name] = Engine(
-                name, shape, directory, place, case.precision, 1.0, False, optimizer=optimizer, lora=case.lora
+                name, shape, directory, place, case.precision, 1.0, optimizer=optimizer, lora=case.lora
             )
         for engine in engines.values():
             if engine.optimizer is not None:
@@ -301,3 +301,11 @@ def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int
         if time >= begin:
             highest = max(highest, total)
     return highest
+
+
+def peak_of(run: Callable[[], None]) -> int:
+    """Highest sum of live bytes of what `run` allocates."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(MARK):
+        run()
+    return highest_total(profiler.profiler.kineto_results.experimental_event_tree())

@@ -382,6 +382,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {"algorithm.kll": "algorithm.kl"},
     ),
     "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
+    "a compiler that outlasts a collective": (
+        edited(("trainer.compile", True), ("trainer.compile_timeout_s", 700.0)),
+        {"trainer.compile_timeout_s": "below trainer.collective_timeout_s = 600"},
+    ),
     "no reward at all": (edited(("reward", [])), {"reward": "empty"}),
     "a section that is a number": (edited(("phases", 3), ("actor", [1])), {"phases": "section", "actor": "section"}),
     "not YAML": ("run: {name: [", {"recipe": "not valid YAML"}),

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
+from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
 from megarl.engine.model import DecoderModel, build_model, merged_shards, named_shards
 from megarl.engine.parallel import Place
-from megarl.engine.vocab_parallel import LogProbabilities
 from megarl.engine.weights import load_shards
 from megarl.family import ModelShape
 from megarl.recipe.sections import LoraSection, OptimizerSection
@@ -34,7 +34,8 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # isort: skip
 
-# What the last stage gets for one micro-batch: log-probabilities and entropy, or values; each [completion tokens].
+# What the last stage gets for one micro-batch: log-probabilities and, of an update, entropy, or values; each
+# [completion tokens].
 Outputs = dict[str, Tensor]
 # Loss of one micro-batch (already weighted for the whole mini-batch) and sums for the metrics.
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
@@ -54,7 +55,7 @@ class Engine:
     """A role (actor, reference or critic) under one layout.
 
     `optimizer` is None for a role that is never updated; with `lora` it trains adapters alone. `steps` and
-    `updates_per_step` are the length of the learning-rate schedule.
+    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Engine:
         place: Place,
         precision: str,
         temperature: float,
-        compile_entropy: bool,
         optimizer: OptimizerSection | None = None,
         steps: int = 1,
         updates_per_step: int = 1,
         seed: int = 1,
         lora: LoraSection | None = None,
+        compile_timeout_s: float | None = None,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
@@ -83,7 +84,7 @@ class Engine:
             self._build(directory, precision, seed)
             if lora is not None:
                 self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
-            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_entropy)
+            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
             if optimizer is None:
                 for model in self.models:
                     model.requires_grad_(False)
@@ -166,7 +167,10 @@ class Engine:
             model.eval()
         with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
             stored, executed = self._run(
-                batch, mini_batch, lambda micro, output: (micro, self._outputs(micro, output)), forward_only=True
+                batch,
+                mini_batch,
+                lambda micro, output: (micro, self._outputs(micro, output, entropy=False)),
+                forward_only=True,
             )
         results: dict[str, dict[int, Tensor]] = {}
         for micro, outputs in stored:
@@ -184,7 +188,10 @@ class Engine:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             stored, executed = self._run(
-                batch, mini_batch, lambda micro, output: objective(micro, self._outputs(micro, output)), forward_only=False
+                batch,
+                mini_batch,
+                lambda micro, output: objective(micro, self._outputs(micro, output, entropy=True)),
+                forward_only=False,
             )
             learning_rate = self.optimizer.param_groups[0]["lr"]
             succeeded, grad_norm, _ = self.optimizer.step()
@@ -273,13 +280,12 @@ class Engine:
         if self._is_last_run:
             finalize_model_grads(*args, **kwargs)
 
-    def _outputs(self, micro: PackedMicroBatch, output: Tensor) -> Outputs:
-        # output [1, own completion tokens, vocabulary / tensor] or, of a critic, [1, own completion tokens, 1]
+    def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
+        # output [own completion tokens, 1, hidden] or, of a critic, [1, own completion tokens, 1]
         if self.role == "critic":
             own = {"values": output.float().flatten()}
         else:
-            logprobs, entropy = self.head(output.squeeze(0), micro.targets[micro.heads])
-            own = {"logprobs": logprobs, "entropy": entropy}
+            own = self.head(output.squeeze(1), self.models[-1].head_weight, micro.targets[micro.heads], entropy)
         return {name: over_context(part, micro, self.place) for name, part in own.items()}
 
     def shards(self) -> Mapping[str, Tensor]:

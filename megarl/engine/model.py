@@ -37,11 +37,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class DecoderModel(GPTModel):
-    """A GPTModel whose head sees only the positions that a phase asks for.
+    """A GPTModel that ends before the vocabulary: it returns the hidden rows of the positions that a phase asks for.
 
-    Set `head_positions` [n] before a forward: prompts need no logits, and logits are the largest activation. Under sequence
-    parallelism the rows are gathered first, and the head works as without it: the gradient that it returns is whole on every
-    tensor rank, which takes its own rows of it.
+    Set `head_positions` [n] before a forward: prompts need no logits. The rows [n, 1, hidden] and `head_weight` go to
+    `LogProbabilities`, which never makes all logits at once; a value head is applied here. Under sequence parallelism the
+    rows are gathered first, and the head works as without it: the gradient that it returns is whole on every tensor rank,
+    which takes its own rows of it.
     """
 
     head_positions: Tensor | None = None
@@ -54,7 +55,15 @@ class DecoderModel(GPTModel):
             )
         if self.post_process and self.head_positions is not None:
             hidden_states = hidden_states.index_select(0, self.head_positions)
+        if self.post_process and not isinstance(self.output_layer, ValueHead):
+            return hidden_states
         return super()._postprocess(hidden_states, *args, **kwargs)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the vocabulary [vocabulary / tensor, hidden], on the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -272,9 +281,6 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role:
     )
     if critic and last:
         model.output_layer = ValueHead(config)
-    elif last and config.sequence_parallel:
-        # DecoderModel has gathered its input, and chosen from it.
-        model.output_layer.sequence_parallel = False
     if first and shape.embedding_scale != 1.0:
         scale_embedding(model.embedding, shape.embedding_scale)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)

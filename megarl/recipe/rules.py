@@ -385,6 +385,15 @@ def _warmup(recipe: Recipe) -> Violations:
             yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(recipe.run.steps))
 
 
+def _compile_deadline(recipe: Recipe) -> Violations:
+    """Behind a compiled function stands a collective: the other ranks wait there while one compiles."""
+    trainer = recipe.trainer
+    if trainer.compile and trainer.compile_timeout_s >= trainer.collective_timeout_s:
+        rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, else other ranks give up"
+        way_out = f"{trainer.collective_timeout_s / 2:g}"
+        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, way_out)
+
+
 def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     """The model exists, megarl knows it, and the layouts divide it."""
     role = key.split(".")[0]
@@ -545,6 +554,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _system_prompt,
     _replay,
     _warmup,
+    _compile_deadline,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -182,8 +182,11 @@ class TrainerSection(Section):
     """Deadline of every collective."""
     threads: Positive = 1
     """CPU threads of each trainer process."""
-    compile_entropy: bool = False
-    """Compile the entropy kernel with torch.compile."""
+    compile: bool = False
+    """Compile the arithmetic of log-probabilities and entropy with torch.compile. Where its first call fails or takes longer
+    than `compile_timeout_s`, a warning says so, and that rank goes on without."""
+    compile_timeout_s: Seconds = 120.0
+    """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
 
 
 class LayoutSection(Section):
