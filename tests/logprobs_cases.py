@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.engine import logprobs
 from megarl.engine.logprobs import LogProbabilities
 from megarl.reshard.boxes import Layout
+from megarl.schedule import blocks
 from tests.engine_cases import start
 
 HIDDEN = 24
@@ -67,7 +67,7 @@ def run_head(cases: list[Case], main_grad: bool = False) -> list[dict[str, np.nd
     place = start(Layout(tensor=cases[0].tensor))
     found = []
     for case in cases:
-        logprobs.BLOCK_BYTES, logprobs.BLOCK_ROWS = case.block_bytes, case.block_rows
+        blocks.BLOCK_BYTES, blocks.BLOCK_ROWS = case.block_bytes, case.block_rows
         head = LogProbabilities(case.vocab, case.temperature, place.tensor_group, case.compile_timeout_s)
         hidden, whole, targets, slopes = case.inputs()
         width = case.padded // case.tensor

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.engine import logprobs
-from megarl.engine.logprobs import cut, largest_block_bytes
+from megarl.schedule import blocks
 from tests.ranks import run_ranks
 
 SMALL = 4 * 64 * 5  # five rows of 64 columns in fp32
@@ -68,9 +67,9 @@ def test_a_short_precision_rounds_the_logits_and_nothing_behind_them(precision: 
 @given(st.integers(0, 40_000), st.integers(0, 200_000))
 def test_blocks_cover_everything_once_within_the_bound(rows: int, columns: int) -> None:
     covered = 0
-    for row, column in cut(rows, columns):
+    for row, column in blocks.cut(rows, columns):
         size = (row.stop - row.start) * (column.stop - column.start)
-        assert size * 4 <= logprobs.BLOCK_BYTES and row.stop <= rows and column.stop <= columns
+        assert size * 4 <= blocks.BLOCK_BYTES and row.stop <= rows and column.stop <= columns
         covered += size
     assert covered == rows * columns
 
@@ -87,7 +86,7 @@ def _peaks(precision: torch.dtype) -> dict[str, int]:
 
     rows, vocab, width = SIZES
     place = start(Layout())
-    logprobs.BLOCK_BYTES = 2**20
+    blocks.BLOCK_BYTES = 2**20
     head = LogProbabilities(vocab, 1.0, place.tensor_group)
     targets = torch.zeros(rows, dtype=torch.int64)
 
@@ -118,5 +117,6 @@ def test_memory_does_not_grow_with_the_vocabulary(precision: torch.dtype) -> Non
 
 def test_the_bound_is_that_of_the_page() -> None:
     """Two fp32 blocks and one of bf16, of 64 MiB in fp32, whatever the micro-batch."""
-    assert largest_block_bytes(100_000, 152_000, 2, entropy=True) <= 2.5 * 64 * 2**20
-    assert largest_block_bytes(100_000, 152_000, 4, entropy=False) <= 64 * 2**20
+    rows, columns = blocks.largest_block(100_000, 152_000)
+    assert blocks.bytes_of(rows, columns, 2, entropy=True) <= 2.5 * 64 * 2**20
+    assert blocks.bytes_of(rows, columns, 4, entropy=False) <= 64 * 2**20

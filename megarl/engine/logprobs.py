@@ -1,10 +1,9 @@
 """Log-probabilities and entropy straight from hidden rows and the head's weight: never all logits at once.
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch are its largest tensor, so they
-are made block by block: at most `BLOCK_ROWS` tokens by as many columns as keep a block in fp32 within `BLOCK_BYTES`. Forward
-keeps the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head
-and no memory. Beside it a block needs its logits in the model's precision, and with entropy one more fp32 tensor:
-`largest_block_bytes` is the bound of all that.
+are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 64 MiB, and with its logits in the
+model's precision and what entropy needs at most 2.5 times that, whatever the micro-batch and the vocabulary. Forward keeps
+the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
 
 Columns are cut first: then the weight gradient of a block's columns is complete with one product over its rows, and what
 adds up over blocks is the rows' gradient, the smaller of the two.
@@ -23,11 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.compiled import Compiled
+from megarl.schedule import blocks
 
-# Large enough for matrix products to run at full speed on a GPU (8,192 rows by 2,048 columns), too.
-BLOCK_BYTES = 64 * 2**20
-BLOCK_ROWS = 8192
-_FP32 = 4
 _NO_LOGIT = -1e30  # below every logit; not -inf, whose difference from itself is not a number
 
 
@@ -62,27 +58,7 @@ class LogProbabilities:
 
     def blocks(self, num_rows: int, weight: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and columns (of this rank's) of each block; the vocabulary's padding is in none."""
-        return cut(num_rows, max(0, min(len(weight), self.vocab - self.first_column(weight))))
-
-
-def cut(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of at most BLOCK_ROWS rows and BLOCK_BYTES in fp32, as equal as whole multiples of 64 columns allow."""
-    rows = min(num_rows, BLOCK_ROWS)
-    if rows == 0 or num_columns == 0:
-        return
-    limit = BLOCK_BYTES // (_FP32 * rows)
-    columns = -(-num_columns // -(-num_columns // limit))  # equal parts
-    columns = min(-(-columns // 64) * 64, max(limit // 64 * 64, 1))  # matrix products like whole multiples
-    for row in range(0, num_rows, rows):
-        for column in range(0, num_columns, columns):
-            yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
-
-
-def largest_block_bytes(num_rows: int, num_columns: int, bytes_per_weight: int, entropy: bool) -> int:
-    """What the head holds at once for its largest block: the fp32 block, of any other precision the block in that as well
-    (logits, then their gradient), and with entropy a second fp32 block."""
-    largest = max(((r.stop - r.start) * (c.stop - c.start) for r, c in cut(num_rows, num_columns)), default=0)
-    return largest * (_FP32 * (2 if entropy else 1) + (bytes_per_weight if bytes_per_weight != _FP32 else 0))
+        return blocks.cut(num_rows, max(0, min(len(weight), self.vocab - self.first_column(weight))))
 
 
 class _Head(torch.autograd.Function):

@@ -27,6 +27,7 @@ from __future__ import annotations
 from megarl.estimate import experts
 from megarl.estimate.roles import Role
 from megarl.reshard.megatron import stage_layers
+from megarl.schedule.blocks import bytes_of, largest_block
 
 _FP32 = 4
 
@@ -110,21 +111,30 @@ def forward_per_token(role: Role) -> int:
     return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
 
 
-def logits_forward(role: Role, head_tokens: int) -> int:
-    """Bytes of the vocabulary's columns at the forward peak of `engine/vocab_parallel.py`: the logits, and in fp32 their
-    scaled copy, the exponentials and two intermediates of the entropy."""
-    return head_tokens * role.vocab_width * (role.bytes_per_weight + 4 * _FP32)
+def head_rows(role: Role, head_tokens: int) -> int:
+    """Bytes of the hidden rows that the head reads. A forward phase keeps those of the last micro-batch, too."""
+    return head_tokens * role.shape.hidden * role.bytes_per_weight
 
 
-def logits_kept(role: Role, head_tokens: int) -> int:
-    """Bytes of one micro-batch's logits alone, which a forward phase keeps until the next micro-batch has its own."""
-    return head_tokens * role.vocab_width * role.bytes_per_weight
+def logits_forward(role: Role, head_tokens: int, entropy: bool) -> int:
+    """Bytes of the largest block of logits that `engine/logprobs.py` makes, with what it computes from it."""
+    return bytes_of(*_block(role, head_tokens), role.bytes_per_weight, entropy)
 
 
 def logits_backward(role: Role, head_tokens: int) -> int:
-    """Bytes of the vocabulary's columns at the backward peak: probabilities and two gradients in fp32; an entropy bonus
-    needs six in all."""
-    return head_tokens * role.vocab_width * _FP32 * (6 if role.entropy_bonus else 3)
+    """Bytes of a block at the backward peak, beside the gradient of the hidden rows in fp32.
+
+    The peak is where the block's gradient is computed, which an entropy bonus makes larger, or where it is multiplied: in
+    any precision but fp32 the product, a part of the weight's gradient or the rows', is widened to fp32 before it is added.
+    """
+    (rows, columns), width = _block(role, head_tokens), role.bytes_per_weight
+    computed = bytes_of(rows, columns, width, role.entropy_bonus)
+    product = max(rows, columns) * role.shape.hidden * (width + _FP32) if width != _FP32 else 0
+    return head_tokens * role.shape.hidden * _FP32 + max(computed, rows * columns * width + product)
+
+
+def _block(role: Role, head_tokens: int) -> tuple[int, int]:
+    return largest_block(head_tokens, min(role.vocab_width, role.shape.vocab))
 
 
 def hidden_width(role: Role) -> int:

@@ -14,11 +14,10 @@ them has no weights of its own):
 A phase works at its largest moment, beside the packed inputs of its mini-batch. A forward phase: inside a layer, or at
 the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
 
-    logits              logits of one micro-batch, on the last stage
-    their weight        gradient of the logits and of the head's weight; added to the buffer (unless tied), bf16 is widened
-    backward            gradients inside the last layer or the final norm; a tied head's weight gradient waits for the
-                        embedding's
-    tied embedding      both gradients of the tied weight (and its fp32 copy), activations gone
+    logits              one block of logits, on the last stage
+    their weight        what stands for the gradient of an untied head's weight, which has gone into the buffer
+    backward            gradients inside the last layer or the final norm
+    embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
     reduction           gloo copies the gradient buffer (NCCL does not): 4 N, activations gone
     step                two fp32 intermediates of the largest weight's share (fused optimizers have none)
 
@@ -135,10 +134,13 @@ def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: i
     kept = 0
     moments = []
     if role.has_head(pipeline_rank) and not role.critic:
-        kept = activations.logits_kept(role, head_tokens) if num_micro_batches > 1 else 0
-        moments.append(Memory(logits=kept + activations.logits_forward(role, head_tokens)))
+        rows = activations.head_rows(role, head_tokens)
+        kept = rows if num_micro_batches > 1 else 0
+        hidden = tokens * role.shape.hidden * role.bytes_per_weight
+        logits = activations.logits_forward(role, head_tokens, entropy=False)
+        moments.append(Memory(activations=kept + hidden + rows, logits=logits))
     per_token = activations.forward_per_token(role) + activations.gathered_per_token(role)
-    return [Memory(activations=tokens * per_token, logits=kept), *moments]
+    return [Memory(activations=tokens * per_token + kept), *moments]
 
 
 def _update_moments(
@@ -152,23 +154,19 @@ def _update_moments(
     # Of adapters alone no gradient of the head or the embedding is computed.
     width, vocabulary = role.bytes_per_weight, 0 if role.adapters is not None else role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
-    tied = vocabulary * width if role.shares_embedding else 0
     moments = [
-        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank) + tied),
-        Memory(gradients=vocabulary * (2 * width + widened) if tied else 0),
+        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank)),
+        Memory(gradients=vocabulary * (width + widened) if role.has_embedding(pipeline_rank) else 0),
         Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
         Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, pipeline_rank))),
     ]
     if role.has_head(pipeline_rank) and not role.critic:
-        saved += tokens * activations.final_norm_per_token(role) + head_tokens * role.shape.hidden * width
-        logits = max(activations.logits_forward(role, head_tokens), activations.logits_backward(role, head_tokens))
+        rows = activations.head_rows(role, head_tokens)
+        saved += tokens * activations.final_norm_per_token(role) + rows
+        forward = activations.logits_forward(role, head_tokens, entropy=True)
         moments += [
-            Memory(activations=saved, logits=logits),
-            Memory(
-                activations=saved,
-                gradients=vocabulary * (width + (0 if tied else widened)),
-                logits=activations.logits_kept(role, head_tokens),
-            ),
+            Memory(activations=saved, logits=max(forward, activations.logits_backward(role, head_tokens))),
+            Memory(activations=saved + rows, gradients=0 if role.shares_embedding else vocabulary * width),
         ]
     return moments
 

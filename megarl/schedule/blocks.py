@@ -1,0 +1,35 @@
+"""How the head cuts the logits of a micro-batch into blocks, so that they never exist all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# A block in fp32. Large enough for matrix products to run at full speed on a GPU (8,192 rows by 2,048 columns), too.
+BLOCK_BYTES = 64 * 2**20
+BLOCK_ROWS = 8192
+_FP32 = 4
+
+
+def cut(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of at most BLOCK_ROWS rows and BLOCK_BYTES in fp32, as equal as whole multiples of 64 columns allow."""
+    rows = min(num_rows, BLOCK_ROWS)
+    if rows == 0 or num_columns == 0:
+        return
+    limit = BLOCK_BYTES // (_FP32 * rows)
+    columns = -(-num_columns // -(-num_columns // limit))  # equal parts
+    columns = min(-(-columns // 64) * 64, max(limit // 64 * 64, 1))  # matrix products like whole multiples
+    for row in range(0, num_rows, rows):
+        for column in range(0, num_columns, columns):
+            yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
+
+
+def largest_block(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Rows and columns of the largest block."""
+    sizes = [(rows.stop - rows.start, columns.stop - columns.start) for rows, columns in cut(num_rows, num_columns)]
+    return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
+
+
+def bytes_of(rows: int, columns: int, bytes_per_weight: int, entropy: bool) -> int:
+    """What the head holds at once for a block: the fp32 block, of any other precision the logits in that as well, and with
+    entropy (forward), or its gradient (backward), a second fp32 block."""
+    return rows * columns * (_FP32 * (2 if entropy else 1) + (bytes_per_weight if bytes_per_weight != _FP32 else 0))
