@@ -134,7 +134,7 @@ def test_a_drain_is_suggested_where_nothing_fits_without(tmp_path: Path) -> None
     taken = [*stated, *as_overrides(found)]
     assert forecast_of(file, taken).fits and not forecast_of(file, [*taken, f"{key}=null"]).fits
     with pytest.raises(NothingFits, match="drained after each micro-batch"):
-        suggestions_of(file, [*stated, "device.memory_gib=30"])
+        suggestions_of(file, [*stated, "device.memory_gib=25"])
 
 
 def test_what_is_said_of_simpler_layouts_is_true(tmp_path: Path) -> None:
