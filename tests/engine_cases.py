@@ -121,6 +121,18 @@ def objective_of(role: str, num_tokens: int) -> Objective:
     return objective
 
 
+def keeping_entropy(objective: Objective, results: dict[str, dict[int, torch.Tensor]]) -> Objective:
+    """The objective; it also puts the entropy of each sample, which an update alone computes, into `results`."""
+
+    def keep(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if "entropy" in outputs:
+            parts = outputs["entropy"].detach().split(micro.completion_lengths)
+            results.setdefault("entropy", {}).update(zip(micro.samples, parts, strict=True))
+        return objective(micro, outputs)
+
+    return keep
+
+
 def total_loss(update: Update, place: Place) -> float:
     return reduce_scalars({"loss": update.sums["loss"]} if place.is_source else {}, place, "sum")["loss"]
 
@@ -158,12 +170,13 @@ def train(
             (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
             results, executed = trained.forward(batch, mini_batch)
             compare(mini_batch, place.data_rank, executed)
+            objective = keeping_entropy(objective_of(role, num_tokens), results)
+            update = trained.update(batch, mini_batch, objective)
+            compare(mini_batch, place.data_rank, update.executed)
             outputs = {
                 name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
                 for name in (("values",) if role == "critic" else ("logprobs", "entropy"))
             }
-            update = trained.update(batch, mini_batch, objective_of(role, num_tokens))
-            compare(mini_batch, place.data_rank, update.executed)
             figures[role].append(Figures(total_loss(update, place), update.grad_norm, outputs))
     return figures
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.engine.logprobs import LogProbabilities
+from megarl.engine.parallel import Place
 from megarl.reshard.boxes import Layout
 from megarl.schedule import blocks
 from tests.engine_cases import start
@@ -67,31 +68,24 @@ def run_head(cases: list[Case], main_grad: bool = False) -> list[dict[str, np.nd
     place = start(Layout(tensor=cases[0].tensor))
     found = []
     for case in cases:
-        blocks.BLOCK_BYTES, blocks.BLOCK_ROWS = case.block_bytes, case.block_rows
-        head = LogProbabilities(case.vocab, case.temperature, place.tensor_group, case.compile_timeout_s)
-        hidden, whole, targets, slopes = case.inputs()
-        width = case.padded // case.tensor
-        weight: Any = whole[place.tensor_rank * width :][:width].clone().requires_grad_()
-        if main_grad:
-            weight.main_grad = torch.ones(weight.shape)
-        outputs = head(hidden.requires_grad_(), weight, targets, case.entropy)
-        loss = (slopes[0] * outputs["logprobs"]).sum()
-        if case.entropy and case.bonus:
-            loss = loss + (slopes[1] * outputs["entropy"]).sum()
-        loss.backward()
-        arrays = {name: value.detach().numpy() for name, value in outputs.items()}
-        gradient = weight.main_grad - 1 if main_grad else weight.grad
-        assert hidden.grad is not None
-        found.append(arrays | {"hidden": hidden.grad.float().numpy(), "weight": gradient.float().numpy()})
+        with patch.multiple(blocks, BLOCK_BYTES=case.block_bytes, BLOCK_ROWS=case.block_rows):
+            found.append(_run(case, place, main_grad))
     return found
 
 
-def warnings_of(case: Case, main: Any) -> tuple[list[str], dict[str, np.ndarray]]:
-    """`run_head` of one case after `main()`, and the warnings that a run's log would have."""
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megarl").addHandler(handler)
-    main()
-    (found,) = run_head([case])
-    return heard, found
+def _run(case: Case, place: Place, main_grad: bool) -> dict[str, np.ndarray]:
+    head = LogProbabilities(case.vocab, case.temperature, place.tensor_group, case.compile_timeout_s)
+    hidden, whole, targets, slopes = case.inputs()
+    width = case.padded // case.tensor
+    weight: Any = whole[place.tensor_rank * width :][:width].clone().requires_grad_()
+    if main_grad:
+        weight.main_grad = torch.ones(weight.shape)
+    outputs = head(hidden.requires_grad_(), weight, targets, case.entropy)
+    loss = (slopes[0] * outputs["logprobs"]).sum()
+    if case.entropy and case.bonus:
+        loss = loss + (slopes[1] * outputs["entropy"]).sum()
+    loss.backward()
+    arrays = {name: value.detach().numpy() for name, value in outputs.items()}
+    gradient = weight.main_grad - 1 if main_grad else weight.grad
+    assert hidden.grad is not None
+    return arrays | {"hidden": hidden.grad.float().numpy(), "weight": gradient.float().numpy()}

@@ -220,9 +220,7 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
         for name, layout in case.layouts.items():
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
             place = places[layout]
-            engines[name] = Engine(
-                name, shape, directory, place, case.precision, 1.0, optimizer=optimizer, lora=case.lora
-            )
+            engines[name] = Engine(name, shape, directory, place, case.precision, 1.0, optimizer=optimizer, lora=case.lora)
         for engine in engines.values():
             if engine.optimizer is not None:
                 _take_small_update(engine, shape.vocab)
