@@ -85,6 +85,9 @@ def _run(case: Case, place: Place, main_grad: bool) -> dict[str, np.ndarray]:
     if case.entropy and case.bonus:
         loss = loss + (slopes[1] * outputs["entropy"]).sum()
     loss.backward()
+    if case.compile_timeout_s is not None:
+        functions: Any = (head.sums_with_entropy, head.slopes_with_entropy)
+        assert not any(function.is_plain for function in functions), "nothing was compiled"
     arrays = {name: value.detach().numpy() for name, value in outputs.items()}
     gradient = weight.main_grad - 1 if main_grad else weight.grad
     assert hidden.grad is not None

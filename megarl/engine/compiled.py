@@ -28,11 +28,11 @@ class Compiled:
         self.function, self.timeout_s = function, timeout_s
         self._compile = compile if compile is not None else partial(torch.compile, dynamic=True)
         self._compiled: Function | None = None
-        self._is_plain = False
+        self.is_plain = False
 
     def __call__(self, *arguments: Any) -> Tensor:
         # A size of 1 is a constant to torch.compile: code compiled for it would serve nothing else.
-        if self._is_plain or any(1 in part.shape for part in arguments if isinstance(part, Tensor)):
+        if self.is_plain or any(1 in part.shape for part in arguments if isinstance(part, Tensor)):
             return self.function(*arguments)
         if self._compiled is None:
             return self._first(arguments)
@@ -61,7 +61,7 @@ class Compiled:
         if found:
             self._compiled, result = found[0]
             return result
-        self._is_plain = True
+        self.is_plain = True
         if failures:
             happened = f"failed: {type(failures[0]).__name__}: {failures[0]}"
         else:
