@@ -31,7 +31,7 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as run.steps=3 or rollout.temperature=0.7."),
 ]
 CheckArgument = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes, YAML files, and overrides that hold for all of them."),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as runs/NAME.")]
@@ -41,7 +41,7 @@ BAD_INPUT = 2
 
 @app.command()
 def check(
-    arguments: CheckArgument,
+    arguments: CheckArgument = None,
     plan: Annotated[bool, typer.Option("--plan", help="Forecast each phase: plan, memory, operations, time.")] = False,
     lengths: Annotated[
         str | None,
@@ -57,8 +57,15 @@ def check(
     ] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
+    list_features: Annotated[bool, typer.Option("--features", help="List what is supported; needs no recipe.")] = False,
 ) -> None:
     """Prove recipes without touching a device, and show what each phase will do."""
+    if list_features:
+        _print_features()
+        if not arguments:
+            return
+    if not arguments:
+        _fail("no recipe; give a YAML file, as recipes/quickstart.yaml, or --features for what one may ask for")
     recipes, overrides = _recipes_and_overrides(arguments)
     if tflops is not None and not (0 < tflops < math.inf):
         _fail(f"--tflops = {tflops:g}: must be above 0, as --tflops 400")
@@ -211,6 +218,17 @@ def _print_table(recipe: Recipe) -> None:
             row.bubble_share,
         )
     console.print(table)
+
+
+def _print_features() -> None:
+    from megarl.features import features
+
+    table = Table()
+    for title in ("feature", "recipe key", "supported"):
+        table.add_column(title)
+    for row in features():
+        table.add_row(*(escape(cell.replace("`", "").replace("**", "")) for cell in row))
+    _console().print(table)
 
 
 def _need_run(run_dir: Path) -> None:

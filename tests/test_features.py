@@ -1,0 +1,33 @@
+"""The feature table says what the code supports: it is read off the code, the README repeats it, and tests back its rows."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.features import features, markdown
+from megarl.recipe.sections import ActorSection, LayoutSection
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_readme_has_the_table_that_check_prints():
+    assert markdown(features()) in README, "write the table that megarl.features.markdown(features()) gives into README.md"
+    done = CliRunner().invoke(app, ["check", "--features"])
+    assert done.exit_code == 0
+    shown = " ".join(done.stdout.split())
+    for row in features():
+        for word in (row.area, row.key, *row.values.split(", ")):
+            assert word.replace("`", "").replace("**", "").split(" ")[0] in shown, row
+
+
+def test_the_table_has_every_layout_key_and_every_key_of_a_role():
+    rows = {row.key: row.values for row in features()}
+    assert all(f"`{key}`" in rows["ROLE.layout"] for key in LayoutSection.model_fields)
+    assert {f"actor.{key}" for key in ActorSection.model_fields} - rows.keys() == {"actor.layout", "actor.optimizer"}
+    assert rows["trainer.precision"].startswith("`fp32`, `bf16`")
+
+
+def test_check_without_a_recipe_says_what_it_takes():
+    done = CliRunner().invoke(app, ["check"])
+    assert done.exit_code == 2 and "--features" in done.output
