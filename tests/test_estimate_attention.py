@@ -1,0 +1,41 @@
+"""Weights and operations of attention, against the weight tables and against counting pairs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.estimate.attention import attention_weights, product_flops
+from megarl.family import LatentAttention, ModelShape
+from megarl.reshard.boxes import Layout
+from megarl.reshard.megatron import parameter_sizes
+
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 12, "vocab_size": 131,
+}  # fmt: skip
+LATENT = LatentAttention(key_value_rank=20, plain_dim=10, rotary_dim=6, value_dim=14, query_rank=24)
+PLAIN = {family: ModelShape.from_config({**SIZES, "model_type": family}) for family in ("llama", "qwen2", "qwen3")}
+SHAPES = [
+    *PLAIN.values(),
+    ModelShape.from_config({**SIZES, "model_type": "gemma3_text", "sliding_window": 7}),
+    replace(PLAIN["llama"], family="deepseek_v3", latent=LATENT),
+    replace(PLAIN["llama"], family="deepseek_v3", latent=replace(LATENT, query_rank=0)),
+]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_those_of_the_table(shape, tensor):
+    sizes = parameter_sizes(shape, Layout(tensor=tensor), 0)
+    held = [rows * columns for name, (rows, columns) in sizes.items() if "layers.0.self_attention." in name]
+    assert attention_weights(shape, tensor) == sum(held)
+
+
+@given(st.integers(1, 30), st.integers(0, 40), st.booleans())
+def test_every_pair_that_meets_counts(length, window, latent):
+    shape = replace(PLAIN["llama"], windows=(0, window, 0), latent=LATENT if latent else None)
+    pairs = sum(1 for query in range(length) for key in range(query + 1) if not window or query - key < window)
+    dims = 16 + 14 if latent else 2 * 12
+    assert product_flops(shape, 1, length) == 2 * 8 * dims * pairs
