@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from megarl.reshard.boxes import Layout
 from tests.engine_cases import full_logits, random_batch
 from tests.ranks import run_ranks
-from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, MOE_FAMILIES, save_tiny_model
+from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.golden
 LAYOUTS = (
@@ -30,7 +30,7 @@ LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES + GEMMA_FAMILIES + MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + GEMMA_FAMILIES + MOE_FAMILIES + LATENT_FAMILIES)
 def test_logits_equal_hugging_face(tmp_path, family, tied):
     from transformers import AutoModelForCausalLM
 
@@ -44,7 +44,7 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
         rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
     expected = np.concatenate(rows)
-    for number, layout in enumerate(EXPERT_LAYOUTS if family in MOE_FAMILIES else LAYOUTS):
+    for number, layout in enumerate(EXPERT_LAYOUTS if family in MOE_FAMILIES + LATENT_FAMILIES else LAYOUTS):
         saved = tmp_path / str(number)
         saved.mkdir()
         ranks = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS, str(saved))

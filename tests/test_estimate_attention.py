@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.estimate.attention import attention_weights, product_flops
+from megarl.estimate.attention import attention_weights, cache_width, product_flops
 from megarl.family import LatentAttention, ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import parameter_sizes
@@ -39,3 +39,8 @@ def test_every_pair_that_meets_counts(length, window, latent):
     pairs = sum(1 for query in range(length) for key in range(query + 1) if not window or query - key < window)
     dims = 16 + 14 if latent else 2 * 12
     assert product_flops(shape, 1, length) == 2 * 8 * dims * pairs
+
+
+def test_engines_cache_keys_and_values_or_one_latent_vector():
+    assert [cache_width(PLAIN["llama"], tensor) for tensor in (1, 2, 8)] == [2 * 4 * 12, 2 * 2 * 12, 2 * 12]
+    assert cache_width(replace(PLAIN["llama"], latent=LATENT), 2) == 20 + 6

@@ -96,3 +96,23 @@ def test_both_ways_to_write_gemmas_layers_are_one():
     assert shape == ModelShape.from_config(new)
     assert shape.windows == (8, 0, 8, 0)
     assert shape.tied, "transformers ties Gemma's embeddings where config.json says nothing"
+
+
+def test_an_exported_model_claims_no_layers_that_were_not_saved():
+    from megarl.engine.export import exported_config
+
+    config = {**DEEPSEEK, "torch_dtype": "float8_e4m3fn", "num_nextn_predict_layers": 1}
+    assert exported_config(config, "bf16") == {**DEEPSEEK, "dtype": "bfloat16", "num_nextn_predict_layers": 0}
+    assert "num_nextn_predict_layers" not in exported_config(GEMMA, "fp32")
+
+
+def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
+    """No update moves it, and engines keep it in fp32 whatever the sync is in."""
+    from megarl.reshard.boxes import Layout
+    from megarl.reshard.megatron import checkpoint_sizes
+    from megarl.sync.manifest import sync_plan
+
+    shape = ModelShape.from_config(DEEPSEEK)
+    sent = set(sync_plan(shape, Layout(data=2, expert=2), 1).names)
+    kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+    assert checkpoint_sizes(shape).keys() - sent == kept

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,10 +57,18 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
         write_model(partial, checkpoint, shape, precision, recipe.run.seed)
     copy_model_files(source, partial)
     config = json.loads((partial / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    (partial / "config.json").write_text(json.dumps(config | {"dtype": _PRECISION[precision]}, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(exported_config(config, precision), indent=2) + "\n")
     partial.replace(target)
     return checkpoint
+
+
+def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
+    """A model's `config.json` as it fits the tensors that are written: in the trainer's precision, without the layers for
+    multi-token prediction, which no engine holds."""
+    changed: dict[str, Any] = {"dtype": _PRECISION[precision]}
+    if "num_nextn_predict_layers" in config:
+        changed["num_nextn_predict_layers"] = 0
+    return {key: value for key, value in config.items() if key != "torch_dtype"} | changed
 
 
 @contextmanager

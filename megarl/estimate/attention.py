@@ -39,6 +39,15 @@ def cut_weights(shape: ModelShape) -> int:
     return queries + keys_values + heads * latent.value_dim * shape.hidden
 
 
+def cache_width(shape: ModelShape, tensor: int) -> int:
+    """Elements that one of `tensor` ranks of a rollout engine caches of a token in one layer: keys and values of its groups,
+    or the latent vector and the rotary key, which every rank keeps whole."""
+    latent = shape.latent
+    if latent is not None:
+        return latent.key_value_rank + latent.rotary_dim
+    return 2 * -(-shape.groups // tensor) * shape.head_dim
+
+
 def product_flops(shape: ModelShape, layer: int, length: int) -> int:
     """Operations of queries with keys and of weights with values, in one layer for one sequence of `length` tokens: two for
     each dimension of each pair of tokens that meet."""

@@ -159,7 +159,7 @@ def _feed_forward(shape: ModelShape, number: int) -> list[Weight]:
     count, hidden = shape.experts.count, shape.hidden
     weights = [
         router("mlp.gate.weight", count, hidden),
-        whole("mlp.gate.e_score_correction_bias", count, "mlp.router.expert_bias"),
+        whole("mlp.gate.e_score_correction_bias", count, "mlp.router.expert_bias")._replace(fixed=True),
         *experts("mlp.experts", count, hidden, shape.experts.ffn),
     ]
     if shape.experts.shared_ffn:

@@ -22,7 +22,8 @@ class Weight(NamedTuple):
 
     Names of a layer's weights are those below the layer (`self_attn.o_proj.weight`). With `experts` it stands for so many
     tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks all of
-    them, in this order, in one parameter.
+    them, in this order, in one parameter. A `fixed` one no update moves: engines keep what they loaded, in whatever number
+    format, and no weight sync sends it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Weight(NamedTuple):
     megatron: Held
     vllm: Held
     experts: int = 0
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

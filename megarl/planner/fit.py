@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.estimate import BYTES, Engines
+from megarl.estimate.attention import cache_width
 from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
 from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, worst_memory
 from megarl.planner.job import Job
@@ -22,7 +23,7 @@ def fit(forecast: Forecast) -> list[Advice]:
 def kv_bytes_per_token(engines: Engines) -> int:
     """KV cache of one token on one engine rank."""
     shape = engines.shape
-    return 2 * shape.num_layers * -(-shape.groups // engines.tensor) * shape.head_dim * BYTES[engines.precision]
+    return shape.num_layers * cache_width(shape, engines.tensor) * BYTES[engines.precision]
 
 
 def _phases(forecast: Forecast) -> Iterator[Advice]:

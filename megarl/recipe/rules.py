@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
+from megarl.estimate.attention import cache_width
 from megarl.estimate.roles import BYTES
 from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import layout_rules
@@ -516,8 +517,7 @@ def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
 
 
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
-    groups = -(-shape.groups // recipe.rollout.tensor)
-    token_bytes = 2 * shape.num_layers * groups * shape.head_dim * BYTES[recipe.rollout_precision]
+    token_bytes = shape.num_layers * cache_width(shape, recipe.rollout.tensor) * BYTES[recipe.rollout_precision]
     needed = token_bytes * recipe.max_sequence_tokens
     if recipe.rollout.kv_cache_bytes < needed:
         rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"

@@ -47,6 +47,11 @@ def rank_segments(shape: ModelShape, tensor: int, rank: int) -> Iterator[Segment
                 yield Segment(name, row0, row1, col0, col1, rank, prefix + parameter, local_row, local_col)
 
 
+def fixed_tensors(shape: ModelShape) -> set[str]:
+    """Checkpoint names of the tensors that no update moves."""
+    return {prefix + weight.name for prefix, weight in _weights(shape) if weight.fixed}
+
+
 def _weights(shape: ModelShape) -> Iterator[tuple[str, Weight]]:
     """The table's rows, with what stands before their names."""
     yield "", embedding(shape)

@@ -11,7 +11,7 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.vllm import vllm_segments
+from megarl.reshard.vllm import fixed_tensors, vllm_segments
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
@@ -74,7 +74,11 @@ class WeightManifest:
 
 def sync_plan(shape: ModelShape, layout: Layout, rollout_tensor: int) -> ReshardPlan:
     """The plan of a weight sync; both ends compute it and compare `plan.hash`."""
-    return plan_reshard(trainer_sources(shape, layout), vllm_segments(shape, rollout_tensor))
+    fixed = fixed_tensors(shape)
+    sources, destinations = trainer_sources(shape, layout), vllm_segments(shape, rollout_tensor)
+    # Both ends of a plan must know the same tensors.
+    moving = ([segment for segment in end if segment.name not in fixed] for end in (sources, destinations))
+    return plan_reshard(*moving)
 
 
 def trainer_sources(shape: ModelShape, layout: Layout) -> list[Segment]:
