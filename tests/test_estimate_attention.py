@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.estimate.attention import attention_weights, cache_width, product_flops
+from megarl.estimate import Role, layer_weights
+from megarl.estimate.activations import MASK_ROWS, mask_bytes
+from megarl.estimate.attention import attention_weights, cache_width, matrix_weights, product_flops
 from megarl.family import LatentAttention, ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import parameter_sizes
@@ -44,3 +46,27 @@ def test_every_pair_that_meets_counts(length, window, latent):
 def test_engines_cache_keys_and_values_or_one_latent_vector():
     assert [cache_width(PLAIN["llama"], tensor) for tensor in (1, 2, 8)] == [2 * 4 * 12, 2 * 2 * 12, 2 * 12]
     assert cache_width(replace(PLAIN["llama"], latent=LATENT), 2) == 20 + 6
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_weigh_what_the_table_holds(shape, tensor):
+    sizes = parameter_sizes(shape, Layout(tensor=tensor), 0)
+    held = [rows * columns for name, (rows, columns) in sizes.items() if "layers.0." in name]
+    assert layer_weights(shape, 0, tensor) == sum(held)
+
+
+def test_operations_are_those_of_the_matrices():
+    """On one rank every weight of a layer's attention but its norms is multiplied with each token."""
+    shape = SHAPES[-1]
+    norms = LATENT.key_value_rank
+    assert matrix_weights(shape) == attention_weights(shape, 1) - norms
+
+
+def test_masks_are_as_high_as_the_engine_makes_them():
+    from megarl.engine.attention import BLOCK
+
+    assert MASK_ROWS == BLOCK
+    role = Role("actor", SHAPES[3], Layout(), "fp32", trained=True)
+    assert mask_bytes(role, 7) == 0
+    assert mask_bytes(role, 8) == BLOCK * (BLOCK + 7) * 4

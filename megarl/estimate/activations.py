@@ -17,8 +17,10 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
     adapters            rank b each         A x
 
-Attention works in blocks: nothing grows with the square of a length, but for the masks of context parallelism, which are
-left out. Under a pipeline a stage also keeps what it received
+Gemma's norms keep the normalised input in fp32, and it has four a layer; latent attention is counted with values as wide as
+its keys. Both are upper estimates, not compared with a measurement.
+
+Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
 (h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
 """
 
@@ -30,6 +32,8 @@ from megarl.reshard.megatron import stage_layers
 from megarl.schedule.blocks import bytes_of, largest_block
 
 _FP32 = 4
+# `BLOCK` of `engine/attention.py`, whose imports are no business of an estimate; a test keeps them equal.
+MASK_ROWS = 256
 
 
 def saved_by_stage(role: Role, pipeline_rank: int) -> int:
@@ -42,8 +46,8 @@ def saved_per_token(role: Role, layer: int) -> int:
     shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
     # Beside adapters the weights are frozen: no norm keeps its normalised input for its weight's gradient.
-    normalised = width if role.adapters is None else 0
-    norms = 2 * (_FP32 + width + normalised) * hidden_width(role)
+    normalised = (_FP32 if shape.norm_offset else width) if role.adapters is None else 0
+    norms = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
     qkv = (queries + 2 * keys) * width
     query_key_norms = 0
     if shape.qk_norm:
@@ -56,7 +60,28 @@ def saved_per_token(role: Role, layer: int) -> int:
     gathered = 2 * keys * context * width if context > 1 else 0
     adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
     feed_forward = experts.saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
-    return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters
+    return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters + _latent_per_token(role)
+
+
+def _latent_per_token(role: Role) -> int:
+    """Bytes that latent attention keeps of each token on top: the compressed queries, keys and values and their norms, and
+    the values, widened to the size of the keys."""
+    latent, width = role.shape.latent, role.bytes_per_weight
+    if latent is None:
+        return 0
+    narrow = latent.query_rank + latent.key_value_rank
+    cut = role.layout.tensor if role.layout.sequence_parallel else 1
+    return (_FP32 + 2 * width) * narrow // cut + _heads_width(role)[1] * width
+
+
+def mask_bytes(role: Role, longest: int) -> int:
+    """Bytes of the masks that all layers share (`engine/attention.py`): of the sequences under context parallelism, of the
+    windows where a sequence is longer."""
+    window = max(role.shape.windows, default=0)
+    keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 else 0
+    if window and (longest > window or keys):
+        keys += window + MASK_ROWS
+    return MASK_ROWS * keys * role.bytes_per_weight
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
@@ -146,4 +171,6 @@ def hidden_width(role: Role) -> int:
 def _heads_width(role: Role) -> tuple[int, int]:
     """Elements of the queries and of the keys of a token on one tensor rank."""
     shape, tensor = role.shape, role.layout.tensor
+    if shape.latent is not None:
+        return (shape.heads * shape.latent.key_dim // tensor,) * 2
     return shape.heads * shape.head_dim // tensor, shape.groups * shape.head_dim // tensor

@@ -39,6 +39,16 @@ def cut_weights(shape: ModelShape) -> int:
     return queries + keys_values + heads * latent.value_dim * shape.hidden
 
 
+def matrix_weights(shape: ModelShape) -> int:
+    """Weights of one layer's attention matrices on all ranks together, without replicas, norms and biases: what a token is
+    multiplied with."""
+    latent = shape.latent
+    if latent is None:
+        return shape.hidden * 2 * (shape.heads + shape.groups) * shape.head_dim
+    narrow = latent.query_rank + latent.key_value_rank
+    return replicated_weights(shape) - narrow + cut_weights(shape)
+
+
 def cache_width(shape: ModelShape, tensor: int) -> int:
     """Elements that one of `tensor` ranks of a rollout engine caches of a token in one layer: keys and values of its groups,
     or the latent vector and the rotary key, which every rank keeps whole."""

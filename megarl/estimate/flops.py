@@ -4,24 +4,25 @@ For a sequence of n tokens and a layer with hidden size h, a = heads * head_dim,
 Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal mask that is not computed):
 
     linear layers     2 n h (a + 2 k + a + 3 ffn)       with experts, the ffn of those that a token takes, and the router
-    attention         2 a n (n + 1)       queries with keys and weights with values, 2 a each for n (n + 1) / 2 pairs
+    attention         2 a n (n + 1)       queries with keys and weights with values, 2 a each for n (n + 1) / 2 pairs; in a
+                                          layer with a window, for the pairs inside it
     head, per row     2 h vocabulary, or 2 h for a critic; only rows that predict a completion token have one
 
-A backward pass takes twice that. Norms, rotary embedding, softmax and SwiGLU's product are left out, as is the
-recomputation of attention's weights in a fused backward pass.
+Latent attention has matrices and dimensions of its own (`attention.py`). A backward pass takes twice that. Norms, rotary
+embedding, softmax and SwiGLU's product are left out, as is what a fused backward pass computes again of attention's weights.
 """
 
 from __future__ import annotations
 
+from megarl.estimate.attention import matrix_weights, product_flops
 from megarl.family import ModelShape
 
 
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:
     """Operations of one sequence of `length` tokens, `head_tokens` of which pass the head, over all ranks; an update takes
     three times as many."""
-    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     rows = sum(shape.active_rows(layer) for layer in range(shape.num_layers))
-    linear = 2 * length * shape.hidden * (shape.num_layers * (2 * queries + 2 * keys) + rows)
-    attention = 2 * queries * length * (length + 1)
+    matrices = shape.num_layers * matrix_weights(shape) + shape.hidden * rows
+    attention = sum(product_flops(shape, layer, length) for layer in range(shape.num_layers))
     head = 2 * shape.hidden * (1 if critic else shape.vocab)
-    return float(linear + shape.num_layers * attention + head * head_tokens)
+    return float(2 * length * matrices + attention + head * head_tokens)

@@ -126,8 +126,10 @@ def working(
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
-    angles = _FP32 * longest * role.shape.head_dim  # of the rotary embedding
-    return max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + angles)
+    # Of the rotary embedding; twice where layers with a window have a base of their own.
+    angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
+    shared = angles + activations.mask_bytes(role, longest)
+    return max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
 
 
 def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, num_micro_batches: int) -> list[Memory]:

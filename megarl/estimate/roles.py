@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.estimate.adapters import Adapters, adapted_sizes, layer_adapters
+from megarl.estimate.attention import attention_weights
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, stage_layers
@@ -60,15 +61,12 @@ class Role:
 
 def layer_weights(shape: ModelShape, layer: int, tensor: int) -> int:
     """Weights of one decoder layer on one tensor rank, routed experts left out."""
-    attention = shape.heads * shape.head_dim
-    qkv = attention + 2 * shape.groups * shape.head_dim
-    matrices = shape.hidden * (qkv + attention) // tensor
-    norms = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    norms = (4 if shape.sandwich_norms else 2) * shape.hidden
     experts = shape.experts if shape.has_experts(layer) else None
     rows = shape.ffn if experts is None else experts.shared_ffn
     router = 0 if experts is None else experts.count * shape.hidden
     feed_forward = 3 * shape.hidden * rows // tensor + router
-    return matrices + norms + (qkv // tensor if shape.qkv_bias else 0) + feed_forward
+    return attention_weights(shape, tensor) + norms + feed_forward
 
 
 def expert_weights(shape: ModelShape, layer: int, expert: int, tensor: int) -> int:
