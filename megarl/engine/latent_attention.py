@@ -147,8 +147,8 @@ class LatentSelfAttention(MegatronModule):
 def latent_attention(shape: ModelShape, plain: SelfAttentionSubmodules) -> ModuleSpec:
     """The self-attention of a layer, from the parts of plain self-attention.
 
-    Not megatron-core's MLASelfAttention: under tensor parallelism its local spec cuts the down-projections over the ranks
-    and gathers what they return, which drops the other ranks' part of the rotary keys' gradient (0.16 and 0.19).
+    Not megatron-core's MLASelfAttention: it cannot be built where Transformer Engine is absent (0.16.1: it asks whether its
+    output layer is one of Transformer Engine's, a class that is then None).
     """
     parts = LatentAttentionSubmodules(plain.core_attention, plain.linear_qkv, plain.linear_proj)
     return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=parts)
