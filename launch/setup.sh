@@ -69,6 +69,8 @@ install_system_libraries() {
     command -v cc >/dev/null || missing+=(gcc libc6-dev)
     "$PYTHON" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=(python3.11-dev)
+    # For trainer.compile alone: without it torch.compile fails, and the run says so and goes on.
+    command -v g++ >/dev/null || install_debian g++ || say "no g++: trainer.compile = true will fall back"
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }
