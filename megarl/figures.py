@@ -66,8 +66,10 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     largest = [reduce_scalars({k: v for k, v in u.sums.items() if k.endswith("_max")}, place, "max") for u in updates]
     total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
     tokens = total.pop("tokens")
+    taken = [update for update in updates if not update.skipped]
     figures: dict[str, float] = {
-        f"{role}/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1),
+        f"{role}/skipped_updates": len(updates) - len(taken),
         f"{role}/learning_rate": updates[-1].learning_rate,
         f"{role}/clip_fraction": total.pop("clipped_sum") / tokens,
         f"schedule/{plan.phase}/updates": len(updates),

@@ -174,7 +174,8 @@ class Pipeline:
 
     def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
         (mini_batch,) = plan.mini_batches
-        results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
+        with engine.present():
+            results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
         compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
         return share_results(results.get(name, {}), mini_batch, batch, engine.place)
@@ -224,11 +225,12 @@ class Pipeline:
     def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
         settings = self.recipe.algorithm
         updates = []
-        for mini_batch in plan.mini_batches:
-            weights = token_weights(batch, mini_batch, settings.aggregation)
-            update = engine.update(batch, mini_batch, objective(settings, batch, weights))
-            compare(mini_batch, engine.place.data_rank, update.executed)
-            updates.append(update)
+        with engine.present(training=True):
+            for mini_batch in plan.mini_batches:
+                weights = token_weights(batch, mini_batch, settings.aggregation)
+                update = engine.update(batch, mini_batch, objective(settings, batch, weights))
+                compare(mini_batch, engine.place.data_rank, update.executed)
+                updates.append(update)
         self._prove(engine.place, plan, batch, [update.executed for update in updates])
         self.figures |= update_figures(engine.role, plan, updates, engine.place)
         if engine.role == "actor":
@@ -251,7 +253,8 @@ class Pipeline:
     def sync(self, version: int) -> None:
         """Publish the actor's weights as `version`; rank 0 has the engines take them."""
         if self.parts.weights is not None:
-            manifest = self.parts.weights.publish(version, self.parts.actor.shards())
+            with self.parts.actor.present():
+                manifest = self.parts.weights.publish(version, self.parts.actor.shards())
             metrics = self.parts.rollouts.apply(manifest) if manifest is not None else None
             self.figures |= broadcast_from_first(metrics)
         self.version = version

@@ -24,8 +24,8 @@ from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
-from megarl.engine.model import DTYPES  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
+from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
@@ -99,6 +99,8 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     engine = partial(
         Engine,
         precision=recipe.trainer.precision,
+        fp8=recipe.trainer.fp8,
+        initial_loss_scale=recipe.trainer.initial_loss_scale,
         temperature=recipe.rollout.temperature,
         compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
         seed=recipe.run.seed,
@@ -106,20 +108,22 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     )
     place = places["actor"]
     actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,
+                   memory=recipe.actor.memory, frozen=recipe.actor.freeze,
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
-    reference = None
-    if "reference" in places:
-        near = model_directory(recipe.path("reference"))
+    reference: Engine | None = None
+    if "reference" in places and recipe.reference_is_base:
         reference = actor
-        if not recipe.reference_is_base:
-            reference = engine("reference", ModelShape.from_directory(near), near, places["reference"])
+    elif "reference" in places:
+        near = model_directory(recipe.path("reference"))
+        memory = recipe.reference.memory if recipe.reference is not None else None
+        reference = engine("reference", ModelShape.from_directory(near), near, places["reference"], memory=memory)
     critic = None
     if recipe.critic is not None:
         values = model_directory(recipe.path("critic"))
         cut = recipe.schedule("critic_update")
         assert cut.mini_batch is not None
         critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
-                        optimizer=recipe.critic.optimizer,
+                        optimizer=recipe.critic.optimizer, memory=recipe.critic.memory, frozen=recipe.critic.freeze,
                         updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
     replayed = recipe.rollout.replay is not None
     weights = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.engine.engine import Engine
 from megarl.engine.parallel import Place
-from megarl.estimate import Adapters, Memory, Role, peak
+from megarl.estimate import Adapters, Frozen, Memory, Role, Savings, peak
 from megarl.family import ModelShape
-from megarl.recipe.sections import LoraSection, OptimizerSection
+from megarl.recipe.sections import (
+    FreezeSection,
+    LoraSection,
+    MemorySection,
+    OptimizerSection,
+    ReferenceMemorySection,
+)
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.schedule import Plan, Schedule, plan_phase
@@ -77,6 +83,8 @@ class Case:
     max_in_flight: int | None = None
     entropy_coefficient: float = 0.0
     lora: LoraSection | None = None
+    savings: Mapping[str, Savings] = field(default_factory=dict)  # by role
+    frozen: Frozen = Frozen()  # of the running role
 
     @property
     def config(self) -> dict[str, Any]:
@@ -102,6 +110,8 @@ class Case:
                 name in TRAINED,
                 entropy_bonus=bonus and name == "actor",
                 adapters=adapters,
+                savings=self.savings.get(name, Savings()),
+                frozen=self.frozen if name == self.running else Frozen(),
             )
             for name, layout in self.layouts.items()
         }
@@ -172,6 +182,34 @@ CASES = (
         "critic update beside actor and reference", "qwen3", "critic", True,
         {"actor": Layout(2, 2, 1), "critic": Layout(1, 2, 2), "reference": Layout(2, 2, 1)}, EQUAL * 2, 1024,
     ),
+    Case("actor update, fp16", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024, "fp16"),
+    *(
+        Case(f"actor update, {name}", "layers", "actor", True, {"actor": layout}, EQUAL, 1024, precision,
+             savings={"actor": savings})
+        for precision, layout in (("fp32", ONE), ("bf16", Layout(1, 2, 1)))
+        for name, savings in {
+            f"selective recompute, {precision}": Savings("selective"),
+            f"full recompute, {precision}": Savings("full"),
+            f"activations on the host, {precision}": Savings(offload_activations=True),
+            f"full recompute, inputs on the host, {precision}": Savings("full", True),
+        }.items()
+    ),
+    Case("actor update, frozen layers", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024,
+         frozen=Frozen(embedding=True, layers=2)),
+    Case("actor update, frozen embedding and head", "vocabulary", "actor", True, {"actor": ONE}, SHORT, 32, "bf16",
+         frozen=Frozen(embedding=True, head=True)),
+    Case("actor update, frozen layers of two stages", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL, 1024,
+         frozen=Frozen(layers=3)),
+    Case("actor update, frozen norms", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024, "bf16",
+         frozen=Frozen(norms=True)),
+    Case("actor forward, optimizer on the host", "vocabulary", "actor", False, {"actor": ONE}, EQUAL, 256, "bf16",
+         savings={"actor": Savings(offload="optimizer")}),
+    Case("actor update, critic and reference on the host", "qwen3", "actor", True,
+         {"actor": ONE, "critic": ONE, "reference": ONE}, EQUAL, 512, "bf16",
+         savings={"critic": Savings(offload="all"), "reference": Savings(offload="all")}),
+    Case("reference forward, actor on the host", "vocabulary", "reference", False,
+         {"actor": ONE, "reference": ONE}, EQUAL, 256, "bf16",
+         savings={"actor": Savings(offload="all"), "reference": Savings(offload="all")}),
 )  # fmt: skip
 
 
@@ -220,17 +258,37 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
         for name, layout in case.layouts.items():
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
             place = places[layout]
-            engines[name] = Engine(name, shape, directory, place, case.precision, 1.0, optimizer=optimizer, lora=case.lora)
+            engines[name] = Engine(
+                name,
+                shape,
+                directory,
+                place,
+                case.precision,
+                1.0,
+                optimizer=optimizer,
+                lora=case.lora,
+                **_features(case, name),
+            )
         for engine in engines.values():
             if engine.optimizer is not None:
-                _take_small_update(engine, shape.vocab)
+                with engine.present(training=True):
+                    _take_small_update(engine, shape.vocab)
         running = engines[case.running]
-        with record_function(MARK):
+        with record_function(MARK), running.present(training=case.update):
             if case.update:
                 running.update(batch, mini_batch, _objective(case.entropy_coefficient))
             else:
                 running.forward(batch, mini_batch)
     return highest_total(profiler.profiler.kineto_results.experimental_event_tree())
+
+
+def _features(case: Case, name: str) -> dict[str, Any]:
+    """The engine's settings for the case's savings and frozen weights."""
+    savings = case.savings.get(name, Savings())
+    if name == "reference":
+        return {"memory": ReferenceMemorySection.model_validate({"offload": savings.offload})}
+    frozen = case.frozen if name == case.running else Frozen()
+    return {"memory": MemorySection(**asdict(savings)), "frozen": FreezeSection(**asdict(frozen))}
 
 
 def _take_small_update(engine: Engine, vocab: int) -> None:

@@ -48,7 +48,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "infinite": (edited(("algorithm.kl.coefficient", float("inf"))), {"algorithm.kl.coefficient": "finite"}),
     "unknown words": (
-        edited(("algorithm.kl.estimator", "k4"), ("trainer.precision", "fp16"), ("algorithm.aggregation", "tokens_mean")),
+        edited(("algorithm.kl.estimator", "k4"), ("trainer.precision", "fp12"), ("algorithm.aggregation", "tokens_mean")),
         {"algorithm.kl.estimator": "k1, k2, k3", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean"},
     ),
     "missing keys and sections": (
@@ -61,6 +61,36 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "phases.actor_update.mini_batch": "required",
             "data.prompts.task": "required",
         },
+    ),
+    "FP8 over fp32 and on narrow weights": (
+        edited(("trainer.fp8", "delayed"), ("model.path", "thin")),
+        {"trainer.fp8": "trainer.precision: bf16", "actor.layout.tensor": "feed-forward rows 12"},
+    ),
+    "FP8 without Transformer Engine": (
+        edited(("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"), ("actor.layout.tensor", 1)),
+        {"trainer.fp8": "not installed"},
+    ),
+    "weights gathered ahead without buckets": (
+        edited(("actor.optimizer.overlap_parameters", True), ("critic.optimizer.overlap_parameters", True)),
+        {
+            "actor.optimizer.overlap_parameters": "actor.optimizer.overlap_gradients: true",
+            "critic.optimizer.overlap_parameters": "critic.optimizer.overlap_gradients: true",
+        },
+    ),
+    "nothing left to train": (
+        edited(
+            ("actor.freeze", {"embedding": True, "head": True, "norms": True, "layers": 4}),
+            ("critic.freeze", {"head": True, "layers": 5}),
+        ),
+        {"actor.freeze.layers": "nothing is left", "critic.freeze.head": "new", "critic.freeze.layers": "4"},
+    ),
+    "a tied head without its embedding": (
+        edited(("actor.freeze", {"head": True}), ("model.path", "bound")),
+        {"actor.freeze.head": "actor.freeze.embedding: true"},
+    ),
+    "words of another section": (
+        edited(("actor.memory", {"recompute": "all", "offload": "weights"}), ("actor.freeze", {"layer": 3})),
+        {"actor.memory.recompute": "none, selective, full", "actor.memory.offload": "all", "actor.freeze.layer": "layers"},
     ),
     "tensor does not divide heads": (
         edited(("actor.layout.tensor", 3), ("trainer.ranks", 6), ("rollout.tensor", 3), ("run.steps", -1)),

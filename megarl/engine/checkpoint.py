@@ -7,7 +7,8 @@ already saved. Of a role with adapters they alone are saved: the weights beside 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 _DENSE, _EXPERTS = "dense", "experts"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
+_BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alone
+
 
 def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:
     """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory.
@@ -44,8 +47,9 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    content = {role: _sharded(engine, is_loading=False) for role, engine in engines.items()}
-    dist_checkpointing.save({**content, "state": dict(state)}, str(partial))
+    with _all_present(engines):
+        content = {role: _sharded(engine, is_loading=False) for role, engine in engines.items()}
+        dist_checkpointing.save({**content, "state": dict(state)}, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
@@ -56,18 +60,29 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
 
 def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """Fill every role's weights, optimizer and learning-rate schedule; returns the saved `state`. Collective."""
-    for engine in engines.values():
-        with engine.place.active():
-            for optimizer in _optimizers(engine):
-                # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
-                # what does not exist (megatron-core 0.16 and 0.19).
-                optimizer._init_optimizer_states_with_dummy_values()
-    wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
-    loaded = dist_checkpointing.load(wanted, str(checkpoint))
-    for role, engine in engines.items():
-        with engine.place.active():
-            _restore(engine, loaded[role])
+    with _all_present(engines):
+        for engine in engines.values():
+            with engine.place.active():
+                for optimizer in _optimizers(engine):
+                    # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
+                    # what does not exist (megatron-core 0.16 and 0.19).
+                    optimizer._init_optimizer_states_with_dummy_values()
+        wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+        for role, engine in engines.items():
+            with engine.place.active():
+                _restore(engine, loaded[role])
     return dict(loaded["state"])
+
+
+@contextmanager
+def _all_present(engines: Mapping[str, Engine]) -> Iterator[None]:
+    """Every role is on the device, its optimizer too, and its weights are whole."""
+    with ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(engine.present(training=True))
+            engine.gather_weights()
+        yield
 
 
 def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
@@ -78,15 +93,17 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
     # Every layout has dense weights on every rank, so that rank 0 has written this.
     dense = loaded["optimizer"][_DENSE]
     step = {key: value for key, value in dense["optimizer"]["param_groups"][0].items() if key == "step"}
-    for optimizer in _optimizers(engine):
-        part = {key: value for key, value in dense.items() if key != "param_state"} | loaded["optimizer"][_part(optimizer)]
-        # Only the step count is taken of the saved groups. All else of them is what this run's recipe says, which holds
-        # after a resume too; and the groups of another layout may be others.
-        part["optimizer"] = optimizer.state_dict()["optimizer"]
-        for group in part["optimizer"]["param_groups"]:
-            group.update(step)
-        optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
-        optimizer.load_state_dict(part)
+    with _step_everywhere(engine):
+        for optimizer in _optimizers(engine):
+            own = loaded["optimizer"][_part(optimizer)]
+            part = {key: value for key, value in dense.items() if key != "param_state"} | own
+            # Only the step count is taken of the saved groups. All else of them is what this run's recipe says, which holds
+            # after a resume too; and the groups of another layout may be others.
+            part["optimizer"] = optimizer.state_dict()["optimizer"]
+            for group in part["optimizer"]["param_groups"]:
+                group.update(step)
+            optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
+            optimizer.load_state_dict(part)
     # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
     engine.scheduler.num_steps = 0
     engine.scheduler.load_state_dict(loaded["scheduler"])
@@ -159,9 +176,14 @@ def _chunk_states(chunks: Sequence[DecoderModel], role: str) -> dict[str, dict[s
     layer in the whole model, not its chunk: under another layout another chunk takes it."""
     prefix = f"{role}."
     return {
-        str(number): {name.removeprefix(prefix): part for name, part in chunk.sharded_state_dict(prefix=prefix).items()}
+        str(number): {name.removeprefix(prefix): part for name, part in _chunk_state(chunk, prefix).items()}
         for number, chunk in enumerate(chunks)
     }
+
+
+def _chunk_state(chunk: DecoderModel, prefix: str) -> dict[str, Any]:
+    # Each layer by its own keys: over all layers in one tensor, the optimizer states of frozen ones would be holes.
+    return dict(chunk.sharded_state_dict(prefix=prefix, metadata={"non_homogeneous_layers": True}))
 
 
 def _fill(chunks: Sequence[DecoderModel], states: Mapping[str, dict[str, Any]]) -> None:
@@ -173,15 +195,69 @@ def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     with engine.place.active():
         adapters = engine.adapters
         model = adapter_states(adapters, engine.role) if adapters else _chunk_states(engine.models, engine.role)
+        for one in _optimizers(engine):
+            _make_states(one)
+            one.get_parameter_state_dp_zero = partial(_states_at_their_places, one)
         # Part by part, and not the chain of both: it numbers its parts, and a layout that does not cut experts has one.
-        optimizer = {
-            _part(part): part.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
-            for part in _optimizers(engine)
-        }
+        with _step_everywhere(engine):
+            optimizer = {
+                _part(part): part.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+                for part in _optimizers(engine)
+            }
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"
     return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
+
+
+def _make_states(optimizer: Any) -> None:
+    """Adam's states where no update was taken yet (under fp16 all may have overflowed so far)."""
+    if optimizer.optimizer.state:
+        return
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if isinstance(optimizer.optimizer, torch.optim.Adam):  # others count steps by parameter group
+        for entry in optimizer.optimizer.state.values():
+            entry["step"] = torch.tensor(0.0)
+
+
+@contextmanager
+def _step_everywhere(engine: Engine) -> Iterator[None]:
+    """Rank 0 writes Adam's step count for all, and megatron-core (0.16 and 0.19) reads it off a rank's own states; a rank
+    whose weights are all frozen has none, so it borrows the count of the others inside. Collective."""
+    states = [optimizer.optimizer.state for optimizer in _optimizers(engine)]
+    own = [float(entry["step"]) for state in states for entry in state.values() if "step" in entry]
+    step = torch.tensor(max(own, default=0.0), device=engine.place.device)
+    dist.all_reduce(step, op=dist.ReduceOp.MAX)
+    for state in states:
+        if not state:
+            state[_BORROWED] = {"step": step}
+    try:
+        yield
+    finally:
+        for optimizer in _optimizers(engine):
+            optimizer.optimizer.state.pop(_BORROWED, None)
+
+
+def _states_at_their_places(optimizer: Any, *arguments: Any, **settings: Any) -> dict[Any, Any] | None:
+    """megarl's stand-in for the method `get_parameter_state_dp_zero`, whose caller looks a parameter's states up by its
+    place in the gradient buffer. megatron-core (0.16 and 0.19, its issue 504) lays buckets end to end without the padding
+    behind each, so that of several buckets all but the first are cut off the mark, silently: the padding comes back here."""
+    found: dict[Any, Any] | None = type(optimizer).get_parameter_state_dp_zero(optimizer, *arguments, **settings)
+    for number, buffer in enumerate(optimizer.buffers if found is not None else ()):
+        for tensors in (found or {})[number].values():
+            for name, packed in tensors.items():
+                if isinstance(packed, torch.Tensor) and packed.numel() == buffer.numel_unpadded:
+                    tensors[name] = _with_padding(packed, buffer)
+    return found
+
+
+def _with_padding(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
+    # [weights of all buckets] -> [weights and padding of all buckets]
+    whole, start = packed.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = packed[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return whole
 
 
 def _set_states(optimizer: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ Both execute exactly the micro-batches they are given and report what they execu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
+from megarl.engine.freeze import freeze, keep_gradients_through_recompute
 from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
 from megarl.engine.model import DecoderModel, build_model, merged_shards, named_shards
+from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.parallel import Place
+from megarl.engine.settings import data_parallel_config, optimizer_config
 from megarl.engine.weights import load_shards
 from megarl.family import ModelShape
-from megarl.recipe.sections import LoraSection, OptimizerSection
+from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.reshard.megatron import rank_segments
 from megarl.schedule import Executed, MiniBatch
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
+from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -41,14 +45,22 @@ Outputs = dict[str, Tensor]
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
 
 
+# So many updates in a row that overflow are no search for a loss scale any more: it has been halved to nothing by then.
+MOST_SKIPPED_UPDATES = 50
+
+
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures."""
+    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures.
+
+    `skipped`: gradients overflowed under `precision: fp16`; weights and schedule stayed, and `grad_norm` is 0.
+    """
 
     sums: dict[str, float]
     grad_norm: float
     learning_rate: float
     executed: Executed
+    skipped: bool = False
 
 
 class Engine:
@@ -72,6 +84,10 @@ class Engine:
         seed: int = 1,
         lora: LoraSection | None = None,
         compile_timeout_s: float | None = None,
+        fp8: str | None = None,
+        initial_loss_scale: float = 1.0,
+        memory: MemorySection | ReferenceMemorySection | None = None,
+        frozen: FreezeSection | None = None,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
@@ -80,8 +96,11 @@ class Engine:
         self.optimizer: Any = None
         self.adapters: dict[str, Adapter] = {}
         self._is_last_run = True
+        self._weights_to_gather = False
+        self._skipped_in_a_row = 0
+        features = memory if isinstance(memory, MemorySection) else MemorySection()
         with place.active():
-            self._build(directory, precision, seed)
+            self._build(directory, precision, seed, fp8, features)
             if lora is not None:
                 self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
             self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
@@ -89,11 +108,17 @@ class Engine:
                 for model in self.models:
                     model.requires_grad_(False)
             else:
-                self._make_trainable(optimizer, steps, updates_per_step, precision)
+                freeze(self.models, frozen or FreezeSection())
+                keep_gradients_through_recompute(self.models)
+                self._make_trainable(optimizer, steps, updates_per_step, precision, initial_loss_scale)
+        self.activations = ActivationOffload(self.models) if features.offload_activations else None
+        offload = memory.offload if memory is not None else "none"
+        self.residence = Residence(offload, self.models, self.chunks, self.optimizer)
+        self.residence.leave()
 
-    def _build(self, directory: str | Path, precision: str, seed: int) -> None:
+    def _build(self, directory: str | Path, precision: str, seed: int, fp8: str | None, memory: MemorySection) -> None:
         shape, place, role = self.shape, self.place, self.role
-        self.models = build_model(shape, place.layout, precision, role, place.device)
+        self.models = build_model(shape, place.layout, precision, role, place.device, fp8, memory)
         self.chunks = list(self.models)
         self.config = self.models[0].config
         segments = rank_segments(
@@ -109,27 +134,17 @@ class Engine:
         if role == "critic" and self.models[-1].post_process:
             _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
 
-    def _make_trainable(self, settings: OptimizerSection, steps: int, updates_per_step: int, precision: str) -> None:
-        data = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
-        )
+    def _make_trainable(
+        self,
+        settings: OptimizerSection,
+        steps: int,
+        updates_per_step: int,
+        precision: str,
+        initial_loss_scale: float,
+    ) -> None:
+        data = data_parallel_config(settings, precision)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=0.0,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.epsilon,
-                clip_grad=settings.grad_clip,
-                bf16=precision == "bf16",
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            self.chunks,
-        )
+        self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
         warmup_updates = settings.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -151,8 +166,21 @@ class Engine:
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = self._finalize
-        no_sync = [chunk.no_sync for chunk in self.chunks]
+        no_sync = [partial(self._no_sync, chunk) for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _no_sync(self, chunk: Any) -> AbstractContextManager[None]:
+        """What megatron-core enters for all but the last micro-batch of a pipeline run, so that gradients which overlap are
+        not summed yet; only the last run of a mini-batch has a last micro-batch (see `_run`)."""
+        return chunk.no_sync() if self._is_last_run else nullcontext()
+
+    @contextmanager
+    def present(self, training: bool = False) -> Iterator[None]:
+        """A phase of this role, of updates if `training`; what `memory.offload` had moved to the host is back inside."""
+        with self.residence.present(training):
+            yield
+            if self.residence.moves_weights:  # whole, as a gather that is under way would write to memory that is gone
+                self.gather_weights()
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
@@ -163,6 +191,7 @@ class Engine:
 
         Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
         """
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
         for model in self.models:
             model.eval()
         with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
@@ -180,8 +209,10 @@ class Engine:
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite."""
+        """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite; under fp16 only after
+        MOST_SKIPPED_UPDATES of them."""
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
+        assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
@@ -193,20 +224,28 @@ class Engine:
                 lambda micro, output: objective(micro, self._outputs(micro, output, entropy=True)),
                 forward_only=False,
             )
-            learning_rate = self.optimizer.param_groups[0]["lr"]
+            learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or not torch.isfinite(torch.as_tensor(grad_norm)):
+        self._weights_to_gather = True
+        if succeeded and not torch.isfinite(torch.as_tensor(grad_norm)):
             raise RuntimeError(
                 f"the {self.role}'s gradient norm is {grad_norm}: its weights are lost; "
                 "resume from the last checkpoint, with a lower learning rate"
             )
-        self.scheduler.step(1)
+        self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
+            raise RuntimeError(
+                f"the {self.role}'s gradients overflowed in {MOST_SKIPPED_UPDATES} updates in a row, at a loss scale of "
+                f"{float(self.optimizer.get_loss_scale()):g}; use trainer.precision: bf16"
+            )
+        if succeeded:
+            self.scheduler.step(1)
         sums: dict[str, float] = {}
         for part in stored:
             for name, value in part.items():
                 merged = (sums[name], float(value)) if name in sums else (float(value),)
                 sums[name] = max(merged) if name.endswith("_max") else sum(merged)
-        return Update(sums, float(grad_norm), float(learning_rate), executed)
+        return Update(sums, float(grad_norm) if succeeded else 0.0, float(learning_rate), executed, skipped=not succeeded)
 
     def _run(
         self, batch: Batch, mini_batch: MiniBatch, finish: Callable[[PackedMicroBatch, Tensor], Any], forward_only: bool
@@ -227,16 +266,20 @@ class Engine:
         for number, size in enumerate(mini_batch.runs, 1):
             self._is_last_run = number == len(mini_batch.runs)
             ran.append([])
-            stored += get_forward_backward_func()(
-                forward_step_func=partial(self._step, finish, ran[-1], size),
-                data_iterator=remaining,
-                model=self.chunks,
-                num_microbatches=size,
-                seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+            with ExitStack() as stack:
+                if not self._is_last_run and not forward_only:
+                    for chunk in self.chunks:
+                        stack.enter_context(chunk.no_sync())
+                stored += get_forward_backward_func()(
+                    forward_step_func=partial(self._step, finish, ran[-1], size),
+                    data_iterator=remaining,
+                    model=self.chunks,
+                    num_microbatches=size,
+                    seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
         return stored, _executed(ran)
 
     def _step(
@@ -257,7 +300,9 @@ class Engine:
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
-        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
+        offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
+        with nullcontext() if offload is None else offload.forward():
+            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
         if model is self.chunks[-1]:  # then it has been through the whole stage
             ran.append(micro)
 
@@ -272,10 +317,18 @@ class Engine:
 
         return output, last
 
+    def gather_weights(self) -> None:
+        """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next
+        forward pass that gathers what other data-parallel ranks updated. Collective."""
+        for chunk in self.chunks if self._weights_to_gather else ():
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        self._weights_to_gather = False
+
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs.
 
-        Nothing reduces them earlier, as the configuration does not overlap that with the backward pass.
+        Nothing reduces them earlier: overlap begins in the last run (`_no_sync`).
         """
         if self._is_last_run:
             finalize_model_grads(*args, **kwargs)
@@ -289,7 +342,10 @@ class Engine:
         return {name: over_context(part, micro, self.place) for name, part in own.items()}
 
     def shards(self) -> Mapping[str, Tensor]:
-        """This rank's weights by local name, adapters merged in, for the weight sync and the export."""
+        """This rank's weights by local name, adapters merged in, for the weight sync and the export. Collective under
+        overlap_parameters."""
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        self.gather_weights()
         return merged_shards(self.models, self.place.layout)
 
 

@@ -28,7 +28,7 @@ from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import rank_segments
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
-_PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
+_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def export(run_dir: str | Path, target: str | Path) -> Path:

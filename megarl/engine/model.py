@@ -18,7 +18,9 @@ from megarl.engine.layers import RMSNorm, ValueHead
 from megarl.engine.lora import CHILD, Adapter, MergedShards
 from megarl.engine.parallel import virtual_pipeline
 from megarl.engine.rotary import inverse_frequencies
+from megarl.engine.settings import precision_settings, recompute_settings
 from megarl.family import ModelShape
+from megarl.recipe.sections import MemorySection
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import chunk_prefix, padded_vocab
 
@@ -32,8 +34,6 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class DecoderModel(GPTModel):
@@ -71,13 +71,16 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def transformer_config(shape: ModelShape, layout: Layout, precision: str) -> TransformerConfig:
-    """megatron-core's configuration of a decoder. `precision` is "fp32" or "bf16" (weights and activations)."""
+def transformer_config(
+    shape: ModelShape, layout: Layout, precision: str, fp8: str | None = None, memory: MemorySection | None = None
+) -> TransformerConfig:
+    """megatron-core's configuration of a decoder. `precision` and `fp8` are as `precision_settings` takes them."""
     return TransformerConfig(
         **_sizes(shape),
         **_experts(shape),
         **_cuts(shape, layout),
-        **_number_formats(precision),
+        **precision_settings(precision, fp8),
+        **recompute_settings(memory or MemorySection(), has_experts=shape.experts is not None),
         **_UNFUSED,
         **_UNINITIALISED,
     )
@@ -167,11 +170,6 @@ def _uneven_chunks(stages: Sequence[int]) -> list[list[str]]:
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _number_formats(precision: str) -> dict[str, Any]:
-    dtype = DTYPES[precision]
-    return dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16")
-
-
 _UNFUSED: dict[str, Any] = dict(
     bias_dropout_fusion=False,
     bias_activation_fusion=False,
@@ -239,13 +237,21 @@ def _adapt_layer(shape: ModelShape, layer: ModuleSpec) -> None:
         layer.module = SandwichLayer
 
 
-def build_model(shape: ModelShape, layout: Layout, precision: str, role: str, device: torch.device) -> list[DecoderModel]:
+def build_model(
+    shape: ModelShape,
+    layout: Layout,
+    precision: str,
+    role: str,
+    device: torch.device,
+    fp8: str | None = None,
+    memory: MemorySection | None = None,
+) -> list[DecoderModel]:
     """This rank's stage of a role, weights not read yet: its model chunks, one without a virtual pipeline. They share one
     configuration, where megatron-core's schedules look up what holds for all of them.
 
     To be called inside the layout's place.
     """
-    config = transformer_config(shape, layout, precision)
+    config = transformer_config(shape, layout, precision, fp8, memory)
     return [_build_chunk(shape, config, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
 
 

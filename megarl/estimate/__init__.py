@@ -4,7 +4,7 @@ from megarl.estimate.adapters import Adapters
 from megarl.estimate.cap import RESERVE, largest_cap, usable_bytes
 from megarl.estimate.flops import forward_flops
 from megarl.estimate.memory import Memory, micro_batches_held, most_held, peak, resident, working
-from megarl.estimate.roles import BYTES, Role, layer_weights, stage_weights
+from megarl.estimate.roles import BYTES, Frozen, Role, Savings, layer_weights, stage_weights
 from megarl.estimate.rollout import Engines, engine_memory
 
 __all__ = [
@@ -12,8 +12,10 @@ __all__ = [
     "RESERVE",
     "Adapters",
     "Engines",
+    "Frozen",
     "Memory",
     "Role",
+    "Savings",
     "engine_memory",
     "forward_flops",
     "largest_cap",

@@ -37,12 +37,42 @@ MASK_ROWS = 256
 
 
 def saved_by_stage(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token that a stage's layers keep until their backward pass."""
-    return sum(saved_per_token(role, layer) for layer in stage_layers(role.shape, role.layout, pipeline_rank))
+    """Bytes of each token that a stage's layers keep until their backward pass, on the device or, where they are
+    offloaded, on the host."""
+    layers = stage_layers(role.shape, role.layout, pipeline_rank)
+    return sum(_saved_by(role, layer, pipeline_rank) for layer in layers)
+
+
+def _saved_by(role: Role, layer: int, pipeline_rank: int) -> int:
+    if role.passes_nothing_back(layer, pipeline_rank):
+        return 0
+    if role.savings.recompute == "full":
+        return hidden_width(role) * role.bytes_per_weight
+    kept = saved_per_token(role, layer) - (recomputed_per_token(role, layer) if role.savings.recompute == "selective" else 0)
+    if layer < role.frozen.layers:
+        # Inputs of weights that have no gradient: both norms' factors and outputs, attention's output and SwiGLU's product.
+        queries, _ = _heads_width(role)
+        dense = role.savings.recompute != "selective" and not role.shape.has_experts(layer)
+        product = role.shape.ffn // role.layout.tensor if dense else 0
+        norms = (2 if role.savings.recompute == "selective" else 4) * hidden_width(role)
+        kept -= (norms + queries + product) * role.bytes_per_weight
+    elif role.frozen.norms:
+        kept -= 2 * hidden_width(role) * role.bytes_per_weight
+    return kept
+
+
+def recomputed_per_token(role: Role, layer: int) -> int:
+    """Bytes of each token that selective recompute does not keep: attention's first output and sums, and all of SwiGLU or of
+    the experts."""
+    queries, _ = _heads_width(role)
+    attention = queries * role.bytes_per_weight + _FP32 * role.shape.heads // role.layout.tensor
+    if role.shape.has_experts(layer):
+        return attention + experts.saved_per_token(role)
+    return attention + 5 * (role.shape.ffn // role.layout.tensor) * role.bytes_per_weight
 
 
 def saved_per_token(role: Role, layer: int) -> int:
-    """Bytes that one layer keeps of each token until its backward pass."""
+    """Bytes that one layer keeps of each token until its backward pass, without recompute."""
     shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
     # Beside adapters the weights are frozen: no norm keeps its normalised input for its weight's gradient.
@@ -87,7 +117,9 @@ def mask_bytes(role: Role, longest: int) -> int:
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
     """Bytes of each token that a stage keeps of what it received and sent until its backward pass."""
     width = role.bytes_per_weight
-    received = hidden_width(role) * width if pipeline_rank > 0 and width != _FP32 else 0
+    first = width == _FP32 or role.savings.recompute == "full"  # then it is what the first layer keeps
+    offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
+    received = hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
     sent = 0 if role.has_head(pipeline_rank) else hidden_width(role) * width
     return received + sent
 
@@ -117,11 +149,24 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
     feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
-    if role.shape.has_experts(stage_layers(role.shape, role.layout, pipeline_rank)[-1]):
+    last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
+    if role.shape.has_experts(last):
         feed_forward, kept = experts.backward_per_token(role), experts.saved_per_token(role)
     norm = (5 * _FP32 + width - 2 * width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
-    return max(feed_forward, norm, final_norm)
+    # What recompute did not keep of the last layer is all there again by then.
+    if role.savings.recompute == "full":
+        again = saved_per_token(role, last)
+    elif role.savings.recompute == "selective":
+        again = recomputed_per_token(role, last)
+    else:
+        again = 0
+    if not role.savings.offload_activations:
+        return max(again + feed_forward, again + norm, final_norm)
+    # A layer's forward pass needs more than its backward pass, to which each operation gets its tensors by itself.
+    wide = 0 if width == _FP32 else _FP32 * hidden
+    final_norm += hidden * width if wide and final_norm else 0
+    return max(forward_per_token(role) + wide, again + feed_forward if again else 0, final_norm)
 
 
 def forward_per_token(role: Role) -> int:

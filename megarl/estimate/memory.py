@@ -7,9 +7,11 @@ bytes of the precision (with adapters they alone have gradients and an optimizer
 them has no weights of its own):
 
     weights     N b
-    gradients   4 N         megatron-core's gradient buffer is fp32 and covers every local weight
-    optimizer   8 N / data  two Adam moments in fp32, cut over the data-parallel ranks; bf16 adds a fp32 copy: 12 N / data;
+    gradients   4 T         megatron-core's gradient buffer is fp32 and covers every local weight that is not frozen: T
+    optimizer   8 T / data  two Adam moments in fp32, cut over the data-parallel ranks; 16 bits add a fp32 copy: 12 T / data;
                             of routed experts, over the ranks that hold the same ones
+
+What `memory.offload` moves is counted in `host`, outside of the total, and so is what `memory.offload_activations` does.
 
 A phase works at its largest moment, beside the packed inputs of its mini-batch. A forward phase: inside a layer, or at
 the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
@@ -18,7 +20,7 @@ the logits. An update, beside the activations of every micro-batch that 1F1B hol
     their weight        what stands for the gradient of an untied head's weight, which has gone into the buffer
     backward            gradients inside the last layer or the final norm
     embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
-    reduction           gloo copies the gradient buffer (NCCL does not): 4 N, activations gone
+    reduction           gloo copies the gradient buffer (NCCL does not): 4 T, activations gone
     step                two fp32 intermediates of the largest weight's share (fused optimizers have none)
 
 Checked on the CPU path: `benchmarks/memory.py`, `tests/test_estimate_memory.py`.
@@ -45,7 +47,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device by what they hold."""
+    """Bytes of one device by what they hold, and in `host` bytes that were moved off it and count in no total."""
 
     weights: int = 0
     gradients: int = 0
@@ -53,27 +55,31 @@ class Memory:
     activations: int = 0
     logits: int = 0
     engine: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
-def resident(role: Role, pipeline_rank: int) -> Memory:
-    """What a rank holds for a role between phases, from its first update on."""
+def resident(role: Role, pipeline_rank: int, during: str = "update") -> Memory:
+    """What a rank holds for a role from its first update on, during an "update" or a "forward" phase of it, or "between"
+    its phases."""
     if role.borrows_weights:
         return Memory()
-    weights = stage_weights(role, pipeline_rank) + adapter_weights(role, pipeline_rank)
+    weights = (stage_weights(role, pipeline_rank) + adapter_weights(role, pipeline_rank)) * role.bytes_per_weight
     trained = trained_weights(role, pipeline_rank)
-    copies = 3 if role.precision == "bf16" else 2
-    return Memory(
-        weights=weights * role.bytes_per_weight,
-        gradients=_FP32 * trained,
-        optimizer=_FP32 * copies * _share(role, pipeline_rank),
-    )
+    copies = 2 if role.precision == "fp32" else 3
+    gradients, optimizer = _FP32 * trained, _FP32 * copies * _share(role, pipeline_rank)
+    host, offload = 0, role.savings.offload
+    if during != "update" and offload != "none":
+        host, gradients, optimizer = optimizer, 0, 0  # gradients are dropped
+    if during == "between" and offload == "all":
+        host, weights = host + weights, 0
+    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, host=host)
 
 
 def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, max_in_flight: int | None) -> float:
@@ -149,26 +155,30 @@ def _update_moments(
     role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool
 ) -> list[Memory]:
     """`held` micro-batches at once; `steady`: a pipeline run has more than one."""
-    per_token = activations.saved_by_stage(role, pipeline_rank) + activations.passed_per_token(role, pipeline_rank)
+    kept, offloads = activations.saved_by_stage(role, pipeline_rank), role.savings.offload_activations
+    per_token = (0 if offloads else kept) + activations.passed_per_token(role, pipeline_rank)
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
     saved = int(held * tokens * per_token) + tokens * beside
+    host = int(held * tokens * kept) if offloads else 0
     weights, routed = trained_weights(role, pipeline_rank), trained_expert_weights(role, pipeline_rank)
     # Of adapters alone no gradient of the head or the embedding is computed.
     width, vocabulary = role.bytes_per_weight, 0 if role.adapters is not None else role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
+    embeds = role.has_embedding(pipeline_rank) and role.trains_embedding
     moments = [
-        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank)),
-        Memory(gradients=vocabulary * (width + widened) if role.has_embedding(pipeline_rank) else 0),
+        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank), host=host),
+        Memory(gradients=vocabulary * (width + widened) if embeds else 0),
         Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
         Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, pipeline_rank))),
     ]
     if role.has_head(pipeline_rank) and not role.critic:
         rows = activations.head_rows(role, head_tokens)
-        saved += tokens * activations.final_norm_per_token(role) + rows
+        saved += rows if offloads else tokens * activations.final_norm_per_token(role) + rows
         forward = activations.logits_forward(role, head_tokens, entropy=True)
+        own_head = role.trains_head and not role.shares_embedding
         moments += [
             Memory(activations=saved, logits=max(forward, activations.logits_backward(role, head_tokens))),
-            Memory(activations=saved + rows, gradients=0 if role.shares_embedding else vocabulary * width),
+            Memory(activations=saved + rows, gradients=vocabulary * width if own_head else 0),
         ]
     return moments
 
@@ -184,7 +194,7 @@ def peak(
     num_micro_batches: int,
     max_in_flight: int | None,
 ) -> Memory:
-    """Memory of the trainer rank that holds most while `running` works and every role of `roles` is resident.
+    """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases.
 
     Arguments as of `working`. Raises ValueError where `running` is no member of `roles` or the roles lie on different
     numbers of ranks.
@@ -214,7 +224,9 @@ def peak(
     for stage in stages:
         held = at_work[stage[position]]
         for role, pipeline_rank in zip(roles, stage, strict=True):
-            held += resident(role, pipeline_rank)
+            lends = running.borrows_weights and role.name == "actor"
+            during = "update" if update and role is running else "forward" if role is running or lends else "between"
+            held += resident(role, pipeline_rank, during)
         totals.append(held)
     return max(totals, key=lambda memory: memory.total)
 

@@ -8,9 +8,28 @@ from megarl.estimate.adapters import Adapters, adapted_sizes, layer_adapters
 from megarl.estimate.attention import attention_weights
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
-from megarl.reshard.megatron import padded_vocab, stage_layers
+from megarl.reshard.megatron import chunk_layers, padded_vocab, stage_layers
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a recipe's `memory` section says, in its words."""
+
+    recompute: str = "none"
+    offload_activations: bool = False
+    offload: str = "none"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a recipe's `freeze` section says: weights of a trained role that have no gradient."""
+
+    embedding: bool = False
+    head: bool = False
+    norms: bool = False
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,8 @@ class Role:
     entropy_bonus: bool = False
     adapters: Adapters | None = None
     borrows_weights: bool = False
+    savings: Savings = Savings()
+    frozen: Frozen = Frozen()
 
     def __post_init__(self) -> None:
         if self.name not in ("actor", "reference", "critic"):
@@ -52,6 +73,23 @@ class Role:
 
     def has_head(self, pipeline_rank: int) -> bool:
         return pipeline_rank == self.layout.pipeline - 1
+
+    @property
+    def trains_embedding(self) -> bool:
+        return self.trained and self.adapters is None and not self.frozen.embedding
+
+    @property
+    def trains_head(self) -> bool:
+        """Of a tied model the head is the embedding."""
+        tied = self.shape.tied and not self.critic
+        return self.trained and self.adapters is None and not (self.frozen.embedding if tied else self.frozen.head)
+
+    def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
+        """No gradient is asked for of a layer (counted from 0): all before it is frozen, and it is. A stage asks for that
+        of what it receives in any case, and a recomputed layer for that of the embedding (`engine/freeze.py`)."""
+        kept = self.frozen.embedding and self.savings.recompute != "full" and pipeline_rank == 0
+        in_first_chunk = layer in chunk_layers(self.shape, self.layout, 0, 0)
+        return self.trained and kept and in_first_chunk and layer < self.frozen.layers
 
     @property
     def shares_embedding(self) -> bool:
@@ -98,6 +136,34 @@ def stage_weights(role: Role, pipeline_rank: int) -> int:
     return weights
 
 
+def trained_weights(role: Role, pipeline_rank: int) -> int:
+    """Weights of one pipeline stage on one tensor rank that have gradients and optimizer states."""
+    if not role.trained:
+        return 0
+    if role.adapters is not None:
+        return adapter_weights(role, pipeline_rank)
+    shape, layout, frozen = role.shape, role.layout, role.frozen
+    own = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= frozen.layers]
+    norms = layer_norm_weights(shape) if frozen.norms else 0
+    weights = sum(layer_weights(shape, layer, layout.tensor) - norms for layer in own)
+    weights += trained_expert_weights(role, pipeline_rank)
+    table = role.vocab_width * shape.hidden
+    if role.has_embedding(pipeline_rank) and role.trains_embedding:
+        weights += table
+    if role.has_head(pipeline_rank):
+        weights += 0 if frozen.norms else shape.hidden
+        if role.critic:
+            weights += shape.hidden
+        elif role.trains_head and not role.shares_embedding:
+            weights += table
+    return weights
+
+
+def layer_norm_weights(shape: ModelShape) -> int:
+    """Weights of one layer's norms."""
+    return (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+
+
 def largest_weight(role: Role, pipeline_rank: int) -> int:
     """Elements of the largest trained weight of one pipeline stage on one rank."""
     shape, layout = role.shape, role.layout
@@ -122,13 +188,10 @@ def adapter_weights(role: Role, pipeline_rank: int) -> int:
     return len(layers) * layer_adapters(role.shape, role.adapters, role.layout.tensor)
 
 
-def trained_weights(role: Role, pipeline_rank: int) -> int:
-    """Weights of one pipeline stage on one tensor rank that have gradients and optimizer states."""
-    if not role.trained:
-        return 0
-    return stage_weights(role, pipeline_rank) if role.adapters is None else adapter_weights(role, pipeline_rank)
-
-
 def trained_expert_weights(role: Role, pipeline_rank: int) -> int:
     """Those of them that are routed experts'."""
-    return stage_expert_weights(role, pipeline_rank) if role.trained and role.adapters is None else 0
+    if not role.trained or role.adapters is not None:
+        return 0
+    shape, layout = role.shape, role.layout
+    own = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= role.frozen.layers]
+    return sum(expert_weights(shape, layer, layout.expert, layout.expert_tensor_size) for layer in own)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,11 +30,48 @@ class Platform:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
+    def host_bytes(self, size: int) -> torch.Tensor:
+        """Memory of the host for `size` bytes that left the device, on a GPU pinned.
+
+        On a CPU it is not torch's: torch's allocator then holds what a device would hold, and the rest is apart.
+        """
+        if self.kind == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(np.empty(size, dtype=np.uint8))
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start a copy of a tensor to the host; the copy, and the event that it is complete at (None on a CPU).
+
+        On a GPU it runs on a stream of its own, beside the computation. Not yet run on a GPU.
+        """
+        strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, without gaps
+        copy = self.host_bytes(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
+        if self.kind != "cuda":
+            return copy.copy_(tensor), None
+        stream = _offload_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy.copy_(tensor, non_blocking=True)
+            event = stream.record_event()
+        tensor.record_stream(stream)  # its memory is not given away before the copy is made
+        return copy, event
+
+    def to_device(self, copy: torch.Tensor, device: torch.device, event: Any) -> torch.Tensor:
+        """A copy that `to_host` made, on the device again."""
+        if event is not None:
+            event.wait()
+        return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=True)
+
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""
         if self.kind == "cuda":
             torch.cuda.set_device(local_rank)
         dist.init_process_group(self.backend, timeout=timedelta(seconds=timeout_s))
+
+
+@cache
+def _offload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _detect() -> Platform:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.estimate import Adapters, Engines, Role, largest_cap, usable_bytes
+from megarl.estimate import Adapters, Engines, Frozen, Role, Savings, largest_cap, usable_bytes
 from megarl.family import ModelShape
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
@@ -27,9 +27,26 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
             entropy_bonus=bonus and role == "actor",
             adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
             borrows_weights=role == "reference" and recipe.reference_is_base,
+            savings=_savings(recipe, role),
+            frozen=_frozen(recipe, role),
         )
         for role in recipe.roles
     }
+
+
+def _savings(recipe: Recipe, role: str) -> Savings:
+    if role == "reference":
+        return Savings() if recipe.reference is None else Savings(offload=recipe.reference.memory.offload)
+    owner = recipe.critic if role == "critic" else recipe.actor
+    assert owner is not None, f"no {role} runs"
+    return Savings(owner.memory.recompute, owner.memory.offload_activations, owner.memory.offload)
+
+
+def _frozen(recipe: Recipe, role: str) -> Frozen:
+    owner = {"actor": recipe.actor, "critic": recipe.critic}.get(role)
+    if owner is None:
+        return Frozen()
+    return Frozen(owner.freeze.embedding, owner.freeze.head, owner.freeze.norms, owner.freeze.layers)
 
 
 def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:

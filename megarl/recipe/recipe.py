@@ -109,6 +109,7 @@ class Recipe(Section):
             expert=cut.expert,
             expert_tensor=cut.expert_tensor,
             stages=cut.stages,
+            token_multiple=self.trainer.token_multiple,
         )
 
     def layout_section(self, role: str) -> LayoutSection:

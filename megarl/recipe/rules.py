@@ -21,7 +21,7 @@ from megarl.estimate.adapters import adapted_sizes
 from megarl.estimate.attention import cache_width
 from megarl.estimate.roles import BYTES
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import layout_rules
+from megarl.recipe import feature_rules, layout_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
 from megarl.recipe.nearest import closest_number
@@ -419,7 +419,9 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     if role != "model":
         yield from _tokens(recipe, key, path, fetch)
     roles = _roles_of_model(recipe) if role == "model" else (role,)
-    checks = [rule(recipe, shape, role) for role in roles for rule in (_tensor, layout_rules.pipeline, layout_rules.experts)]
+    on_layout = (_tensor, layout_rules.pipeline, layout_rules.experts, feature_rules.fp8_sizes)
+    checks = [rule(recipe, shape, role) for role in roles for rule in on_layout]
+    checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
     if key == "model.path":
         checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache, _lora)]
     found: list[Violation] = []
@@ -438,6 +440,14 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
+
+
+def _trained_from(recipe: Recipe, key: str) -> tuple[str, ...]:
+    """Roles with an optimizer that start from the path under `key`."""
+    if key != "model.path":
+        return ("critic",) if key == "critic.path" else ()
+    own = recipe.critic is not None and recipe.critic.path is not None
+    return ("actor",) if own or recipe.critic is None else ("actor", "critic")
 
 
 def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
@@ -555,6 +565,10 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _replay,
     _warmup,
     _compile_deadline,
+    feature_rules.fp8,
+    feature_rules.overlap,
+    feature_rules.frozen_head,
+    feature_rules.adapters,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -176,8 +176,15 @@ RewardSection = Annotated[VerifierSection | FunctionRewardSection, Field(discrim
 class TrainerSection(Section):
     ranks: Positive
     """Trainer processes; the data-parallel size is what the layout leaves of them."""
-    precision: Literal["fp32", "bf16"]
-    """Number format of weights and activations in the trainer."""
+    precision: Literal["fp32", "bf16", "fp16"]
+    """Number format of weights and activations in the trainer. Gradients add up in fp32 under each, and the optimizer keeps
+    fp32 weights and moments. `fp16` scales the loss; an update that overflows is skipped and counted
+    (`actor/skipped_updates`)."""
+    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    """The loss scale that `precision: fp16` starts with; it is lowered after overflows and raised after good updates."""
+    fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
+    """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
+    Needs a GPU that has FP8. Not yet run on a GPU."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective."""
     threads: Positive = 1
@@ -187,6 +194,14 @@ class TrainerSection(Section):
     than `compile_timeout_s`, a warning says so, and that rank goes on without."""
     compile_timeout_s: Seconds = 120.0
     """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
+
+    @property
+    def token_multiple(self) -> int:
+        """What FP8 products want the tokens of a rank to be a multiple of: their rows are scaled by 32 under `mxfp8`, and
+        their kernels take 16."""
+        if self.fp8 is None:
+            return 1
+        return 32 if self.fp8 == "mxfp8" else 16
 
 
 class LayoutSection(Section):
@@ -235,6 +250,40 @@ class OptimizerSection(Section):
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over the steps of the run."""
+    overlap_gradients: bool = False
+    """Sum gradients over the data-parallel ranks while the last backward pass still runs, bucket by bucket."""
+    overlap_parameters: bool = False
+    """Gather updated weights from the data-parallel ranks during the next forward pass, a bucket ahead of the layer that
+    needs it; with `overlap_gradients` only."""
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What a forward pass does not keep and the backward pass runs again: `selective` the core attention and the
+    feed-forward part of each layer, `full` whole layers, of which only the input is kept."""
+    offload_activations: bool = False
+    """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
+    computation; not yet run on a GPU."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What moves to the host's memory while the role runs no phase that needs it: `optimizer` its fp32 weights, moments and
+    gradient buffers outside of updates, `all` the weights outside of its phases as well. Not yet run on a GPU."""
+
+
+class ReferenceMemorySection(Section):
+    offload: Literal["none", "all"] = "none"
+    """`all` keeps the weights in the host's memory and brings them to the device for `reference_logprob`. Not yet run on a
+    GPU."""
+
+
+class FreezeSection(Section):
+    embedding: bool = False
+    """Leave the token embedding as it is, and the head too where the model ties them."""
+    head: bool = False
+    """Leave the vocabulary's output layer as it is."""
+    norms: bool = False
+    """Leave every norm's weight as it is."""
+    layers: Count = 0
+    """Leave the first that many decoder layers as they are."""
 
 
 class LoraSection(Section):
@@ -260,6 +309,10 @@ class ActorSection(Section):
     lora: LoraSection | None = None
     """Train low-rank adapters and leave the model's weights as they are; null trains the weights. A reference under the
     actor's layout is then the actor without its adapters, and no second model is built."""
+    memory: MemorySection = MemorySection()
+    """Ways to need less of the device's memory."""
+    freeze: FreezeSection = FreezeSection()
+    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
 
 
 class ReferenceSection(Section):
@@ -268,6 +321,8 @@ class ReferenceSection(Section):
     takes `model.path`."""
     layout: LayoutSection | None = None
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
+    memory: ReferenceMemorySection = ReferenceMemorySection()
+    """Ways to need less of the device's memory."""
 
 
 class CriticSection(Section):
@@ -278,6 +333,10 @@ class CriticSection(Section):
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
     optimizer: OptimizerSection
     """The critic's optimizer."""
+    memory: MemorySection = MemorySection()
+    """Ways to need less of the device's memory."""
+    freeze: FreezeSection = FreezeSection()
+    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
 
 
 class RolloutSection(Section):
@@ -289,7 +348,7 @@ class RolloutSection(Section):
     """Tensor-parallel ranks of one engine."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
-    precision: Literal["fp32", "bf16"] | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format in the engines; null takes `trainer.precision`."""
     timeout_s: Seconds = 600.0
     """Deadline of one step's rollouts and of every other call to an engine."""

@@ -41,6 +41,8 @@ class Layout:
     Experts are cut by themselves over the ranks of a stage (tensor x context x data of them):
     stage rank = expert_tensor_rank + expert_tensor * (expert_rank + expert * expert_data_rank). `expert_tensor` None is
     `tensor`.
+
+    `token_multiple`: the kernels want the tokens that a rank runs to be a multiple of this (1, or an even number).
     """
 
     tensor: int = 1
@@ -52,6 +54,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int | None = None
     stages: tuple[int, ...] = ()
+    token_multiple: int = 1
 
     @property
     def ranks(self) -> int:
@@ -78,11 +81,13 @@ class Layout:
         """Tokens of a sequence are padded to a multiple of this: context parallelism cuts each into 2 chunks a rank."""
         if self.context == 1:
             return 1
-        return 2 * self.context * (self.tensor if self.sequence_parallel else 1)
+        return max(2, self.token_multiple) * self.context * (self.tensor if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
         """Tokens of a micro-batch are padded to a multiple of this: sequence parallelism cuts it over the tensor group."""
+        if self.token_multiple > 1:
+            return self.token_multiple * self.context * (self.tensor if self.sequence_parallel else 1)
         return self.tensor * self.context if self.sequence_parallel else 1
 
     @property

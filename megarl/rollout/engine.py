@@ -223,7 +223,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     share = {} if settings.memory_utilization is None else {"gpu_memory_utilization": settings.memory_utilization}
     return AsyncEngineArgs(
         model=settings.model_path,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
+        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
         tensor_parallel_size=settings.tensor,
         distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
         enforce_eager=True,

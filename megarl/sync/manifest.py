@@ -13,7 +13,7 @@ from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.vllm import fixed_tensors, vllm_segments
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 

@@ -1,0 +1,80 @@
+"""What a recipe's words on precision, memory and overlap are in megatron-core's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.recipe.sections import MemorySection, OptimizerSection
+
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Forward in the format with more digits, gradients in the one with more range, as Micikevicius et al. 2022 (sec. 3.2) do;
+# block-wise scales leave the gradients no need of range.
+_FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+
+# Under fp16 the loss scale is halved when an update overflows as the one before did, and doubled after so many good ones.
+_HYSTERESIS = 2
+_GROWTH_UPDATES = 1000
+
+
+def precision_settings(precision: str, fp8: str | None) -> dict[str, Any]:
+    """Fields of a TransformerConfig. `precision` is "fp32", "bf16" or "fp16" (weights and activations), `fp8` None or a
+    Transformer Engine recipe for the matrix products of the layers; their weights stay in `precision`."""
+    dtype = DTYPES[precision]
+    settings = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16", fp16=precision == "fp16")
+    if fp8 is None:
+        return settings
+    # A scale that is taken from past maxima needs some: Transformer Engine's own length.
+    history = dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max") if fp8 == "delayed" else {}
+    return {**settings, "fp8": _FP8_FORMAT[fp8], "fp8_recipe": fp8, **history}
+
+
+def recompute_settings(memory: MemorySection, has_experts: bool) -> dict[str, Any]:
+    """Fields of a TransformerConfig. Norms are not recomputed by `selective`: megatron-core then wants Transformer
+    Engine's."""
+    if memory.recompute == "none":
+        return {}
+    if memory.recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
+    return dict(recompute_granularity="selective", recompute_modules=modules)
+
+
+def data_parallel_config(optimizer: OptimizerSection, precision: str) -> DistributedDataParallelConfig:
+    """Gradients in fp32, cut optimizer states, and what overlaps."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        # fp16 gradients may overflow: the loss scale then is too large, which the optimizer answers.
+        check_for_nan_in_grad=precision != "fp16",
+        overlap_grad_reduce=optimizer.overlap_gradients,
+        overlap_param_gather=optimizer.overlap_parameters,
+    )
+
+
+def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_scale: float) -> OptimizerConfig:
+    """Adam over the data-parallel ranks, with fp32 copies of 16-bit weights; fp16 has a loss scale that moves."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=0.0,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.epsilon,
+        clip_grad=optimizer.grad_clip,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        initial_loss_scale=initial_loss_scale,
+        hysteresis=_HYSTERESIS,
+        loss_scale_window=_GROWTH_UPDATES,
+        params_dtype=DTYPES[precision],
+        use_distributed_optimizer=True,
+        overlap_param_gather=optimizer.overlap_parameters,
+    )

@@ -1,0 +1,96 @@
+"""Rules on precision, memory features, frozen weights and overlap; `rules.py` runs them with its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from megarl.family import ModelShape
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.sections import ActorSection, CriticSection, FreezeSection
+from megarl.recipe.violation import GIVEN, Violation
+
+Violations = Iterator[Violation]
+
+# Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
+FP8_MULTIPLE = 16
+
+
+def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:
+    """The sections of roles that have an optimizer."""
+    yield "actor", recipe.actor
+    if recipe.critic is not None:
+        yield "critic", recipe.critic
+
+
+def fp8(recipe: Recipe) -> Violations:
+    name = recipe.trainer.fp8
+    if name is None:
+        return
+    if recipe.trainer.precision != "bf16":
+        rule = f"FP8 products work on bf16 weights, and trainer.precision is {recipe.trainer.precision}"
+        yield Violation("trainer.fp8", name, rule, "trainer.precision: bf16, or remove trainer.fp8")
+    elif importlib.util.find_spec("transformer_engine") is None:
+        rule = "FP8 needs Transformer Engine, which is not installed here"
+        yield Violation("trainer.fp8", name, rule, "pip install transformer-engine[pytorch], or remove trainer.fp8")
+
+
+def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """To be called for roles with a layout of their own."""
+    if recipe.trainer.fp8 is None:
+        return
+    tensor = recipe.layout_section(role).tensor
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tensor,
+        "feed-forward rows": shape.ffn // tensor,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    if odd:
+        rule = f"FP8 products want multiples of {FP8_MULTIPLE}, and a tensor rank of the {role} has {', '.join(odd)}"
+        yield Violation(f"{role}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")
+
+
+def overlap(recipe: Recipe) -> Violations:
+    for role, section in trained_sections(recipe):
+        if section.optimizer.overlap_parameters and not section.optimizer.overlap_gradients:
+            # Only gradients that overlap are cut into buckets, and it is buckets that are gathered ahead.
+            rule = f"weights are gathered by the buckets of {role}.optimizer.overlap_gradients, which is false"
+            nearest = f"{role}.optimizer.overlap_gradients: true"
+            yield Violation(f"{role}.optimizer.overlap_parameters", True, rule, nearest)
+
+
+def frozen_head(recipe: Recipe) -> Violations:
+    if recipe.critic is not None and recipe.critic.freeze.head:
+        yield Violation("critic.freeze.head", True, "a critic's head is new and must be trained", "false")
+
+
+def adapters(recipe: Recipe) -> Violations:
+    """What is frozen or has no weights of its own already."""
+    if recipe.actor.lora is not None and recipe.actor.freeze != FreezeSection():
+        rule = "with actor.lora every weight but the adapters' stays as it is"
+        yield Violation("actor.freeze", GIVEN, rule, "remove actor.freeze")
+    if recipe.reference is not None and recipe.reference.memory.offload != "none" and recipe.reference_is_base:
+        rule = "the reference is the actor without its adapters and has no weights of its own"
+        yield Violation("reference.memory.offload", recipe.reference.memory.offload, rule, "actor.memory.offload: all")
+
+
+def frozen(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """To be called for roles that are trained."""
+    freeze, layers = _freeze_of(recipe, role), shape.num_layers
+    if freeze is None:
+        return
+    if freeze.layers > layers:
+        yield Violation(f"{role}.freeze.layers", freeze.layers, f"the model has {layers} layers", str(layers))
+    if role == "critic":
+        return  # its head is always trained
+    if shape.tied and freeze.head and not freeze.embedding:
+        rule = "the model's head is its embedding, and actor.freeze.embedding is false"
+        yield Violation("actor.freeze.head", True, rule, "actor.freeze.embedding: true")
+    elif freeze.embedding and (freeze.head or shape.tied) and freeze.norms and freeze.layers >= layers:
+        rule = f"with the embedding, the norms and all {layers} layers nothing is left to train"
+        yield Violation("actor.freeze.layers", freeze.layers, rule, str(layers - 1))
+
+
+def _freeze_of(recipe: Recipe, role: str) -> FreezeSection | None:
+    return next((section.freeze for name, section in trained_sections(recipe) if name == role), None)

@@ -1,0 +1,129 @@
+"""What the ranks run to compare a role with a memory, precision or overlap feature to one without."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megarl.engine import offload, settings
+from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
+from megarl.engine.engine import Engine
+from megarl.family import ModelShape
+from megarl.recipe.sections import FreezeSection, MemorySection, OptimizerSection
+from megarl.reshard.boxes import Layout
+from megarl.schedule import MiniBatch, Schedule, plan_phase
+from tests.engine_cases import objective_of, small_batch, start_places, total_loss
+
+# Buckets so small that the tiny models have several.
+BUCKET_WEIGHTS = 4000
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A role's settings beside its layout."""
+
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    freeze: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    initial_loss_scale: float = 65536.0
+    max_in_flight: int | None = None  # several pipeline runs a mini-batch
+    checkpoint: str | None = None  # saved after the second update and loaded into a fresh engine
+
+
+@dataclass(frozen=True)
+class Line:
+    """One update: what it gave, and what the weights were behind it."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    logprobs: bytes  # of the forward phase before it; of this rank's sequences
+    weights: bytes
+
+
+def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Engine:
+    return Engine(
+        role,
+        ModelShape.from_directory(directory),
+        directory,
+        place,
+        feature.precision,
+        1.0,
+        optimizer=OptimizerSection(lr=1e-2, warmup_steps=2, decay="linear", **feature.optimizer),
+        steps=10,
+        initial_loss_scale=feature.initial_loss_scale,
+        memory=MemorySection(**feature.memory),
+        frozen=FreezeSection(**feature.freeze),
+    )
+
+
+def train_with(
+    directory: str, layout: Layout, features: Sequence[Feature], updates: int = 3, role: str = "actor"
+) -> list[list[Line]]:
+    """A forward phase and an update, `updates` times, with each feature in turn on engines of the same start."""
+    (place,) = start_places([layout]).values()
+    found = []
+    for feature in features:
+        with (
+            mock.patch.object(settings, "DistributedDataParallelConfig", _small_buckets),
+            mock.patch.object(offload, "LEAST_ACTIVATION_BYTES", 1),
+        ):
+            found.append(_train(directory, place, feature, updates, role))
+    return found
+
+
+def _small_buckets(**arguments: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(**arguments, bucket_size=BUCKET_WEIGHTS)
+
+
+def _train(directory: str, place: Any, feature: Feature, updates: int, role: str) -> list[Line]:
+    trained = build(directory, place, feature, role)
+    batch = small_batch(trained.shape.vocab)
+    mini_batch = cut(batch, place.layout, feature.max_in_flight)
+    lines = []
+    for number in range(updates):
+        if number == 2 and feature.checkpoint is not None:
+            path = save_checkpoint(feature.checkpoint, number, {role: trained}, {})
+            trained = build(directory, place, feature, role)
+            load_checkpoint(path, {role: trained})
+        with trained.present():
+            results, _ = trained.forward(batch, mini_batch)
+        with trained.present(training=True):
+            update = trained.update(batch, mini_batch, objective_of(role, 100))
+        with trained.present():
+            weights = digest(trained.shards().values())
+        outputs = results.get("values" if role == "critic" else "logprobs", {})
+        lines.append(
+            Line(
+                total_loss(update, place),
+                update.grad_norm,
+                update.learning_rate,
+                update.skipped,
+                digest(outputs[sample] for sample in sorted(outputs)),
+                weights,
+            )
+        )
+    return lines
+
+
+def cut(batch: Any, layout: Layout, max_in_flight: int | None) -> MiniBatch:
+    schedule = Schedule("update", max_tokens=40, mini_batch=12, max_micro_batches_in_flight=max_in_flight)
+    (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), layout, 0).mini_batches
+    return mini_batch
+
+
+def digest(tensors: Any) -> bytes:
+    """Equal for tensors that are equal bit for bit. Of copies: a storage that numpy has seen cannot be emptied."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.clone().view(torch.uint8).numpy().tobytes())
+    return total.digest()

@@ -1,0 +1,122 @@
+"""Recompute and offload change where bytes are and when they are computed, and no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.engine.offload import Shelf, storages_of
+from megarl.reshard.boxes import Layout
+from tests.feature_cases import Feature, build, cut, train_with
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+PLAIN = Feature()
+SELECTIVE, FULL = Feature(memory={"recompute": "selective"}), Feature(memory={"recompute": "full"})
+ACTIVATIONS = Feature(memory={"offload_activations": True})
+OPTIMIZER, ALL = Feature(memory={"offload": "optimizer"}), Feature(memory={"offload": "all"})
+EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "offload": "all"})
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tensor=2, pipeline=2, sequence_parallel=True), Layout(pipeline=2, data=2, virtual_pipeline=2)],
+    ids=["one", "tensor, pipeline, sequence", "virtual pipeline, data"],
+)
+def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
+    directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
+    features = [PLAIN, SELECTIVE, FULL, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
+    for found in run_ranks(train_with, layout.ranks, directory, layout, features):
+        plain, *exact, activations = found
+        assert plain[0].loss > plain[-1].loss, "the updates move the weights"
+        for feature, other in zip(features[1:], exact, strict=False):
+            assert other == plain, feature
+        for line, expected in zip(activations, plain, strict=True):  # see ActivationOffload
+            assert line.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+
+
+def storages_between_phases(directory: str, precision: str) -> dict[str, list[int]]:
+    """Bytes of the trainable and frozen weights, gradient buffers and optimizer states of one rank, by when."""
+    from tests.engine_cases import objective_of, small_batch, start
+
+    place = start(Layout())
+    trained = build(directory, place, Feature(memory={"offload": "all"}, freeze={"layers": 1}, precision=precision))
+    batch = small_batch(trained.shape.vocab)
+    mini_batch = cut(batch, place.layout, None)
+
+    def sizes() -> list[int]:
+        weights = [parameter.data for model in trained.models for parameter in model.parameters()]
+        gradients = [buffer.grad_data for chunk in trained.chunks for buffer in chunk.buffers]
+        inner = trained.optimizer.chained_optimizers[0].optimizer
+        states = [parameter.data for group in inner.param_groups for parameter in group["params"]]
+        states += [one for state in inner.state.values() for name, one in state.items() if name != "step"]
+        return [sum(one.nbytes() for one in storages_of(part)) for part in (weights, gradients, states)]
+
+    found = {"built": sizes()}
+    with trained.present(training=True):
+        trained.update(batch, mini_batch, objective_of("actor", 100))
+        found["update"] = sizes()
+    found["between"] = sizes()
+    with trained.present():
+        found["forward"] = sizes()
+    with pytest.raises(AssertionError, match="weights are away"):
+        trained.forward(batch, mini_batch)
+    with trained.present(), pytest.raises(AssertionError, match="optimizer is away"):
+        trained.update(batch, mini_batch, objective_of("actor", 100))
+    with trained.present(training=True):
+        found["again"] = sizes()
+    return found
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_away_takes_no_memory_of_the_device(tmp_path: Path, precision: str) -> None:
+    directory = str(save_tiny_model(tmp_path, "qwen3"))
+    (found,) = run_ranks(storages_between_phases, 1, directory, precision)
+    assert found["built"] == found["between"] == [0, 0, 0]
+    assert all(size > 0 for size in found["update"]) and found["again"] == found["update"]
+    # fp32 main parameters are the weights themselves.
+    states = found["forward"][2] if precision == "fp32" else 0
+    assert found["forward"] == [found["update"][0], 0, states]
+    assert states < found["update"][2]
+
+
+def test_views_see_what_comes_back() -> None:
+    whole = torch.arange(10.0)
+    view, shelf, dropped = whole[3:7].view(2, 2), Shelf(keep=True), Shelf(keep=False)
+    shelf.put_away(storages_of([whole, view]))
+    assert whole.untyped_storage().nbytes() == 0
+    shelf.bring_back()
+    assert view.tolist() == [[3, 4], [5, 6]]
+    view += 1
+    shelf.put_away(storages_of([whole]))
+    shelf.bring_back()
+    assert whole.tolist() == [0, 1, 2, 4, 5, 6, 7, 7, 8, 9], "an older copy came back"
+    dropped.put_away(storages_of([whole]))
+    dropped.bring_back()
+    assert view.tolist() == [[0, 0], [0, 0]]
+
+
+def test_saved_tensors_leave_the_device_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.engine import offload
+
+    monkeypatch.setattr(offload, "LEAST_ACTIVATION_BYTES", 1024)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def gradients(keeper: Any) -> list[torch.Tensor]:
+        with keeper:
+            y = model(x).square()
+        return list(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
+
+    expected = gradients(torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one))
+    activations = offload.ActivationOffload([model])
+    assert all(torch.equal(*pair) for pair in zip(gradients(activations.forward()), expected, strict=True))
+    # The input, the sigmoid's output (of two operations, copied once) and the input of the square: 32 x 64 fp32 each.
+    assert activations.moved_bytes == 3 * 32 * 64 * 4

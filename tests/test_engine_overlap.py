@@ -1,0 +1,46 @@
+"""Overlapped reductions and gathers give the numbers of those that wait, whatever comes between two updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.reshard.boxes import Layout
+from tests.feature_cases import Feature, train_with
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.layout
+
+GRADIENTS = {"overlap_gradients": True}
+BOTH = {"overlap_gradients": True, "overlap_parameters": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_in_flight"),
+    [(Layout(data=2), None), (Layout(pipeline=2, data=2), 1), (Layout(pipeline=2, data=2, virtual_pipeline=2), None)],
+    ids=["data", "several pipeline runs a mini-batch", "virtual pipeline"],
+)
+def test_overlap_changes_no_number(tmp_path: Path, layout: Layout, max_in_flight: int | None) -> None:
+    """Forward phases, weight reads and a checkpoint come between the updates."""
+    directory, folder = str(save_tiny_model(tmp_path / "model", "qwen3", tied=True)), str(tmp_path / "checkpoints")
+    features = [
+        Feature(max_in_flight=max_in_flight),
+        Feature(optimizer=GRADIENTS, max_in_flight=max_in_flight),
+        Feature(optimizer=BOTH, max_in_flight=max_in_flight),
+        Feature(optimizer=BOTH, max_in_flight=max_in_flight, memory={"offload": "all"}),
+        Feature(optimizer=BOTH, max_in_flight=max_in_flight, checkpoint=folder),
+    ]
+    by_rank = run_ranks(train_with, layout.ranks, directory, layout, features)
+    for plain, gradients, *same in by_rank:
+        for line, expected in zip(gradients, plain, strict=True):
+            # Other buckets: the norm and the cut of the optimizer's states add up in another order.
+            assert line.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+        assert all(other == gradients for other in same)
+    for number in range(len(features)):
+        # Data-parallel ranks of one stage end with the same weights: none read them before they were gathered.
+        for stage in range(layout.pipeline):
+            first, second = (by_rank[layout.rank(0, stage, data_rank)][number] for data_rank in (0, 1))
+            assert [line.weights for line in first] == [line.weights for line in second]
