@@ -17,7 +17,7 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.layout
 STEPS = 3
-TOLERANCE = 3e-5
+TOLERANCE = 5e-5
 WHOLE, CUT = 400, 40  # max_tokens: the reference runs one micro-batch, every layout several ragged ones
 COLUMNS = ("loss", "grad norm", "logprobs", "entropy", "values")
 
@@ -66,15 +66,23 @@ CASES = [
     (EXPERTS, Layout(data=2, expert=2)),
     (EXPERTS, Layout(data=4, expert=2)),
     (EXPERTS, Layout(data=4, expert=4)),
-    (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
-    (EXPERTS, Layout(pipeline=2, data=2, expert=2, stages=(1, 3))),
-    (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
     (EXPERTS, Layout(context=2, expert=2)),
     (EXPERTS, Layout(data=2, expert_tensor=2)),
-    (EXPERTS, Layout(tensor=2, data=2, sequence_parallel=True, expert=2)),
     (EXPERTS, Layout(tensor=2, context=2, sequence_parallel=True, expert_tensor=1)),
+    (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    (EXPERTS, Layout(tensor=2, data=2, sequence_parallel=True, expert=2)),
+    (EXPERTS, Layout(pipeline=2, data=2, expert=2, stages=(1, 3))),
+    (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
     (ALL_EXPERTS, Layout(data=2, expert=2)),
     (ALL_EXPERTS, Layout(tensor=2, pipeline=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+]
+# One case of each kind that another version of megatron-core could change; the others are slow, and it skips them.
+QUICK = [
+    (DENSE, Layout(tensor=2, pipeline=2, sequence_parallel=True, virtual_pipeline=2)),
+    (DENSE, Layout(tensor=2, context=2, data=2)),
+    (FIVE, Layout(pipeline=2, stages=(1, 4))),
+    (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
 ]
 
 
@@ -130,7 +138,13 @@ def differences(found: dict[str, list[Figures]], expected: dict[str, list[Figure
     return largest
 
 
-@pytest.mark.parametrize("model,layout", CASES, ids=[f"{model[0]}-{name(layout)}" for model, layout in CASES])
+@pytest.mark.parametrize(
+    "model,layout",
+    [
+        pytest.param(*case, id=f"{case[0][0]}-{name(case[1])}", marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in CASES
+    ],
+)
 def test_a_layout_gives_the_numbers_of_one_rank(reference, layout_table, model, layout):
     directory, expected = reference(model)
     start = time.monotonic()
@@ -166,5 +180,6 @@ def test_the_matrix_covers_every_axis():
                  "expert_tensor"):  # fmt: skip
         changed = [layout for _, layout in CASES if getattr(layout, axis) != getattr(plain, axis)]
         assert any(replace(layout, **{axis: getattr(plain, axis)}) != plain for layout in changed), f"{axis} with others"
+    assert set(QUICK) <= set(CASES)
     assert len({layout for _, layout in CASES}) >= 24
     assert max(layout.ranks for _, layout in CASES) == 8

@@ -1,12 +1,16 @@
 """The feature table says what the code supports: it is read off the code, the README repeats it, and tests back its rows."""
 
+import json
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.family import FAMILIES
 from megarl.features import features, markdown
 from megarl.recipe.sections import ActorSection, LayoutSection
+from tests import test_engine_golden
+from tests.tiny_models import save_tiny_model
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -19,6 +23,17 @@ def test_the_readme_has_the_table_that_check_prints():
     for row in features():
         for word in (row.area, row.key, *row.values.split(", ")):
             assert word.replace("`", "").replace("**", "").split(" ")[0] in shown, row
+
+
+def test_every_supported_family_has_a_golden_test(tmp_path):
+    tested = set()
+    for function in vars(test_engine_golden).values():
+        for mark in getattr(function, "pytestmark", []) if callable(function) else []:
+            if mark.name == "parametrize" and mark.args[0] == "family":
+                tested |= set(mark.args[1])
+    built = [save_tiny_model(tmp_path / name, name) for name in sorted(tested)]
+    types = {json.loads((directory / "config.json").read_text())["model_type"] for directory in built}
+    assert types == FAMILIES.keys()
 
 
 def test_the_table_has_every_layout_key_and_every_key_of_a_role():
