@@ -112,11 +112,13 @@ def train(
 def export(
     run_dir: RunArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, in Hugging Face format.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters of actor.lora alone, in PEFT's format.")] = False,
 ) -> None:
-    """Write a run's last checkpoint as a Hugging Face directory."""
+    """Write a run's last checkpoint as a Hugging Face directory, adapters merged in."""
     _need_run(run_dir)
+    module = "megarl.engine.adapter_export" if adapter else "megarl.engine.export"
     # The libraries' import notices are not the user's to mend.
-    command = [sys.executable, "-W", "ignore", "-m", "megarl.engine.export", str(run_dir), str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", module, str(run_dir), str(out)]
     sys.stdout.flush()
     os.execv(command[0], command)
 

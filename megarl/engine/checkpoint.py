@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.engine.engine import Engine
-from megarl.engine.lora import adapter_states, fill_adapters
+from megarl.engine.lora import Adapter, adapter_states, fill_adapters
 from megarl.engine.model import DecoderModel, local_name
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -169,6 +169,12 @@ class _Into(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is a view: nothing is left to do."""
+
+
+def load_adapters(checkpoint: str | Path, role: str, adapters: Mapping[str, Adapter]) -> None:
+    """Fill a role's adapters alone; to be called inside the place that they were built in."""
+    wanted = {"model": adapter_states(adapters, role)}
+    fill_adapters(adapters, dist_checkpointing.load(wanted, str(checkpoint))["model"])
 
 
 def _chunk_states(chunks: Sequence[DecoderModel], role: str) -> dict[str, dict[str, Any]]:

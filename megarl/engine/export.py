@@ -19,11 +19,13 @@ import yaml
 
 from megarl.data.model_files import model_directory
 from megarl.engine.checkpoint import StoredRole
-from megarl.engine.model import WithoutContent, build_model
+from megarl.engine.model import DTYPES, WithoutContent, build_model, named_shards
 from megarl.engine.parallel import start_parallel
+from megarl.engine.stored_adapters import MergedRole, stored_adapters
 from megarl.engine.weights import WeightFiles, copy_model_files
 from megarl.family import ModelShape
 from megarl.recipe import Recipe
+from megarl.recipe.sections import LoraSection
 from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import rank_segments
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
@@ -37,7 +39,25 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     Runs in one process, whatever layout trained, which holds one parameter at a time; `target` is complete or not there at
     all. Raises ValueError where there is nothing to export or `target` is not empty.
     """
-    run_dir, target = Path(run_dir), Path(target)
+    target = Path(target)
+    recipe, checkpoint = to_export(run_dir, target)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    source = model_directory(recipe.model.path)
+    shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
+    partial.mkdir(parents=True)
+    with alone():
+        write_model(partial, checkpoint, shape, precision, recipe.run.seed, source, recipe.actor.lora)
+    copy_model_files(source, partial)
+    config = json.loads((partial / "config.json").read_text())
+    (partial / "config.json").write_text(json.dumps(exported_config(config, precision), indent=2) + "\n")
+    partial.replace(target)
+    return checkpoint
+
+
+def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
+    """A run's recipe and its latest checkpoint. Raises ValueError where there is none or `target` is not empty."""
+    run_dir = Path(run_dir)
     run = RunDirectory(run_dir)
     if not run.recipe.is_file():
         raise ValueError(f"{str(run_dir)!r} is no run directory: it has no recipe.yaml")
@@ -47,19 +67,7 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{str(target)!r} is no empty directory; export to another one")
     # Its sections alone: that the prompts have moved since is no reason not to export.
-    recipe = Recipe.model_validate(yaml.safe_load(run.recipe.read_text()), strict=False)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    source = model_directory(recipe.model.path)
-    shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
-    partial.mkdir(parents=True)
-    with _alone():
-        write_model(partial, checkpoint, shape, precision, recipe.run.seed)
-    copy_model_files(source, partial)
-    config = json.loads((partial / "config.json").read_text())
-    (partial / "config.json").write_text(json.dumps(exported_config(config, precision), indent=2) + "\n")
-    partial.replace(target)
-    return checkpoint
+    return Recipe.model_validate(yaml.safe_load(run.recipe.read_text()), strict=False), checkpoint
 
 
 def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of this process, without which megatron-core builds no model."""
     with tempfile.TemporaryDirectory() as rendezvous:
         dist.init_process_group(
@@ -84,14 +92,30 @@ def _alone() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def write_model(target: Path, checkpoint: Path, shape: ModelShape, precision: str, seed: int) -> None:
-    """Write the actor of a checkpoint as safetensors, parameter by parameter; to be called in a process group of one."""
+def write_model(
+    target: Path,
+    checkpoint: Path,
+    shape: ModelShape,
+    precision: str,
+    seed: int,
+    source: str | Path,
+    lora: LoraSection | None = None,
+) -> None:
+    """Write the actor of a checkpoint as safetensors, parameter by parameter; to be called in a process group of one.
+
+    With `lora` the checkpoint holds adapters alone; they are added to the weights of `source`, the model's directory.
+    """
+    stored: StoredRole | MergedRole
     (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
     with place.active():
         # A model without content: it knows where the checkpoint holds each of its parameters.
         with WithoutContent():
             chunks = build_model(shape, place.layout, precision, "actor", torch.device("meta"))
-        stored = StoredRole(checkpoint, "actor", chunks)
+        if lora is None:
+            stored = StoredRole(checkpoint, "actor", chunks)
+        else:
+            adapters = stored_adapters(checkpoint, shape, lora, DTYPES[precision], place)
+            stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
     by_parameter: dict[str, list[Segment]] = defaultdict(list)
     for segment in rank_segments(shape, place.layout, 0, 0):
         by_parameter[segment.parameter].append(segment)

@@ -44,31 +44,32 @@ CHILD = "adapter"
 class Adapter(nn.Module):
     """The factors A [rank, in] and B [out, rank] of one linear layer on this tensor rank."""
 
-    def __init__(self, linear: Any, target: str, settings: LoraSection, config: Any, group: Any) -> None:
+    def __init__(self, weight: Tensor, target: str, settings: LoraSection, sequence_parallel: bool, group: Any) -> None:
+        """`weight` gives the sizes on this rank, the type and the device."""
         super().__init__()
-        rows, columns = linear.weight.shape
-        self.target, self.config, self.group = target, config, group
+        rows, columns = weight.shape
+        self.target, self.sequence_parallel, self.group = target, sequence_parallel, group
         self.is_column = MODULES[target][1]
         self.scale = settings.alpha / settings.rank
         self.is_on = True
-        self.a = nn.Parameter(linear.weight.new_empty(settings.rank, columns))
-        self.b = nn.Parameter(linear.weight.new_zeros(rows, settings.rank))
+        self.a = nn.Parameter(weight.new_empty(settings.rank, columns))
+        self.b = nn.Parameter(weight.new_zeros(rows, settings.rank))
         cut, whole, axis = (self.b, self.a, 0) if self.is_column else (self.a, self.b, 1)
         set_tensor_model_parallel_attributes(cut, True, axis, 1)  # the gradient norm counts it on every tensor rank
         # A tensor rank's gradient of the replicated factor is that of its own rows of the sequence: `finalize_model_grads`
         # sums it over the tensor group. Without sequence parallelism it is whole on every rank, and not summed.
-        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         # column-parallel: x [slots / s, 1, in], output [slots, 1, out / tensor]; row-parallel: x [slots, 1, in / tensor],
         # output [slots / s, 1, out]; s is the tensor size under sequence parallelism, else 1
         narrow = F.linear(x, self.a)
         if self.is_column:
-            if self.config.sequence_parallel:
+            if self.sequence_parallel:
                 narrow = gather_from_sequence_parallel_region(narrow, group=self.group)
             else:
                 narrow = copy_to_tensor_model_parallel_region(narrow, group=self.group)
-        elif self.config.sequence_parallel:
+        elif self.sequence_parallel:
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.group)
@@ -96,7 +97,7 @@ def attach(chunks: Sequence[Any], settings: LoraSection, seed: int, tensor_rank:
             for target in settings.targets:
                 path = MODULES[target][0]
                 linear = layer.get_submodule(path)
-                adapter = Adapter(linear, target, settings, chunk.config, group)
+                adapter = Adapter(linear.weight, target, settings, chunk.config.sequence_parallel, group)
                 _initialise(adapter, seed, layer.layer_number, tensor_rank)
                 linear.add_module(CHILD, adapter)
                 linear.register_forward_hook(_add)
