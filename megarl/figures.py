@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.engine.batch import Batch
 from megarl.engine.engine import Update
 from megarl.engine.parallel import Place, reduce_scalars
 from megarl.planner.lengths import QUANTILES
@@ -28,6 +29,21 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
         "schedule/rollout/prompts": rollouts.executed.prompts,
         "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
         **rollouts.metrics,
+    }
+
+
+def add_scores(batch: Batch, scores: np.ndarray, weight: float) -> dict[str, float]:
+    """Add the reward model's scores [sequences] to the rewards, which are the verifiers' until then. Masked samples stay
+    masked. Returns the figures of the sum. Raises ValueError for a score that is no finite number."""
+    for sample, score in enumerate(scores):
+        if not np.isfinite(score):
+            raise ValueError(f"phase reward_model: sample {sample} scores {score}; the model is broken, or overflows")
+    batch.rewards = (batch.rewards + weight * scores).astype(np.float32)
+    counted = batch.rewards[batch.valid]
+    return {
+        "reward/model_mean": float(scores[batch.valid].mean()),
+        "reward/mean": float(counted.mean()),
+        "reward/deviation": float(counted.std()),
     }
 
 

@@ -19,7 +19,7 @@ from megarl.engine.engine import Engine, share_results
 from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place
-from megarl.figures import rollout_figures, schedule_figures, update_figures
+from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.schedule import Cost, Executed, Plan, PlanMismatch, compare, plan_phase
@@ -36,6 +36,7 @@ class Parts:
     actor: Engine
     reference: Engine | None  # the actor itself, where it is the base model without its adapters
     critic: Engine | None
+    reward_model: Engine | None
     prompts: Any
     rollouts: Any
     rewards: Any
@@ -45,7 +46,12 @@ class Parts:
     @property
     def engines(self) -> dict[str, Engine]:
         """Roles that run."""
-        engines = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        engines = {
+            "actor": self.actor,
+            "reference": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
         return {role: engine for role, engine in engines.items() if engine is not None}
 
     @property
@@ -76,6 +82,10 @@ class Pipeline:
         plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
         with self._phase("rollout"):
             batch.samples = self._samples(rollouts.payload, plans)
+        if self.parts.reward_model is not None:
+            with self._phase("reward_model"):
+                scores = self._forward(self.parts.reward_model, plans["reward_model"], batch, "scores")
+                self.figures |= add_scores(batch, torch.cat(scores).numpy(), self.recipe.reward_model_weight)
         if "actor_logprob" in self.runs:
             with self._phase("actor_logprob"):
                 batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
@@ -178,7 +188,8 @@ class Pipeline:
             results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
         compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
-        return share_results(results.get(name, {}), mini_batch, batch, engine.place)
+        one_each = engine.role == "reward_model"
+        return share_results(results.get(name, {}), mini_batch, batch, engine.place, one_each)
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
         """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both.

@@ -125,6 +125,10 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
                         optimizer=recipe.critic.optimizer, memory=recipe.critic.memory, frozen=recipe.critic.freeze,
                         updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
+    reward_model = None
+    if recipe.reward_model is not None:
+        judge = model_directory(recipe.path("reward_model"))
+        reward_model = engine("reward_model", ModelShape.from_directory(judge), judge, places["reward_model"])
     replayed = recipe.rollout.replay is not None
     weights = None
     if not replayed:
@@ -141,18 +145,18 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         if prompts.num_dropped:
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-        check_answers(load_terms(recipe.reward), list(prompts.every()))
+        check_answers(load_terms(recipe.verifiers), list(prompts.every()))
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
         stack.callback(rollouts.shutdown)
         rollouts.start()
-        rewards = RewardWorkers(recipe.reward, str(directory), recipe.phases.reward, local=replayed)
+        rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=replayed)
         stack.callback(rewards.close)
         if recipe.run.dump_rollouts:
             dump = partial(dump_rollout, run.rollouts)
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
     if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
-    return Parts(actor, reference, critic, prompts, rollouts, rewards, weights, dump)
+    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump)
 
 
 def run_steps(

@@ -30,7 +30,7 @@ def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder)
     done = train(folder, "proof")
     assert "algorithm.max_ratio_drift" not in done.stderr, "rounding is far below the default bound"
     for line in figures(folder, "proof"):
-        for phase in ENGINE_PHASES:
+        for phase in (phase for phase in ENGINE_PHASES if phase != "reward_model"):  # the recipe has none
             at = f"schedule/{phase}/"
             for name in PROVEN:
                 assert line[at + name] == line[f"{at}planned_{name}"] > 0, (phase, name)

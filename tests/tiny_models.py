@@ -110,5 +110,22 @@ def save_tiny_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
+def save_tiny_reward_model(directory: Path, family: str = "qwen3", num_labels: int = 1, seed: int = 1) -> Path:
+    """Write a random sequence classifier of the sizes of `save_tiny_model`."""
+    import transformers
+
+    save_tiny_model(directory, family, seed=seed)
+    config = transformers.AutoConfig.from_pretrained(directory, num_labels=num_labels, pad_token_id=0)
+    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForSequenceClassification")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or name == "score.weight":
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory, safe_serialization=True)
+    return Path(directory)
+
+
 if __name__ == "__main__":
     save_tiny_tokenizer(save_tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32))

@@ -81,12 +81,20 @@ class PackedMicroBatch:
 
 
 def pack(
-    batch: Batch, micro_batch: MicroBatch, device: torch.device, layout: Layout, context_rank: int = 0
+    batch: Batch,
+    micro_batch: MicroBatch,
+    device: torch.device,
+    layout: Layout,
+    context_rank: int = 0,
+    ends_alone: bool = False,
 ) -> PackedMicroBatch:
     """Lay the sequences of a planned micro-batch end to end, padded to its slots; this context rank's part of it.
 
     Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
     alignment. With it each sequence is padded at its end, where no token of it looks.
+
+    With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict a completion token,
+    and everything [completion tokens] is [sequences].
     """
     tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
     for sample_id in micro_batch.samples:
@@ -96,8 +104,8 @@ def pack(
         (slots,) = padded([total], layout)
         tokens += [prompt, completion, np.zeros(slots - total)]
         positions.append(np.arange(slots))
-        heads.append(start + len(prompt) - 1 + np.arange(len(completion)))
-        targets.append(completion)
+        heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + np.arange(len(completion)))
+        targets.append(np.zeros(1) if ends_alone else completion)
         start += slots
         lengths.append(start)
 

@@ -21,11 +21,11 @@ from megarl.engine.batch import Batch, PackedMicroBatch, pack
 from megarl.engine.freeze import freeze, keep_gradients_through_recompute
 from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
-from megarl.engine.model import DecoderModel, build_model, merged_shards, named_shards
+from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_shards, named_shards
 from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.parallel import Place
 from megarl.engine.settings import data_parallel_config, optimizer_config
-from megarl.engine.weights import load_shards
+from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
 from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.reshard.megatron import rank_segments
@@ -64,7 +64,7 @@ class Update:
 
 
 class Engine:
-    """A role (actor, reference or critic) under one layout.
+    """A role (actor, reference, critic or reward model) under one layout.
 
     `optimizer` is None for a role that is never updated; with `lora` it trains adapters alone. `steps` and
     `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`.
@@ -127,12 +127,14 @@ class Engine:
             place.tensor_rank,
             place.pipeline_rank,
             place.data_rank,
-            role == "critic",
+            role in SCALAR_ROLES,
             place.context_rank,
         )
-        load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role == "critic")
+        load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
         if role == "critic" and self.models[-1].post_process:
             _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
+        if role == "reward_model" and self.models[-1].post_process:
+            load_score_head(self.models[-1].output_layer.weight, directory)
 
     def _make_trainable(
         self,
@@ -257,7 +259,7 @@ class Engine:
         """
         place = self.place
         packed = [
-            pack(batch, micro, place.device, place.layout, place.context_rank)
+            pack(batch, micro, place.device, place.layout, place.context_rank, ends_alone=self.role == "reward_model")
             for micro in mini_batch.micro_batches[place.data_rank]
         ]
         stored: list[Any] = []
@@ -335,8 +337,8 @@ class Engine:
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
         # output [own completion tokens, 1, hidden] or, of a critic, [1, own completion tokens, 1]
-        if self.role == "critic":
-            own = {"values": output.float().flatten()}
+        if self.role in SCALAR_ROLES:
+            own = {SCALAR_ROLES[self.role]: output.float().flatten()}
         else:
             own = self.head(output.squeeze(1), self.models[-1].head_weight, micro.targets[micro.heads], entropy)
         return {name: over_context(part, micro, self.place) for name, part in own.items()}
@@ -379,15 +381,18 @@ def _executed(ran: list[list[PackedMicroBatch]]) -> Executed:
     )
 
 
-def share_results(results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place) -> list[Tensor]:
-    """Per-token results of every sequence, on every rank, in sample order: one broadcast a data-parallel rank.
+def share_results(
+    results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place, one_each: bool = False
+) -> list[Tensor]:
+    """Per-token results (or `one_each`) of every sequence, on every rank, in sample order: one broadcast a data-parallel
+    rank.
 
     So results reach roles of any layout by sample; `place` is that of the role that made them.
     """
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
         own = [sample for micro in micro_batches for sample in micro.samples]
-        lengths = [int(batch.completion_lengths[sample]) for sample in own]
+        lengths = [1 if one_each else int(batch.completion_lengths[sample]) for sample in own]
         source = place.source_of(data_rank)
         if place.rank == source:
             flat = torch.cat([results[sample] for sample in own]).to(place.device)

@@ -47,7 +47,9 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
     partial.mkdir(parents=True)
     with alone():
-        write_model(partial, checkpoint, shape, precision, recipe.run.seed, source, recipe.actor.lora)
+        lora = recipe.actor.lora
+        base = None if lora is None else (source, lora)
+        write_model(partial, checkpoint, shape, precision, recipe.run.seed, base)
     copy_model_files(source, partial)
     config = json.loads((partial / "config.json").read_text())
     (partial / "config.json").write_text(json.dumps(exported_config(config, precision), indent=2) + "\n")
@@ -98,12 +100,11 @@ def write_model(
     shape: ModelShape,
     precision: str,
     seed: int,
-    source: str | Path,
-    lora: LoraSection | None = None,
+    base: tuple[str | Path, LoraSection] | None = None,
 ) -> None:
     """Write the actor of a checkpoint as safetensors, parameter by parameter; to be called in a process group of one.
 
-    With `lora` the checkpoint holds adapters alone; they are added to the weights of `source`, the model's directory.
+    With `base` the checkpoint holds adapters alone, and this is the model directory that they are added to.
     """
     stored: StoredRole | MergedRole
     (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
@@ -111,9 +112,10 @@ def write_model(
         # A model without content: it knows where the checkpoint holds each of its parameters.
         with WithoutContent():
             chunks = build_model(shape, place.layout, precision, "actor", torch.device("meta"))
-        if lora is None:
+        if base is None:
             stored = StoredRole(checkpoint, "actor", chunks)
         else:
+            source, lora = base
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[precision], place)
             stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
     by_parameter: dict[str, list[Segment]] = defaultdict(list)

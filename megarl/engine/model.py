@@ -35,6 +35,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
 
+# Roles whose head gives one number, and what it is.
+SCALAR_ROLES = {"critic": "values", "reward_model": "scores"}
+
 
 class DecoderModel(GPTModel):
     """A GPTModel that ends before the vocabulary: it returns the hidden rows of the positions that a phase asks for.
@@ -267,11 +270,11 @@ class WithoutContent(TorchFunctionMode):
 
 
 def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role: str, device: torch.device) -> DecoderModel:
-    """A critic's last chunk gets a value head in place of the vocabulary."""
+    """A critic's or reward model's last chunk gets a value head in place of the vocabulary."""
     number = chunk if config.virtual_pipeline_model_parallel_size is not None else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
-    critic = role == "critic"
+    critic = role in SCALAR_ROLES
     model = DecoderModel(
         config=config,
         transformer_layer_spec=layer_spec(shape, config, spec_name(shape), number),

@@ -21,8 +21,10 @@ from torch import Tensor
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Segment
 from megarl.reshard.megatron import checkpoint_sizes
-from megarl.reshard.stored import INDEX, check_weights, plan_files
+from megarl.reshard.stored import INDEX, check_weights, plan_files, stored_tensors
 
+# The head of a sequence classifier, by transformers' name.
+SCORE = "score.weight"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt",
          "chat_template*", "added_tokens.json")  # fmt: skip
 
@@ -122,6 +124,18 @@ def box(parameter: Tensor, segment: Segment) -> Tensor:
     matrix = matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
     rows, columns = segment.row1 - segment.row0, segment.col1 - segment.col0
     return matrix[segment.local_row : segment.local_row + rows, segment.local_col : segment.local_col + columns]
+
+
+def load_score_head(weight: Tensor, directory: str | Path) -> None:
+    """Fill a reward model's head [1, hidden]. Raises ValueError for a checkpoint without one or with several labels."""
+    stored = stored_tensors(directory).get(SCORE)
+    if stored is None:
+        raise ValueError(f"{directory}: the checkpoint has no tensor {SCORE!r}; a reward model is a sequence classifier")
+    if stored.shape != tuple(weight.shape):
+        found, expected = (" x ".join(map(str, shape)) for shape in (stored.shape, weight.shape))
+        raise ValueError(f"{stored.file}: {SCORE} is {found}, expected {expected}: one label")
+    with torch.no_grad(), safe_open(stored.file, "pt") as handle:
+        weight.copy_(handle.get_tensor(SCORE))
 
 
 def copy_model_files(source: str | Path, target: str | Path) -> None:

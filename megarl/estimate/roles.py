@@ -50,14 +50,15 @@ class Role:
     frozen: Frozen = Frozen()
 
     def __post_init__(self) -> None:
-        if self.name not in ("actor", "reference", "critic"):
-            raise ValueError(f"role = {self.name!r}; one of actor, reference and critic")
+        if self.name not in ("actor", "reference", "critic", "reward_model"):
+            raise ValueError(f"role = {self.name!r}; one of actor, reference, critic and reward_model")
         if self.precision not in BYTES:
             raise ValueError(f"precision = {self.precision!r}; one of {sorted(BYTES)}")
 
     @property
     def critic(self) -> bool:
-        return self.name == "critic"
+        """Its head gives one number, not the vocabulary's logits; a reward model's does too."""
+        return self.name in ("critic", "reward_model")
 
     @property
     def bytes_per_weight(self) -> int:

@@ -162,6 +162,8 @@ def _fits(job: Job) -> bool:
 def _with_own_layouts(job: Job) -> Job:
     """Reference and critic under the simplest layout that still fits, where it is simpler than the actor's."""
     for role in job.roles[1:]:
+        if role.borrows_weights:
+            continue  # under another layout it would need weights of its own
         for layout in layouts_of(job, role.name):
             moved = with_layouts(job, {role.name: layout})
             holds = all(one.max_tokens is None or one.max_tokens >= longest_slots(moved, layout) for one in job.schedules)

@@ -17,7 +17,7 @@ Violations = Iterator[Violation]
 def cuts(recipe: Recipe) -> Iterator[tuple[str, LayoutSection]]:
     """The layout sections that the recipe writes, with their role; a role without one is cut like the actor."""
     yield "actor", recipe.actor.layout
-    for role, owner in (("reference", recipe.reference), ("critic", recipe.critic)):
+    for role, owner in (("reference", recipe.reference), ("critic", recipe.critic), ("reward_model", recipe.reward_model)):
         if owner is not None and owner.layout is not None:
             yield role, owner.layout
 

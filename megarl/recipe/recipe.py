@@ -13,16 +13,19 @@ from megarl.recipe.sections import (
     DataSection,
     DeviceSection,
     ForwardPhaseSection,
+    FunctionRewardSection,
     LayoutSection,
     ModelSection,
     PhasesSection,
     ReferenceSection,
+    RewardModelSection,
     RewardSection,
     RolloutSection,
     RunSection,
     Section,
     TrainerSection,
     UpdatePhaseSection,
+    VerifierSection,
     WeightSyncSection,
 )
 from megarl.reshard.boxes import Layout
@@ -32,6 +35,7 @@ from megarl.schedule.schedule import Schedule
 PHASES = (
     "rollout",
     "reward",
+    "reward_model",
     "actor_logprob",
     "reference_logprob",
     "critic_value",
@@ -41,13 +45,14 @@ PHASES = (
     "weight_sync",
 )
 # Phases an engine runs by micro-batches; each has a section of its own under `phases`.
-FORWARD_PHASES = ("actor_logprob", "reference_logprob", "critic_value")
+FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
 UPDATE_PHASES = ("critic_update", "actor_update")
 ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
 # Fewer prompt tokens a step than this leave an engine idle.
 MIN_BATCHED_TOKENS = 2048
 # Which role runs an engine phase.
 ROLE_OF = {
+    "reward_model": "reward_model",
     "actor_logprob": "actor",
     "reference_logprob": "reference",
     "critic_value": "critic",
@@ -77,6 +82,8 @@ class Recipe(Section):
     """The actor as it was at the start; with `algorithm.kl` only."""
     critic: CriticSection | None = None
     """The value model; with `algorithm.advantage: gae` only."""
+    reward_model: RewardModelSection | None = None
+    """The model that scores completions; with a `reward` part of `kind: model` only."""
     rollout: RolloutSection
     """Rollout engines."""
     phases: PhasesSection
@@ -114,7 +121,13 @@ class Recipe(Section):
 
     def layout_section(self, role: str) -> LayoutSection:
         """The section that cuts a role: its own, else the actor's."""
-        owner = {"actor": self.actor, "reference": self.reference, "critic": self.critic}[role]
+        owners = {
+            "actor": self.actor,
+            "reference": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        owner = owners[role]
         own = owner.layout if owner is not None else None
         return own or self.actor.layout
 
@@ -146,9 +159,19 @@ class Recipe(Section):
 
     def path(self, role: str) -> str:
         """The model that a role starts from."""
-        owner = {"reference": self.reference, "critic": self.critic}.get(role)
+        owner = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}.get(role)
         own = owner.path if owner is not None else None
         return own or self.model.path
+
+    @property
+    def verifiers(self) -> tuple[VerifierSection | FunctionRewardSection, ...]:
+        """Parts of the reward that are computed from a completion's text."""
+        return tuple(part for part in self.reward if part.kind != "model")
+
+    @property
+    def reward_model_weight(self) -> float:
+        """Factor of the reward model's score in the reward."""
+        return sum(part.weight for part in self.reward if part.kind == "model")
 
     @property
     def reference_is_base(self) -> bool:
@@ -169,6 +192,8 @@ class Recipe(Section):
             return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1
         if phase == "reference_logprob":
             return kl is not None
+        if phase == "reward_model":
+            return self.reward_model is not None
         if phase in ("critic_value", "critic_update"):
             return self.algorithm.advantage == "gae"
         return True
@@ -176,6 +201,7 @@ class Recipe(Section):
     def phase_section(self, phase: str) -> ForwardPhaseSection | UpdatePhaseSection | None:
         """The section of an engine phase; no phase reads another's."""
         sections = {
+            "reward_model": self.phases.reward_model,
             "actor_logprob": self.phases.actor_logprob,
             "reference_logprob": self.phases.reference_logprob,
             "critic_value": self.phases.critic_value,

@@ -26,6 +26,7 @@ from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_sha
 from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
+from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
 from megarl.recipe.sections import (
     FunctionRewardSection,
     ReasoningGymPromptsSection,
@@ -50,8 +51,9 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
     for phase in ENGINE_PHASES:
         for phase_rule in PHASE_RULES:
             _collect(found, phase_rule(recipe, phase))
-    for key in ("model.path", "reference.path", "critic.path"):
+    for key in ("model.path", "reference.path", "critic.path", "reward_model.path"):
         _collect(found, _model(recipe, key, fetch))
+    _collect(found, reward_model_files(recipe, fetch))
     return found
 
 
@@ -216,6 +218,8 @@ def _section_fits_run(recipe: Recipe, phase: str) -> Violations:
 
 
 def _reason(phase: str, runs: bool) -> str:
+    if phase == "reward_model":
+        return "the recipe has a reward_model" if runs else "the recipe has no reward_model"
     if phase == "reference_logprob":
         return "algorithm.kl reads the reference" if runs else "without algorithm.kl nothing reads the reference"
     if phase == "actor_logprob":
@@ -398,7 +402,7 @@ def _compile_deadline(recipe: Recipe) -> Violations:
 def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     """The model exists, megarl knows it, and the layouts divide it."""
     role = key.split(".")[0]
-    owner = {"reference": recipe.reference, "critic": recipe.critic}.get(role)
+    owner = {"reference": recipe.reference, "critic": recipe.critic, "reward_model": recipe.reward_model}.get(role)
     if role != "model" and (owner is None or owner.path is None):
         return
     path = recipe.path(role)
@@ -436,7 +440,7 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
     directory = find_model(path, fetch)
     try:
         if Path(path).is_dir() and has_weights(directory):
-            check_weights(directory, shape, critic=key == "critic.path")
+            check_weights(directory, shape, critic=key in ("critic.path", "reward_model.path"))
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
@@ -452,7 +456,8 @@ def _trained_from(recipe: Recipe, key: str) -> tuple[str, ...]:
 
 def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
     """Roles with a layout of their own that start from `model.path`."""
-    own = {role for role, owner in (("reference", recipe.reference), ("critic", recipe.critic)) if owner and owner.path}
+    owners = (("reference", recipe.reference), ("critic", recipe.critic), ("reward_model", recipe.reward_model))
+    own = {role for role, owner in owners if owner and owner.path}
     return tuple(role for role, _ in cuts(recipe) if role not in own)
 
 
@@ -551,6 +556,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _value_loss,
     _reference,
     _lora_targets,
+    reward_model_is_read,
     _reward_modules,
     _ranks,
     _sequence_parallel,

@@ -170,7 +170,14 @@ class FunctionRewardSection(Section):
     """Factor of this part in the reward."""
 
 
-RewardSection = Annotated[VerifierSection | FunctionRewardSection, Field(discriminator="kind")]
+class ModelRewardSection(Section):
+    kind: Literal["model"]
+    """The score that `reward_model` gives prompt and completion."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
+RewardSection = Annotated[VerifierSection | FunctionRewardSection | ModelRewardSection, Field(discriminator="kind")]
 
 
 class TrainerSection(Section):
@@ -339,6 +346,14 @@ class CriticSection(Section):
     """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
 
 
+class RewardModelSection(Section):
+    path: Annotated[str, Field(min_length=1)]
+    """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
+    It reads exactly the tokens of prompt and completion, no chat template of its own; its score is that of the last one."""
+    layout: LayoutSection | None = None
+    """How the model is cut over the trainer ranks; null cuts it like the actor."""
+
+
 class RolloutSection(Section):
     max_new_tokens: Positive
     """Longest completion, in tokens."""
@@ -413,6 +428,8 @@ class PhasesSection(Section):
     """Prompts to engines, completions back."""
     reward: RewardPhaseSection = RewardPhaseSection()
     """Completions to scores."""
+    reward_model: ForwardPhaseSection | None = None
+    """Scores of the reward model; runs with one."""
     actor_logprob: ForwardPhaseSection | None = None
     """Log-probabilities before the first update; runs with more than one update per batch or a KL term in the reward."""
     reference_logprob: ForwardPhaseSection | None = None
