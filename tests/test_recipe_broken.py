@@ -193,6 +193,14 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("actor.lora", {"rank": 65, "alpha": 1, "targets": ["qkv", "fc2", "qkv"]})),
         {"actor.lora.rank": "must not pass 64", "actor.lora.targets": "twice qkv, fc2"},
     ),
+    "adapters of experts": (
+        edited(
+            ("model.path", "experts"),
+            ("actor.layout", {"pipeline": 2}),
+            ("actor.lora", {"rank": 2, "alpha": 1.0, "targets": ["fc1", "qkv"]}),
+        ),
+        {"actor.lora.targets": "experts get no adapters qkv"},
+    ),
     "layouts of other roles": (
         edited(
             ("critic.layout", {"tensor": 3, "pipeline": 2}),

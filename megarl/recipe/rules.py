@@ -508,17 +508,19 @@ def _lora(recipe: Recipe, shape: ModelShape) -> Violations:
     lora = recipe.actor.lora
     if lora is None:
         return
-    narrowest = min(size for target in lora.targets for size in adapted_sizes(shape, target))
+    has_experts = any(shape.has_experts(layer) for layer in range(shape.num_layers))
+    refused = {target: "experts get no adapters" for target in ("fc1", "fc2") if has_experts}
+    if shape.latent is not None:
+        refused["qkv"] = "multi-latent attention has no such layer"
+    legal = [target for target in lora.targets if target not in refused]
+    for target in lora.targets:
+        if target in refused:
+            nearest = ", ".join(legal or (one for one in ("qkv", "proj") if one not in refused))
+            yield Violation("actor.lora.targets", target, refused[target], nearest)
+    narrowest = min((size for target in legal for size in adapted_sizes(shape, target)), default=lora.rank)
     if lora.rank > narrowest:
         rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
         yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
-    for target in lora.targets:
-        left = ", ".join(one for one in lora.targets if one not in ("fc1", "fc2")) or "qkv, proj"
-        if target in ("fc1", "fc2") and any(shape.has_experts(layer) for layer in range(shape.num_layers)):
-            yield Violation("actor.lora.targets", target, "experts get no adapters", left)
-        if target == "qkv" and shape.latent is not None:
-            left = ", ".join(one for one in lora.targets if one != "qkv") or "proj"
-            yield Violation("actor.lora.targets", target, "multi-latent attention has no such layer", left)
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
