@@ -30,7 +30,7 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in whole)
     assert len({line["actor/entropy"] for line in whole}) == STEPS
     # The reference is the model that the run started from: the policy leaves it with the first update.
-    assert whole[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-4 for line in whole[1:])
+    assert abs(whole[0]["actor/kl"]) < 1e-8 and all(line["actor/kl"] > 1e-4 for line in whole[1:])
     for line in whole:
         assert line["schedule/reward_model/sequences"] == 3
         assert line["reward/mean"] == pytest.approx(line["reward/digits"] + 0.5 * line["reward/model_mean"], abs=1e-5)
