@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.data.model_files import model_directory
 from megarl.engine.export import alone, to_export
 from megarl.engine.lora import Adapter
-from megarl.engine.model import DTYPES
 from megarl.engine.parallel import start_parallel
+from megarl.engine.settings import DTYPES
 from megarl.engine.stored_adapters import stored_adapters
 from megarl.family import ModelShape
 from megarl.recipe.sections import LoraSection
