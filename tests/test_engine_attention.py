@@ -49,7 +49,12 @@ def test_sequences_end_to_end(window, value_dim):
     lengths = (3, 2 * BLOCK + 7, 1, BLOCK)
     parts = random_parts(sum(lengths), sum(lengths), value_dim)
     found = attention(window)(*parts, packed_seq_params=_Packing(lengths))
-    expected = torch.cat([plain(*one, window) for one in zip(*(part.split(lengths) for part in parts), strict=True)])
+    expected = torch.cat(
+        [
+            plain(query, key, value, window)
+            for query, key, value in zip(*(part.split(lengths) for part in parts), strict=True)
+        ]
+    )
     assert_close(found, expected.flatten(1))
     weights = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weights).sum(), parts)
@@ -61,7 +66,8 @@ def test_sequences_end_to_end(window, value_dim):
 def test_last_rows_of_a_sequence(rows, length, window):
     """What a context rank computes for its chunk at the back."""
     parts = random_parts(rows, length)
-    assert_close(attention(window)._attend(*parts), plain(*parts, window))
+    query, key, value = parts
+    assert_close(attention(window)._attend(query, key, value), plain(query, key, value, window))
 
 
 def kept_bytes(forward):
