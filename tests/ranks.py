@@ -140,7 +140,7 @@ def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: 
                     continue
                 torch.set_rng_state(random_state)
                 connection.send_bytes(_answer(message, before))
-        except EOFError:
+        except (EOFError, OSError):  # the owner is gone, before a case or in the middle of one
             pass
     multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # the manager process a checkpoint started
     os._exit(0)  # skip the teardown of process groups whose peers may be gone
