@@ -2,7 +2,12 @@
 
 import os
 
+import hypothesis
 import pytest
+
+# No test asserts a time: an example may be slow on a machine that is busy.
+hypothesis.settings.register_profile("megarl")
+hypothesis.settings.load_profile("megarl")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithm import kl, loss_weights, policy_loss, value_loss
@@ -86,7 +86,6 @@ def batches(draw):
     return lengths, valid, parts
 
 
-@settings(deadline=None)
 @given(batches(), st.sampled_from(["token_mean", "sequence_mean"]))
 def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
     lengths, valid, parts = batch

@@ -20,6 +20,8 @@ from tests.memory_cases import CASES, HEADS, MODELS, measure
 
 # The model's target is 10 % (benchmarks/memory.py); here it is within 2 %, and most terms, lost, make more than 3 %.
 TOLERANCE = 0.03
+# Experts of random weights do not share their tokens equally, as the model takes them to.
+UNBALANCED = 0.1
 
 
 @pytest.mark.slow
@@ -27,7 +29,8 @@ def test_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
     measured = measure(CASES, tmp_path)
     ratios = {case.name: case.predicted().total / max(measured[case.name]) for case in CASES}
     assert len(ratios) == len(CASES), "two cases have the same name"
-    wrong = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > TOLERANCE}
+    tolerances = {case.name: UNBALANCED if case.model == "experts" else TOLERANCE for case in CASES}
+    wrong = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > tolerances[name]}
     assert not wrong, f"predicted over measured: {wrong}"
 
 

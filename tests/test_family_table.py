@@ -103,7 +103,7 @@ def count(segments: Sequence[Segment], sizes: dict[str, tuple[int, int]]) -> dic
     return counts
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), layouts(), st.booleans(), st.booleans())
 def test_trainer_ranks_hold_every_element_once_a_replica(family: str, layout: Layout, tied: bool, critic: bool) -> None:
     shape = shape_of(family, tie_word_embeddings=tied)
@@ -120,7 +120,7 @@ def test_trainer_ranks_hold_every_element_once_a_replica(family: str, layout: La
         assert counts.max() in (replicas, replicas * layout.tensor), name  # norms and routers are whole on tensor ranks
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), layouts(), st.booleans())
 def test_boxes_fill_the_parameters_and_nothing_twice(family: str, layout: Layout, tied: bool) -> None:
     shape = shape_of(family, tie_word_embeddings=tied)
@@ -132,7 +132,7 @@ def test_boxes_fill_the_parameters_and_nothing_twice(family: str, layout: Layout
         fill(segments, megatron.parameter_sizes(shape, layout, rank))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_engine_ranks_hold_the_checkpoint_and_fill_their_parameters(family: str, tensor: int, tied: bool) -> None:
     shape = shape_of(family, tie_word_embeddings=tied)

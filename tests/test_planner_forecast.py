@@ -95,7 +95,7 @@ def job_under(file: Path, rule: str, layout: str) -> Job:
     return job_of(load_recipe(file, [*phases, f"actor.layout={layout}"]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rule=st.sampled_from(RULES),
     layout=st.sampled_from(LAYOUTS),

@@ -103,7 +103,7 @@ def cut(segments: list[Segment], tensors: dict[str, np.ndarray]) -> dict[tuple[i
     return parameters
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 def test_replayed_plan_gives_the_shards_cut_directly_and_moves_no_byte_more(
     case: tuple[ModelShape, Layout, int],
@@ -131,7 +131,7 @@ def test_replayed_plan_gives_the_shards_cut_directly_and_moves_no_byte_more(
         np.testing.assert_array_equal(replayed[key], parameter, err_msg=str(key))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases())
 def test_both_ends_compute_the_same_plan_and_another_cut_another_hash(
     case: tuple[ModelShape, Layout, int],

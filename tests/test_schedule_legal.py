@@ -78,7 +78,7 @@ def test_several_violations_are_said_at_once() -> None:
     assert len(found) == 3 and all("phases.actor_update." in line for line in found)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.booleans().flatmap(lambda capped: cases(capped)))
 def test_the_nearest_legal_value_is_legal(case: Case) -> None:
     """Taking the advice about a count or a cap settles that complaint."""
@@ -131,7 +131,6 @@ def test_the_worst_case_is_what_the_rule_allows(schedule: Schedule, layout: Layo
     assert worst_case_micro_batches(schedule, 20, layout, 10) == count
 
 
-@settings(deadline=None)
 @given(cases(capped=True), st.randoms())
 def test_what_ran_is_compared_micro_batch_by_micro_batch(case: Case, draw: random.Random) -> None:
     if violations(case.schedule, len(case.lengths), case.layout, case.longest):

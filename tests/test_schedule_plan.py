@@ -15,7 +15,7 @@ from megarl.reshard.boxes import Layout
 from megarl.schedule import Cost, MiniBatch, Plan, Schedule, plan_phase, violations, worst_case_micro_batches
 from tests.schedule_cases import Case, cases
 
-CASES = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CASES = settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_plan(case: Case, plan: Plan) -> None:
@@ -117,7 +117,6 @@ def test_sequences_keeps_every_law(case: Case) -> None:
     check_case(case)
 
 
-@settings(deadline=None)
 @given(cases(capped=True), cases(capped=True))
 def test_a_plan_does_not_depend_on_the_other_phases(case: Case, other: Case) -> None:
     """Planned first or after another phase: the same."""
@@ -137,7 +136,7 @@ def test_a_large_batch_keeps_every_law() -> None:
         check_case(Case(schedule, lengths, layout, 1, 4000, Cost(1e-4), [sample // 8 for sample in range(len(lengths))]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(0, 20), st.integers(1, 3))
 @example([5, 5, 4, 4, 3, 3, 3], 4, 1)
 def test_packing_is_close_to_the_fewest_bins(lengths: list[int], slack: int, data: int) -> None:

@@ -78,7 +78,7 @@ def test_unlike_micro_batches_take_what_a_simulated_pipeline_takes() -> None:
     assert time / stages == pytest.approx(done[stages][len(costs)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=6), st.integers(1, 4), st.integers(1, 2))
 def test_no_assignment_is_below_the_bound(lengths: list[int], stages: int, count: int) -> None:
     """Every way to put the sequences into 2 ranks of `count` micro-batches."""
