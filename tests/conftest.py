@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 
 # No test asserts a time: an example may be slow on a machine that is busy.
-hypothesis.settings.register_profile("megarl")
+hypothesis.settings.register_profile("megarl", deadline=None)
 hypothesis.settings.load_profile("megarl")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
