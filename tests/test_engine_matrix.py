@@ -28,6 +28,7 @@ DEEP = ("qwen3", True, 8)
 BIASED = ("qwen2", False, 4)
 EXPERTS = ("qwen3_moe", True, 4)  # its first layer has none
 ALL_EXPERTS = ("mixtral", False, 4)
+WINDOWS = ("gemma3_scaled", True, 4)
 
 CASES = [
     (DENSE, Layout(tensor=2)),
@@ -75,6 +76,10 @@ CASES = [
     (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
     (ALL_EXPERTS, Layout(data=2, expert=2)),
     (ALL_EXPERTS, Layout(tensor=2, pipeline=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    (WINDOWS, Layout(tensor=2, pipeline=2)),
+    (WINDOWS, Layout(tensor=2, sequence_parallel=True)),
+    (WINDOWS, Layout(context=2)),
+    (WINDOWS, Layout(data=2)),
 ]
 # One case of each kind that another version of megatron-core could change; the others are slow, and it skips them.
 QUICK = [
