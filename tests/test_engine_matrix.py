@@ -29,6 +29,8 @@ BIASED = ("qwen2", False, 4)
 EXPERTS = ("qwen3_moe", True, 4)  # its first layer has none
 ALL_EXPERTS = ("mixtral", False, 4)
 WINDOWS = ("gemma3_scaled", True, 4)
+LATENT = ("deepseek_v3", False, 4)  # its first layer has no experts
+PLAIN_LATENT = ("deepseek_v3_plain", False, 4)
 
 CASES = [
     (DENSE, Layout(tensor=2)),
@@ -80,6 +82,11 @@ CASES = [
     (WINDOWS, Layout(tensor=2, sequence_parallel=True)),
     (WINDOWS, Layout(context=2)),
     (WINDOWS, Layout(data=2)),
+    (LATENT, Layout(data=2, expert=2)),
+    (LATENT, Layout(tensor=2, sequence_parallel=True)),
+    (LATENT, Layout(pipeline=2, stages=(1, 3))),
+    (LATENT, Layout(pipeline=2, data=2, expert=2)),
+    (PLAIN_LATENT, Layout(tensor=2, context=2, sequence_parallel=True, expert=2, expert_tensor=1)),
 ]
 # One case of each kind that another version of megatron-core could change; the others are slow, and it skips them.
 QUICK = [
