@@ -21,7 +21,7 @@ DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: **not
 # Options that ask for nothing, or leave the choice to megarl.
 UNSAID = ("none", "auto")
 # Keys of a role that have rows of their own, or need none.
-ROLE_KEYS = ("path", "layout", "optimizer")
+ROLE_KEYS = ("path", "layout")
 # Keys whose options are rows: (what a user looks for, dotted key).
 OPTIONS = (
     ("advantages", "algorithm.advantage"),
@@ -50,8 +50,8 @@ def features() -> list[Feature]:
     for area, key in OPTIONS:
         rows.append(Feature(area, key, _listed(_options(_field(key)))))
     for key, field in TrainerSection.model_fields.items():
-        if _options(field):
-            rows.append(Feature(key, f"trainer.{key}", _listed(_options(field))))
+        if field.annotation is bool or _options(field):
+            rows.append(Feature(key, f"trainer.{key}", _listed(_options(field)) or "`true`"))
     for key, field in ActorSection.model_fields.items():
         if key not in ROLE_KEYS:
             rows.append(Feature(key, f"actor.{key}", _values(field)))

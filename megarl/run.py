@@ -82,9 +82,8 @@ def check_models(recipe: Recipe) -> None:
     for key, path in paths.items():
         try:
             directory = model_directory(path)
-            check_weights(
-                directory, ModelShape.from_directory(directory), critic=key in ("critic.path", "reward_model.path")
-            )
+            shape, scores = ModelShape.from_directory(directory), key == "reward_model.path"
+            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
         except (ValueError, OSError) as error:
             found.append(Violation(key, path, f"cannot be loaded: {error}"))
     if found:

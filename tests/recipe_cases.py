@@ -69,13 +69,14 @@ def edited(*edits: tuple[str, Any]) -> Callable[[], dict]:
 
 
 def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make `path` the working directory, with good models, two bad ones and a file of questions."""
+    """Make `path` the working directory, with good models, bad ones and a file of questions."""
     for name, config in (
         ("tiny", CONFIG),
         ("deep", CONFIG | {"num_hidden_layers": 8}),
         ("experts", CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
                               "moe_intermediate_size": 36}),
         ("thin", CONFIG | {"intermediate_size": 24}),
+        ("short", CONFIG | {"max_position_embeddings": 16}),
         ("bound", CONFIG | {"tie_word_embeddings": True}),
         ("gpt2", {"model_type": "gpt2"}),
         ("torn", {"model_type": "qwen3"}),

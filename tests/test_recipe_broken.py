@@ -62,6 +62,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "data.prompts.task": "required",
         },
     ),
+    "a critic that is too short for the sequences": (
+        edited(("critic.path", "short")),
+        {"rollout.max_new_tokens": "the critic's model has 16 positions"},
+    ),
     "FP8 over fp32 and on narrow weights": (
         edited(("trainer.fp8", "delayed"), ("model.path", "thin")),
         {"trainer.fp8": "trainer.precision: bf16", "actor.layout.tensor": "feed-forward rows 12"},
@@ -420,6 +424,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {"algorithm.kll": "algorithm.kl"},
     ),
     "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
+    "numbers of what is off": (
+        edited(("trainer.initial_loss_scale", 2.0), ("trainer.compile_timeout_s", 7.0)),
+        {"trainer.initial_loss_scale": "only fp16", "trainer.compile_timeout_s": "trainer.compile is false"},
+    ),
     "a compiler that outlasts a collective": (
         edited(("trainer.compile", True), ("trainer.compile_timeout_s", 700.0)),
         {"trainer.compile_timeout_s": "below trainer.collective_timeout_s = 600"},

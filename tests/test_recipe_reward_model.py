@@ -57,6 +57,7 @@ def test_a_reward_model_that_fits_is_legal(folder):
         ((MODEL, PART), "phases.reward_model", "required: the recipe has a reward_model"),
         ((PHASE,), "phases.reward_model", "never runs: the recipe has no reward_model"),
         ((MODEL, PHASE, ("reward", [{"kind": "model"}, {"kind": "model"}])), "reward.1.kind", "there is one reward model"),
+        ((MODEL, PHASE, ("reward", [{"kind": "model", "weight": 0.0}])), "reward.0.weight", "for nothing"),
         ((MODEL, PHASE, PART, ("reward_model.path", "nowhere")), "reward_model.path", "not found"),
         ((MODEL, PHASE, PART, ("reward_model.layout.tensor", 8)), "reward_model.layout.tensor", "legal: 1, 2, 4"),
     ],

@@ -133,6 +133,21 @@ def test_heads_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
     check_weights(tmp_path, tied)
 
 
+def test_a_classifier_has_the_head_of_one_label(tmp_path: Path) -> None:
+    for size, message in (
+        (1, ""),
+        (2, r"score\.weight has shape 2 x 64, expected 1 x 64"),
+        (0, r"no tensor 'score\.weight'"),
+    ):
+        head = {"score.weight": np.zeros((size, 64), np.float32)} if size else {}
+        save_file(tensors() | head, tmp_path / "model.safetensors")
+        if not message:
+            check_weights(tmp_path, SHAPE, critic=True, score=True)
+            continue
+        with pytest.raises(ValueError, match=message):
+            check_weights(tmp_path, SHAPE, critic=True, score=True)
+
+
 def tokenizer(folder: Path, last: int, added: int) -> None:
     content = {
         "model": {"type": "BPE", "vocab": {"a": 0, "z": last}},

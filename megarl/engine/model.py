@@ -189,7 +189,7 @@ _UNINITIALISED: dict[str, Any] = dict(init_method=_leave, output_layer_init_meth
 def spec_name(shape: ModelShape) -> str:
     """Which modules a model is built of. On a GPU, too, megarl's own where megarl has not fitted Transformer Engine's to the
     family: windows, norms behind attention and feed-forward network, latent attention. Not yet run on a GPU."""
-    return "local" if shape.latent is not None or shape.sandwich_norms else platform.current.layer_spec
+    return "local" if shape.has_own_modules else platform.current.layer_spec
 
 
 def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> TransformerBlockSubmodules:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each family. ."""
+"""Rotary position embedding: the frequencies of each family."""
 
 from __future__ import annotations
 

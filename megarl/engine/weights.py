@@ -21,10 +21,8 @@ from torch import Tensor
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Segment
 from megarl.reshard.megatron import checkpoint_sizes
-from megarl.reshard.stored import INDEX, check_weights, plan_files, stored_tensors
+from megarl.reshard.stored import INDEX, SCORE, check_weights, plan_files, stored_tensors
 
-# The head of a sequence classifier, by transformers' name.
-SCORE = "score.weight"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt",
          "chat_template*", "added_tokens.json")  # fmt: skip
 

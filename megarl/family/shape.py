@@ -74,6 +74,11 @@ class ModelShape:
     windows: tuple[int, ...] = ()  # of each layer: how many of the last tokens a token sees; 0 for all; empty for all layers
     local_rope_theta: float | None = None  # of the layers with a window, where not rope_theta
 
+    @property
+    def has_own_modules(self) -> bool:
+        """Built of megarl's modules on a GPU, too, as Transformer Engine's are not fitted to the family."""
+        return self.latent is not None or self.sandwich_norms
+
     def has_experts(self, layer: int) -> bool:
         """A layer, counted from 0, has experts in place of one feed-forward network."""
         experts = self.experts

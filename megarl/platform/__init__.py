@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -76,8 +77,10 @@ def _offload_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _detect() -> Platform:
     if torch.cuda.is_available():
+        # Without Transformer Engine a GPU takes the modules of the CPU path: torch's fused attention runs on both.
+        spec = "local" if importlib.util.find_spec("transformer_engine") is None else "transformer_engine"
         # gloo beside NCCL: metadata and checkpoints exchange CPU tensors.
-        return Platform("cuda", "cpu:gloo,cuda:nccl", "transformer_engine")
+        return Platform("cuda", "cpu:gloo,cuda:nccl", spec)
     return Platform("cpu", "gloo", "local")
 
 

@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Iterator
 
 from megarl.family import ModelShape
+from megarl.recipe.layout_rules import cut_by
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import ActorSection, CriticSection, FreezeSection
+from megarl.recipe.sections import ActorSection, CriticSection, FreezeSection, TrainerSection
 from megarl.recipe.violation import GIVEN, Violation
 
 Violations = Iterator[Violation]
@@ -36,8 +37,13 @@ def fp8(recipe: Recipe) -> Violations:
 
 
 def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """To be called for roles with a layout of their own."""
-    if recipe.trainer.fp8 is None:
+    """The sizes that a tensor rank multiplies. A family of megarl's own modules has no FP8 products."""
+    name = recipe.trainer.fp8
+    if name is None:
+        return
+    if shape.has_own_modules:
+        rule = f"a {shape.family} {role} is built without Transformer Engine, and FP8 is its own"
+        yield Violation("trainer.fp8", name, rule, "remove trainer.fp8")
         return
     tensor = recipe.layout_section(role).tensor
     sizes = {
@@ -45,10 +51,23 @@ def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
         "attention width": shape.heads * shape.head_dim // tensor,
         "feed-forward rows": shape.ffn // tensor,
     }
+    if shape.experts is not None:
+        sizes["rows of an expert"] = shape.experts.ffn // recipe.layout(role).expert_tensor_size
     odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
         rule = f"FP8 products want multiples of {FP8_MULTIPLE}, and a tensor rank of the {role} has {', '.join(odd)}"
-        yield Violation(f"{role}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")
+        yield Violation(f"{cut_by(recipe, role)}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")
+
+
+def read_by_nothing(recipe: Recipe) -> Violations:
+    """A number that was changed and has no effect. Their defaults may stand: a resolved recipe writes them out."""
+    trainer, defaults = recipe.trainer, TrainerSection.model_fields
+    if trainer.precision != "fp16" and trainer.initial_loss_scale != defaults["initial_loss_scale"].default:
+        rule = f"only fp16 scales the loss, and trainer.precision is {trainer.precision}"
+        yield Violation("trainer.initial_loss_scale", trainer.initial_loss_scale, rule, "remove trainer.initial_loss_scale")
+    if not trainer.compile and trainer.compile_timeout_s != defaults["compile_timeout_s"].default:
+        rule = "nothing is compiled: trainer.compile is false"
+        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, "trainer.compile: true, or remove it")
 
 
 def overlap(recipe: Recipe) -> Violations:

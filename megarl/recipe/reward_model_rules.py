@@ -24,6 +24,10 @@ def reward_model_is_read(recipe: Recipe) -> Violations:
     if recipe.reward_model is None and parts:
         rule = f"required: reward.{parts[0]} is of kind: model"
         yield Violation("reward_model", MISSING, rule, "reward_model: {path: ...}")
+    for number in parts:
+        if recipe.reward[number].weight == 0:
+            rule = "a whole model would run for nothing"
+            yield Violation(f"reward.{number}.weight", 0.0, rule, f"remove reward.{number} and reward_model")
     for number in parts[1:]:
         yield Violation(f"reward.{number}.kind", "model", "there is one reward model", f"remove reward.{number}")
 

@@ -426,8 +426,9 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     on_layout = (_tensor, layout_rules.pipeline, layout_rules.experts, feature_rules.fp8_sizes)
     checks = [rule(recipe, shape, role) for role in roles for rule in on_layout]
     checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
+    checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
-        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _positions, _kv_cache, _lora)]
+        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _kv_cache, _lora)]
     found: list[Violation] = []
     for check in checks:
         _collect(found, check)
@@ -440,7 +441,9 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
     directory = find_model(path, fetch)
     try:
         if Path(path).is_dir() and has_weights(directory):
-            check_weights(directory, shape, critic=key in ("critic.path", "reward_model.path"))
+            check_weights(
+                directory, shape, critic=key in ("critic.path", "reward_model.path"), score=key == "reward_model.path"
+            )
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
@@ -523,12 +526,13 @@ def _lora(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
 
 
-def _positions(recipe: Recipe, shape: ModelShape) -> Violations:
+def _positions(recipe: Recipe, shape: ModelShape, whose: str) -> Violations:
     longest = recipe.max_sequence_tokens
     if longest > shape.max_positions:
         room = shape.max_positions - recipe.data.max_prompt_tokens
         prompt = recipe.data.max_prompt_tokens
-        rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, the model has {shape.max_positions} positions"
+        has = f"the {whose}model has {shape.max_positions} positions"
+        rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, {has}"
         nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
         yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
 
@@ -574,6 +578,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _warmup,
     _compile_deadline,
     feature_rules.fp8,
+    feature_rules.read_by_nothing,
     feature_rules.overlap,
     feature_rules.frozen_head,
     feature_rules.adapters,

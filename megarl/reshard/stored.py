@@ -21,6 +21,8 @@ INDEX = "model.safetensors.index.json"
 FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Checkpoint tensors that are no weights: old Llama checkpoints keep the rotary frequencies, which config.json gives.
 _NO_WEIGHTS = (r"rotary_emb\.inv_freq$",)
+# The head of a sequence classifier, by transformers' name.
+SCORE = "score.weight"
 # A critic has a value head in place of these.
 _HEADS = (r"^lm_head\.weight$", r"^score\.weight$")
 _LARGEST_HEADER = 100 << 20  # the format's own limit
@@ -93,15 +95,16 @@ def has_weights(directory: str | Path) -> bool:
     return (Path(directory) / INDEX).is_file() or any(Path(directory).glob("*.safetensors"))
 
 
-def check_weights(directory: str | Path, shape: ModelShape, critic: bool = False) -> dict[str, Stored]:
-    """The directory's tensors, once they are all that the model asks for, of its shapes, and nothing else.
+def check_weights(directory: str | Path, shape: ModelShape, critic: bool = False, score: bool = False) -> dict[str, Stored]:
+    """The directory's tensors, once they are all that the model asks for, of its shapes, and nothing else. A critic asks
+    for no head; with `score` it asks for a classifier's of one label.
 
     Raises ValueError naming file, tensor, what is expected and what is found; of many alike the first, and how many.
     """
     stored = stored_tensors(directory)
     if not stored:
         raise ValueError(f"{str(directory)!r}: no *.safetensors there; save the model as safetensors")
-    sizes = checkpoint_sizes(shape, critic)
+    sizes = checkpoint_sizes(shape, critic) | ({SCORE: (1, shape.hidden)} if score else {})
     faults = [*_missing(directory, stored, sizes), *_misshaped(stored, sizes), *_extra(stored, sizes, shape, critic)]
     if faults:
         raise ValueError("; ".join(faults))

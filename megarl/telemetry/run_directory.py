@@ -11,8 +11,8 @@ import yaml
 from megarl.recipe import Recipe, recipe_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
-# A prompt position means something only with these unchanged.
-_FIXED = ("model", "data", "run.seed", "algorithm.group_size", "phases.rollout.prompts")
+# A prompt position means something only with these unchanged; adapters, only under their own rank and factor.
+_FIXED = ("model", "data", "run.seed", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
@@ -68,6 +68,7 @@ class RunDirectory:
 
 
 def _at(content: Any, key: str) -> Any:
+    """The value of a dotted key; None where an older recipe does not have it."""
     for part in key.split("."):
-        content = content[part]
+        content = None if content is None else content.get(part)
     return content
