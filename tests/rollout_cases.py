@@ -42,12 +42,29 @@ def save_model(directory: Path, family: str, tied: bool, seed: int) -> Path:
     elif family == "mixtral":
         experts = dict(num_local_experts=8, num_experts_per_tok=2)
         model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=32))
+    elif family == "gemma3":
+        # Prompts and completions are longer than the window of the first layer.
+        windows = dict(head_dim=32, query_pre_attn_scalar=20, sliding_window=4, sliding_window_pattern=2)
+        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **windows))
+    elif family == "deepseek_v3":
+        # vLLM's CPU kernel for latent attention takes 512 latent and 64 rotary dimensions alone.
+        sizes |= dict(
+            num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=20, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
+            n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1, moe_intermediate_size=32,
+            first_k_dense_replace=1, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc",
+        )  # fmt: skip
+        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes))
     else:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        # The bias of the experts' choice is the same whatever the seed: no update moves it, and no sync sends it.
+        generator = torch.Generator().manual_seed(0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return directory
 

@@ -53,7 +53,16 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False)],
+    [
+        ("llama", True),
+        ("llama", False),
+        ("qwen2", False),
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("mixtral", False),
+        ("gemma3", True),
+        ("deepseek_v3", False),
+    ],
 )
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))

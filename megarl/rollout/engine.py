@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from megarl.family import ModelShape
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
@@ -242,7 +243,18 @@ def _engine_args(settings: EngineSettings) -> Any:
         seed=settings.seed % 2**32,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls="megarl.rollout.receiver.WorkerReport",
+        **_rotary_fix(settings.model_path),
     )
+
+
+def _rotary_fix(model_path: str) -> dict[str, Any]:
+    """vLLM's own rotary kernel for CPUs takes the stride between heads for that between tokens (0.32), and latent attention
+    hands it a part of each head: all positions but the first come out wrong. So there it is torch that rotates."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or ModelShape.from_directory(model_path).latent is None:
+        return {}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _sampling(settings: EngineSettings, seed: int) -> Any:

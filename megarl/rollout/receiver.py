@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from megarl.family import ModelShape
@@ -102,9 +103,21 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     def _check_names(self) -> None:
         """The table of `vllm_segments` and the model must know the same parameters."""
         live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
-        odd = sorted(live ^ self._sizes.keys())
+        odd = sorted((live - self._derived_names()) ^ self._sizes.keys())
         if odd:
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
+
+    def _latent_attentions(self) -> list[tuple[str, MLAAttention]]:
+        return [(name, module) for name, module in self.model.named_modules() if isinstance(module, MLAAttention)]
+
+    def _derived_names(self) -> set[str]:
+        """Parameters that no checkpoint has: vLLM's latent attention owns no weight, and registers as parameters of its own
+        what it makes of `kv_b_proj` after load (`W_UK_T`, `W_UV`)."""
+        return {
+            f"{owner}.{name}"
+            for owner, attention in self._latent_attentions()
+            for name, _ in attention.named_parameters(recurse=False)
+        }
 
     def _load(self, manifest: WeightManifest) -> None:
         dtype = DTYPES[manifest.precision]
@@ -126,6 +139,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._shape.tied:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
+        for _, attention in self._latent_attentions():
+            # Decoding reads what was made of the old `kv_b_proj`.
+            attention.process_weights_after_loading(self.model_config.dtype)
 
     def _target(self, owner: str, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Where to write a parameter: the live one, or a new one where only the packed form lives."""
