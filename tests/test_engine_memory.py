@@ -40,6 +40,24 @@ def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) ->
             assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
 
 
+@pytest.mark.layout
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_scaled"])
+def test_families_with_modules_of_their_own_recompute_and_freeze(tmp_path: Path, family: str) -> None:
+    directory = str(save_tiny_model(tmp_path, family, tied=family.startswith("gemma3")))
+    layout, freeze = Layout(tensor=2, sequence_parallel=True), {"embedding": True, "layers": 2}
+    frozen, frozen_full = Feature(freeze=freeze), Feature(freeze=freeze, memory={"recompute": "full"})
+    (whole,) = run_ranks(train_with, 1, directory, Layout(), [frozen])
+    features = [PLAIN, SELECTIVE, FULL, frozen, frozen_full]
+    for plain, selective, full, part, part_full in run_ranks(train_with, layout.ranks, directory, layout, features):
+        assert plain[0].loss > plain[-1].loss, "the updates move the weights"
+        assert selective == plain and full == plain and part_full == part
+        assert part[0].loss == plain[0].loss and part[0].grad_norm < plain[0].grad_norm, "frozen weights have gradients"
+        for line, expected in zip(part, whole[0], strict=True):
+            assert line.loss == pytest.approx(expected.loss, rel=1e-4)
+            assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
 def storages_between_phases(directory: str, precision: str) -> dict[str, list[int]]:
     """Bytes of the trainable and frozen weights, gradient buffers and optimizer states of one rank, by when."""
     from tests.engine_cases import objective_of, small_batch, start
