@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
-from megarl.engine import offload, settings
+from megarl.engine import engine, offload, settings
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megarl.engine.engine import Engine
 from megarl.family import ModelShape
-from megarl.recipe.sections import FreezeSection, MemorySection, OptimizerSection
+from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MiniBatch, Schedule, plan_phase
 from tests.engine_cases import objective_of, small_batch, start_places, total_loss
 
 # Buckets so small that the tiny models have several.
 BUCKET_WEIGHTS = 4000
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,11 @@ class Feature:
     memory: Mapping[str, Any] = field(default_factory=dict)
     freeze: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraSection | None = None
     precision: str = "fp32"
     initial_loss_scale: float = 65536.0
     max_in_flight: int | None = None  # several pipeline runs a mini-batch
+    leaves_gathers: bool = False  # nothing waits for the head's weight
     checkpoint: str | None = None  # saved after the second update and loaded into a fresh engine
 
 
@@ -61,6 +66,7 @@ def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> 
         initial_loss_scale=feature.initial_loss_scale,
         memory=MemorySection(**feature.memory),
         frozen=FreezeSection(**feature.freeze),
+        lora=feature.lora,
     )
 
 
@@ -68,14 +74,27 @@ def train_with(
     directory: str, layout: Layout, features: Sequence[Feature], updates: int = 3, role: str = "actor"
 ) -> list[list[Line]]:
     """A forward phase and an update, `updates` times, with each feature in turn on engines of the same start."""
+    return _with_each(layout, features, lambda place, feature: _train(directory, place, feature, updates, role))
+
+
+def update_in_a_row(
+    directory: str, layout: Layout, features: Sequence[Feature], updates: int = 3, role: str = "actor"
+) -> list[tuple[list[tuple[float, float]], list[bytes]]]:
+    """As `train_with`, but nothing reads weights between the updates: the losses and gradient norms, and what each of this
+    rank's weights is at the end."""
+    return _with_each(layout, features, lambda place, feature: _update(directory, place, feature, updates, role))
+
+
+def _with_each(layout: Layout, features: Sequence[Feature], train: Callable[[Any, Feature], Found]) -> list[Found]:
     (place,) = start_places([layout]).values()
     found = []
     for feature in features:
         with (
             mock.patch.object(settings, "DistributedDataParallelConfig", _small_buckets),
             mock.patch.object(offload, "LEAST_ACTIVATION_BYTES", 1),
+            mock.patch.object(engine, "finish_gather") if feature.leaves_gathers else nullcontext(),
         ):
-            found.append(_train(directory, place, feature, updates, role))
+            found.append(train(place, feature))
     return found
 
 
@@ -113,6 +132,19 @@ def _train(directory: str, place: Any, feature: Feature, updates: int, role: str
             )
         )
     return lines
+
+
+def _update(
+    directory: str, place: Any, feature: Feature, updates: int, role: str
+) -> tuple[list[tuple[float, float]], list[bytes]]:
+    trained = build(directory, place, feature, role)
+    batch = small_batch(trained.shape.vocab)
+    mini_batch = cut(batch, place.layout, feature.max_in_flight)
+    with trained.present(training=True):
+        done = [trained.update(batch, mini_batch, objective_of(role, 100)) for _ in range(updates)]
+    with trained.present():
+        weights = [digest([weight]) for weight in trained.shards().values()]
+    return [(total_loss(update, place), update.grad_norm) for update in done], weights
 
 
 def cut(batch: Any, layout: Layout, max_in_flight: int | None) -> MiniBatch:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.reshard.boxes import Layout
-from tests.feature_cases import Feature, train_with
+from tests.feature_cases import Feature, train_with, update_in_a_row
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -44,3 +44,29 @@ def test_overlap_changes_no_number(tmp_path: Path, layout: Layout, max_in_flight
         for stage in range(layout.pipeline):
             first, second = (by_rank[layout.rank(0, stage, data_rank)][number] for data_rank in (0, 1))
             assert [line.weights for line in first] == [line.weights for line in second]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "role"),
+    [
+        (Layout(), False, "actor"),
+        (Layout(data=2), False, "actor"),
+        (Layout(pipeline=2, data=2), True, "actor"),
+        (Layout(data=2), False, "critic"),
+    ],
+    ids=["one rank", "data", "tied pipeline", "critic"],
+)
+def test_updates_in_a_row_wait_for_every_weight(tmp_path: Path, layout: Layout, tied: bool, role: str) -> None:
+    """The vocabulary's head has a bucket of its own, and its module, which would wait for it, is not called; a value head
+    is called. Behind the first stage of a pipeline megatron-core makes one bucket, beside that of a tied head."""
+    directory = str(save_tiny_model(tmp_path / "model", "qwen3", tied))
+    features = [Feature(optimizer=GRADIENTS), Feature(optimizer=BOTH)]
+    for waiting, overlapped in run_ranks(update_in_a_row, layout.ranks, directory, layout, features, 3, role):
+        assert overlapped == waiting
+
+
+def test_a_read_does_not_take_a_gather_that_began_before_the_update(tmp_path: Path) -> None:
+    directory, layout = str(save_tiny_model(tmp_path / "model", "qwen3", tied=False)), Layout(data=2)
+    features = [Feature(optimizer=GRADIENTS), Feature(optimizer=BOTH, leaves_gathers=True)]
+    for (_, waiting), (_, overlapped) in run_ranks(update_in_a_row, 2, directory, layout, features, 1):
+        assert overlapped == waiting

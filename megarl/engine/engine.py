@@ -23,6 +23,7 @@ from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
 from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_shards, named_shards
 from megarl.engine.offload import ActivationOffload, Residence
+from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
 from megarl.engine.settings import data_parallel_config, optimizer_config
 from megarl.engine.weights import load_score_head, load_shards
@@ -323,8 +324,7 @@ class Engine:
         """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next
         forward pass that gathers what other data-parallel ranks updated. Collective."""
         for chunk in self.chunks if self._weights_to_gather else ():
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+            gather_all(chunk)
         self._weights_to_gather = False
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
@@ -340,7 +340,10 @@ class Engine:
         if self.role in SCALAR_ROLES:
             own = {SCALAR_ROLES[self.role]: output.float().flatten()}
         else:
-            own = self.head(output.squeeze(1), self.models[-1].head_weight, micro.targets[micro.heads], entropy)
+            weight = self.models[-1].head_weight
+            if self.optimizer is not None:  # no module is called that would wait for it
+                finish_gather(self.chunks[-1], weight)
+            own = self.head(output.squeeze(1), weight, micro.targets[micro.heads], entropy)
         return {name: over_context(part, micro, self.place) for name, part in own.items()}
 
     def shards(self) -> Mapping[str, Tensor]:
