@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.estimate import Savings
 from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.memory import memory_roles
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
 JUDGE = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -47,6 +49,14 @@ def test_a_reward_model_that_fits_is_legal(folder):
     assert recipe.layouts["reward_model"].tensor == 2
     assert [part.kind for part in recipe.verifiers] == ["last_number"]
     assert recipe.reward_model_weight == 0.5
+
+
+def test_the_memory_section_of_the_actor_saves_nothing_of_a_reward_model(folder):
+    """A reward model has none of its own: its weights stay on the device."""
+    memory = ("actor.memory", {"offload": "all", "recompute": "full"})
+    roles = memory_roles(load_recipe(write(folder, edited(PHASE, PART, MODEL, memory))))
+    assert roles["actor"].savings == Savings(recompute="full", offload="all")
+    assert roles["reward_model"].savings == Savings()
 
 
 @pytest.mark.parametrize(

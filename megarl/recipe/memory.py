@@ -37,8 +37,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
 def _savings(recipe: Recipe, role: str) -> Savings:
     if role == "reference":
         return Savings() if recipe.reference is None else Savings(offload=recipe.reference.memory.offload)
-    owner = recipe.critic if role == "critic" else recipe.actor
-    assert owner is not None, f"no {role} runs"
+    owner = {"actor": recipe.actor, "critic": recipe.critic}.get(role)
+    if owner is None:  # a reward model has no memory section
+        return Savings()
     return Savings(owner.memory.recompute, owner.memory.offload_activations, owner.memory.offload)
 
 
