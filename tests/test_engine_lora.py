@@ -7,6 +7,7 @@ import torch
 from megarl.recipe.sections import LoraSection
 from megarl.reshard.boxes import Layout
 from tests.engine_cases import small_batch
+from tests.feature_cases import Feature, train_with
 from tests.lora_cases import LORA, hand_made_lora, train_lora
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -89,6 +90,15 @@ def test_some_targets_alone(tmp_path):
     ]
     # Two layers of 4 heads of 12: A [2, 48] and B [32, 2].
     assert [found.num_trained for found in ranks] == [2 * (2 * 48 + 32 * 2)] * 2
+
+
+def test_recompute_loses_no_gradient_of_an_adapter(tmp_path):
+    """Of the first layer nothing before the recomputed part asks for a gradient: embedding and attention are frozen."""
+    directory = str(save_tiny_model(tmp_path, "qwen3"))
+    lora = LoraSection(rank=2, alpha=1.0, targets=("fc2",))
+    features = [Feature(lora=lora, memory={"recompute": recompute}) for recompute in ("none", "selective", "full")]
+    ((plain, *recomputed),) = run_ranks(train_with, 1, directory, Layout(), features, 2)
+    assert all(lines == plain for lines in recomputed)
 
 
 @pytest.mark.parametrize(

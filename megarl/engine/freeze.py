@@ -35,10 +35,10 @@ def _frozen(model: DecoderModel, frozen: FreezeSection) -> list[nn.Parameter]:
 
 
 def keep_gradients_through_recompute(chunks: Sequence[DecoderModel]) -> None:
-    """A recomputed layer gives its weights gradients only where its input asks for one, and what a frozen embedding puts
-    out does not (megatron-core's checkpoint is a torch.autograd.Function, as torch's reentrant one)."""
+    """What is recomputed gives its weights and adapters gradients only where its input asks for one, and what a frozen
+    embedding puts out does not (megatron-core's checkpoint is a torch.autograd.Function, as torch's reentrant one)."""
     for model in chunks:
-        if model.config.recompute_granularity != "full" or not model.pre_process:
+        if model.config.recompute_granularity is None or not model.pre_process:
             continue
         if not any(parameter.requires_grad for parameter in model.embedding.parameters()):
             model.embedding.register_forward_hook(_ask_for_gradient)

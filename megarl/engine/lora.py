@@ -102,9 +102,6 @@ def attach(chunks: Sequence[Any], settings: LoraSection, seed: int, tensor_rank:
                 linear.add_module(CHILD, adapter)
                 linear.register_forward_hook(_add)
                 adapters[f"decoder.layers.{layer.layer_number - 1}.{path}"] = adapter
-        if chunk.pre_process:
-            # Recomputed layers pass gradients on only where their input asks for some, and no frozen embedding does.
-            chunk.embedding.register_forward_hook(_ask_for_gradient)
     return adapters
 
 
@@ -125,11 +122,6 @@ def _normalised(linear: Any, x: Tensor) -> Tensor:
     weight = linear.layer_norm_weight + 1 if linear.zero_centered_gamma else linear.layer_norm_weight
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + linear.eps)).to(x.dtype)
-
-
-def _ask_for_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
-    if torch.is_grad_enabled():
-        output.requires_grad_()
 
 
 @torch.no_grad()
