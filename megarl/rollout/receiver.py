@@ -140,7 +140,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
         for _, attention in self._latent_attentions():
-            # Decoding reads what was made of the old `kv_b_proj`.
+            # Made of the old `kv_b_proj`: views of it where it is kept as it is, copies of their own where vLLM packs it.
             attention.process_weights_after_loading(self.model_config.dtype)
 
     def _target(self, owner: str, name: str, dtype: torch.dtype) -> torch.Tensor:
