@@ -108,4 +108,4 @@ def _values(field: FieldInfo) -> str:
         for key, below in section.model_fields.items():
             words = _options(below)
             parts.append(f"`{key}`" + (f" ({', '.join(words)})" if words else ""))
-    return ", ".join(parts) or _listed(_options(field))
+    return ", ".join(parts) or _listed(_options(field) or ["true"])  # a switch has no words

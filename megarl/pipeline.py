@@ -244,6 +244,8 @@ class Pipeline:
                 updates.append(update)
         self._prove(engine.place, plan, batch, [update.executed for update in updates])
         self.figures |= update_figures(engine.role, plan, updates, engine.place)
+        if engine.router_replay is not None:
+            self.figures |= engine.router_replay.take_figures()
         if engine.role == "actor":
             self._check_drift()
 

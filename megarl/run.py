@@ -109,7 +109,7 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     )
     place = places["actor"]
     actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,
-                   memory=recipe.actor.memory, frozen=recipe.actor.freeze,
+                   memory=recipe.actor.memory, frozen=recipe.actor.freeze, router_replay=recipe.actor.router_replay,
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
     reference: Engine | None = None
     if "reference" in places and recipe.reference_is_base:

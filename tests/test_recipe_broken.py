@@ -205,6 +205,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {"actor.lora.targets": "experts get no adapters qkv"},
     ),
+    "choices of experts without experts": (
+        edited(("actor.router_replay", True)),
+        {"actor.router_replay": "the model has no experts"},
+    ),
     "layouts of other roles": (
         edited(
             ("critic.layout", {"tensor": 3, "pipeline": 2}),

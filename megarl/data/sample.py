@@ -33,6 +33,9 @@ class Completion:
     `token_ids` is int32 [completion tokens] and includes the stop token if one ended it; `logprobs` is
     float32 of the same length, of each sampled token under the sampling distribution; `finish_reason` is the
     engine's ("stop", "length", "abort"); the versions are the weight versions of the first and last token.
+
+    `routing`, where the engine recorded it, holds the experts that each token of prompt and completion chose, but the last,
+    which no layer saw: integers [prompt and completion tokens - 1, layers with experts, experts a token].
     """
 
     token_ids: np.ndarray
@@ -40,6 +43,7 @@ class Completion:
     finish_reason: str
     first_version: int
     last_version: int
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

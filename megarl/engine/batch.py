@@ -14,6 +14,9 @@ from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch
 from megarl.schedule.schedule import padded
 
+# In the place of a chosen expert.
+UNRECORDED, PADDING = -1, -2
+
 
 @dataclass
 class Batch:
@@ -64,6 +67,8 @@ class PackedMicroBatch:
     heads: Tensor  # [own completion tokens], which of the completion tokens they are
     targets: Tensor  # [completion tokens]
     completion_lengths: tuple[int, ...]
+    # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
+    routing: Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -87,6 +92,7 @@ def pack(
     layout: Layout,
     context_rank: int = 0,
     ends_alone: bool = False,
+    choices: tuple[int, int] | None = None,
 ) -> PackedMicroBatch:
     """Lay the sequences of a planned micro-batch end to end, padded to its slots; this context rank's part of it.
 
@@ -95,6 +101,8 @@ def pack(
 
     With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict a completion token,
     and everything [completion tokens] is [sequences].
+
+    With `choices`, the layers with experts and the experts a token, the experts that the rollout chose are laid out as well.
     """
     tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
     for sample_id in micro_batch.samples:
@@ -136,7 +144,21 @@ def pack(
         heads=on_device(np.flatnonzero(rows >= 0)),
         targets=on_device(np.concatenate(targets)),
         completion_lengths=tuple(len(part) for part in targets),
+        routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
     )
+
+
+def _lay_out(batch: Batch, micro_batch: MicroBatch, starts: Sequence[int], choices: tuple[int, int]) -> np.ndarray:
+    """The recorded choice of experts of each slot, int16 [slots, layers with experts, experts a token]; UNRECORDED where a
+    token has none, as each sequence's last, and PADDING for a dummy token."""
+    routing = np.full((micro_batch.slots, *choices), PADDING, dtype=np.int16)
+    for sample_id, start in zip(micro_batch.samples, starts, strict=False):
+        sample = batch.samples[sample_id]
+        routing[start : start + sample.num_tokens] = UNRECORDED
+        recorded = sample.completion.routing
+        if recorded is not None:
+            routing[start : start + len(recorded)] = recorded
+    return routing
 
 
 def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_
 from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
+from megarl.engine.router_replay import RouterReplay
 from megarl.engine.settings import data_parallel_config, optimizer_config
 from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
@@ -89,6 +90,7 @@ class Engine:
         initial_loss_scale: float = 1.0,
         memory: MemorySection | ReferenceMemorySection | None = None,
         frozen: FreezeSection | None = None,
+        router_replay: bool = False,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
@@ -112,6 +114,7 @@ class Engine:
                 freeze(self.models, frozen or FreezeSection())
                 keep_gradients_through_recompute(self.models)
                 self._make_trainable(optimizer, steps, updates_per_step, precision, initial_loss_scale)
+        self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
         self.residence = Residence(offload, self.models, self.chunks, self.optimizer)
@@ -203,6 +206,7 @@ class Engine:
                 mini_batch,
                 lambda micro, output: (micro, self._outputs(micro, output, entropy=False)),
                 forward_only=True,
+                replay=self.router_replay if adapted else None,  # the base model chooses its experts itself
             )
         results: dict[str, dict[int, Tensor]] = {}
         for micro, outputs in stored:
@@ -226,6 +230,7 @@ class Engine:
                 mini_batch,
                 lambda micro, output: objective(micro, self._outputs(micro, output, entropy=True)),
                 forward_only=False,
+                replay=self.router_replay,
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             succeeded, grad_norm, _ = self.optimizer.step()
@@ -251,7 +256,12 @@ class Engine:
         return Update(sums, float(grad_norm) if succeeded else 0.0, float(learning_rate), executed, skipped=not succeeded)
 
     def _run(
-        self, batch: Batch, mini_batch: MiniBatch, finish: Callable[[PackedMicroBatch, Tensor], Any], forward_only: bool
+        self,
+        batch: Batch,
+        mini_batch: MiniBatch,
+        finish: Callable[[PackedMicroBatch, Tensor], Any],
+        forward_only: bool,
+        replay: RouterReplay | None,
     ) -> tuple[list[Any], Executed]:
         """Drive megatron-core's pipeline schedule over this rank's micro-batches, one pipeline run after the other.
 
@@ -259,8 +269,13 @@ class Engine:
         order. In training `finish` returns a loss and what is to be stored; gradients add up over the runs.
         """
         place = self.place
+        cut = partial(
+            pack,
+            ends_alone=self.role == "reward_model",
+            choices=None if replay is None else replay.choices,
+        )
         packed = [
-            pack(batch, micro, place.device, place.layout, place.context_rank, ends_alone=self.role == "reward_model")
+            cut(batch, micro, place.device, place.layout, place.context_rank)
             for micro in mini_batch.micro_batches[place.data_rank]
         ]
         stored: list[Any] = []
@@ -283,6 +298,8 @@ class Engine:
                     forward_only=forward_only,
                     collect_non_loss_data=forward_only,
                 )
+        if replay is not None:
+            replay.finish()
         return stored, _executed(ran)
 
     def _step(
@@ -303,6 +320,9 @@ class Engine:
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
+        if micro.routing is not None:
+            assert self.router_replay is not None
+            self.router_replay.expect(self.chunks.index(model), micro.routing)
         offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
         with nullcontext() if offload is None else offload.forward():
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)

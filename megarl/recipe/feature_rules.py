@@ -94,6 +94,12 @@ def adapters(recipe: Recipe) -> Violations:
         yield Violation("reference.memory.offload", recipe.reference.memory.offload, rule, "actor.memory.offload: all")
 
 
+def router_replay(recipe: Recipe, shape: ModelShape) -> Violations:
+    """To be called for the actor's model."""
+    if recipe.actor.router_replay and shape.experts is None:
+        yield Violation("actor.router_replay", True, "the model has no experts to choose from", "false")
+
+
 def frozen(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
     """To be called for roles that are trained."""
     freeze, layers = _freeze_of(recipe, role), shape.num_layers

@@ -428,7 +428,8 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
-        checks += [rule(recipe, shape) for rule in (_rollout_tensor, _kv_cache, _lora)]
+        on_actor = (_rollout_tensor, _kv_cache, _lora, feature_rules.router_replay)
+        checks += [rule(recipe, shape) for rule in on_actor]
     found: list[Violation] = []
     for check in checks:
         _collect(found, check)

@@ -320,6 +320,11 @@ class ActorSection(Section):
     """Ways to need less of the device's memory."""
     freeze: FreezeSection = FreezeSection()
     """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
+    router_replay: bool = False
+    """Send each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
+    engine sent it to; the experts' weights in the sum, and the gradient of the router, are the trainer's own. The recorded
+    choice takes one byte (two beyond 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU
+    use vLLM's own recording; not yet run on a GPU."""
 
 
 class ReferenceSection(Section):

@@ -23,7 +23,8 @@ class Payload(Protocol):
 class GroupResult:
     """All completions of one prompt, as flat arrays.
 
-    `token_ids` int32 and `logprobs` float32 are [completion tokens of all members], cut by `lengths` int32 [members].
+    `token_ids` int32 and `logprobs` float32 are [completion tokens of all members], cut by `lengths` int32 [members];
+    `routing` has the rows of `Completion.routing`, one member after the other.
     """
 
     group: int
@@ -34,6 +35,7 @@ class GroupResult:
     finish_reasons: tuple[str, ...]
     first_versions: np.ndarray
     last_versions: np.ndarray
+    routing: np.ndarray | None = None
 
     def sample(self, member: int) -> Sample:
         start = int(self.lengths[:member].sum())
@@ -44,8 +46,14 @@ class GroupResult:
             finish_reason=self.finish_reasons[member],
             first_version=int(self.first_versions[member]),
             last_version=int(self.last_versions[member]),
+            routing=None if self.routing is None else self.routing[self._routed(member)],
         )
         return Sample(self.group, self.prompt_ids, completion)
+
+    def _routed(self, member: int) -> slice:
+        rows = len(self.prompt_ids) + self.lengths - 1  # [members]
+        start = int(rows[:member].sum())
+        return slice(start, start + int(rows[member]))
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,8 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
     file = dump_file(directory, step)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
+    routing = [sample.completion.routing for sample in ordered if sample.completion.routing is not None]
+    assert len(routing) in (0, len(ordered)), "a batch is recorded whole, or not at all"
     with partial.open("wb") as stream:
         np.savez(
             stream,
@@ -147,6 +157,7 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
             token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
             logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
+            **({"routing": np.concatenate(routing)} if routing else {}),
         )
     partial.rename(file)
     return file

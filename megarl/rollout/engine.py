@@ -46,6 +46,7 @@ class EngineSettings:
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int
+    record_routing: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,8 @@ class RolloutEngine:
         try:
             self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
             await self._engine.update_weight_version(str(self._version))
+            if self._settings.record_routing and not _records_itself():
+                await self._engine.collective_rpc("megarl_record_routing")
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -161,7 +164,7 @@ class RolloutEngine:
         engine = self._alive()
         prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
         return [
-            await engine.add_request(f"{self._batches}-{request.position}-{member}", prompt, _sampling(self._settings, seed))
+            await engine.add_request(self._name(request, member), prompt, _sampling(self._settings, seed))
             for member, seed in enumerate(request.seeds)
         ]
 
@@ -183,6 +186,7 @@ class RolloutEngine:
             finish_reasons=tuple(output.finish_reason for output in outputs),
             first_versions=np.array([spans[0] for spans in versions], dtype=np.int64),
             last_versions=np.array([spans[-1] for spans in versions], dtype=np.int64),
+            routing=await self._routing(request, outputs) if self._settings.record_routing else None,
         )
         if not np.isfinite(result.logprobs).all():
             token = int(np.flatnonzero(~np.isfinite(result.logprobs))[0])
@@ -191,6 +195,28 @@ class RolloutEngine:
                 f"the weights of version {self._version} are not finite"
             )
         return result
+
+    async def _routing(self, request: GroupRequest, outputs: Sequence[Any]) -> np.ndarray:
+        """Experts that the group's tokens chose, as `GroupResult` has them. Raises RolloutError where some are missing."""
+        from megarl.rollout import routing
+
+        answers: Any = None
+        if not _records_itself():
+            names = [self._name(request, member) for member in range(len(outputs))]
+            answers = await self._utility(self._alive().collective_rpc("megarl_take_routing", args=(names,)))
+        try:
+            if answers is not None:
+                recorded = [routing.from_answer(answer) for answer in answers[0]]  # tensor ranks route alike
+            else:
+                layers = _layers_with_experts(self._settings.model_path)
+                recorded = [routing.layers_with_experts(output.routed_experts, layers) for output in outputs]
+            lengths = [len(request.prompt_ids) + len(output.token_ids) for output in outputs]
+            return np.concatenate([routing.of_sequence(*one) for one in zip(recorded, lengths, strict=True)])
+        except ValueError as error:
+            raise RolloutError(f"group {request.group}: {error}") from error
+
+    def _name(self, request: GroupRequest, member: int) -> str:
+        return f"{self._batches}-{request.position}-{member}"
 
     def _alive(self) -> AsyncLLM:
         if self._engine is None:
@@ -220,6 +246,10 @@ class RolloutEngine:
 def _engine_args(settings: EngineSettings) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    more: dict[str, Any] = {}
+    if settings.record_routing:
+        # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
+        more = {"enable_return_routed_experts": True} if _records_itself() else {"enable_prefix_caching": False}
     # vLLM counts it against the device's whole memory, whoever else uses that, and does not start where less is free.
     share = {} if settings.memory_utilization is None else {"gpu_memory_utilization": settings.memory_utilization}
     return AsyncEngineArgs(
@@ -232,6 +262,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         max_num_seqs=settings.max_concurrent,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         **share,
+        **more,
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
         # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
         enable_chunked_prefill=False,
@@ -255,6 +286,18 @@ def _rotary_fix(model_path: str) -> dict[str, Any]:
     if not current_platform.is_cpu() or ModelShape.from_directory(model_path).latent is None:
         return {}
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+def _records_itself() -> bool:
+    """Whether vLLM records which experts tokens choose (see `routing.py`). Not yet run on a GPU."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def _layers_with_experts(model_path: str) -> list[int]:
+    shape = ModelShape.from_directory(model_path)
+    return [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
 
 
 def _sampling(settings: EngineSettings, seed: int) -> Any:

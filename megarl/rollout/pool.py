@@ -62,6 +62,7 @@ class EnginePool:
                     temperature=rollout.temperature,
                     stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
+                    record_routing=recipe.actor.router_replay,
                 ),
                 rollout.timeout_s,
                 max_calls=recipe.phases.rollout.prompts + 16,
@@ -237,5 +238,6 @@ def open_pool(
     """Engines, or the replay that the recipe names in their place; not started yet."""
     if recipe.rollout.replay is not None:
         section = recipe.phases.rollout
-        return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent)
+        routed = recipe.actor.router_replay
+        return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed)
     return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address)

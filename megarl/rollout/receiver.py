@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from megarl.family import ModelShape
 from megarl.reshard.vllm import parameter_sizes
+from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.sync.read import ShardReader
 
@@ -174,7 +175,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
 
 class WorkerReport:
-    """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did."""
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did and
+    what routers chose."""
 
     def megarl_weight_report(self) -> dict[str, float]:
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
+
+    def megarl_record_routing(self) -> None:
+        """From here on the experts that tokens choose are kept until they are taken."""
+        self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def megarl_take_routing(self, requests: list[str]) -> list[Recorded]:
+        return [self.megarl_routing.take(request) for request in requests]

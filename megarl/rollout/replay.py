@@ -24,37 +24,48 @@ class FilePayload:
             columns = {name: dump[name] for name in dump.files}
         prompt_ends = np.cumsum(columns["prompt_lengths"])
         ends = np.cumsum(columns["completion_lengths"])
+        routing = columns.get("routing")
+        routed_ends = ends + prompt_ends - np.arange(1, len(ends) + 1)  # the last token of a sequence chose no experts
         samples = {}
         for s in sample_ids:
             part = slice(int(ends[s] - columns["completion_lengths"][s]), int(ends[s]))
             prompt = slice(int(prompt_ends[s] - columns["prompt_lengths"][s]), int(prompt_ends[s]))
+            num_routed = int(columns["prompt_lengths"][s] + columns["completion_lengths"][s]) - 1
+            routed = slice(int(routed_ends[s]) - num_routed, int(routed_ends[s]))
             completion = Completion(
                 token_ids=columns["token_ids"][part],
                 logprobs=columns["logprobs"][part],
                 finish_reason=str(columns["finish_reasons"][s]),
                 first_version=int(columns["first_version"][s]),
                 last_version=int(columns["last_version"][s]),
+                routing=None if routing is None else routing[routed],
             )
             samples[s] = Sample(int(columns["groups"][s]), columns["prompt_ids"][prompt], completion)
         return samples
 
 
 class ReplayPool:
-    """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at."""
+    """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at.
+
+    With `routed` the dumps must hold the experts that the rollout chose.
+    """
 
     address: str | None = None
 
-    def __init__(self, directory: str, group_size: int, max_concurrent: int) -> None:
+    def __init__(self, directory: str, group_size: int, max_concurrent: int, routed: bool = False) -> None:
         self._directory = Path(directory).absolute()
-        self._group_size, self._max_concurrent = group_size, max_concurrent
+        self._group_size, self._max_concurrent, self._routed = group_size, max_concurrent, routed
 
     def start(self) -> None:
-        """Raises ValueError for a directory without dumps."""
-        if not any(self._directory.glob("step-*.npz")):
+        """Raises ValueError for a directory without dumps, or with dumps that lack the experts' choice."""
+        files = sorted(self._directory.glob("step-*.npz"))
+        if not files:
             raise ValueError(
                 f"rollout.replay = {str(self._directory)!r} holds no step-*.npz; "
                 "a run with run.dump_rollouts = true writes them"
             )
+        with np.load(files[0]) as dump:
+            self._check_routing(files[0], dump.files)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
         """The dumped rollouts of a step. Raises ValueError where they are not of these prompts."""
@@ -82,7 +93,15 @@ class ReplayPool:
     def shutdown(self) -> None:
         pass
 
+    def _check_routing(self, file: Path, names: Iterable[str]) -> None:
+        if self._routed and "routing" not in names:
+            raise ValueError(
+                f"{file} does not say which experts the rollout chose, and actor.router_replay = true reuses them; "
+                "replay dumps of a run with actor.router_replay = true, or set it to false"
+            )
+
     def _check(self, file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt]) -> None:
+        self._check_routing(file, columns)
         size = int(columns["group_size"])
         if size != self._group_size or len(columns["groups"]) != size * len(prompts):
             raise ValueError(

@@ -1,0 +1,72 @@
+"""The experts that a rollout chose, from its groups over a dump back to its samples."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megarl.data.sample import Sample
+from megarl.rollout import routing
+from megarl.rollout.batch import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, dump_rollout
+from megarl.rollout.replay import FilePayload, ReplayPool
+
+
+def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Generator) -> GroupResult:
+    tokens, members = sum(lengths), len(lengths)
+    rows = members * (prompt - 1) + tokens
+    return GroupResult(
+        group=group,
+        prompt_ids=np.arange(prompt, dtype=np.int32),
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        lengths=np.array(lengths, dtype=np.int32),
+        finish_reasons=("stop",) * members,
+        first_versions=np.zeros(members, np.int64),
+        last_versions=np.zeros(members, np.int64),
+        routing=generator.integers(0, 8, (rows, 3, 2)).astype(np.uint8),
+    )
+
+
+def _routing(sample: Sample) -> np.ndarray:
+    assert sample.completion.routing is not None
+    return sample.completion.routing
+
+
+def test_a_dump_brings_every_sample_its_own_choices(tmp_path):
+    generator = np.random.default_rng(0)
+    groups = [_group(4, 5, [3, 1], generator), _group(9, 1, [1, 7], generator)]
+    samples = {2 * position + member: group.sample(member) for position, group in enumerate(groups) for member in range(2)}
+    for sample in samples.values():
+        assert len(_routing(sample)) == sample.num_tokens - 1
+    whole = np.concatenate([_routing(samples[s]) for s in range(4)])
+    assert np.array_equal(whole, np.concatenate([group.routing for group in groups if group.routing is not None]))
+    payload = SimpleNamespace(fetch=lambda wanted: {s: samples[s] for s in wanted})
+    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], payload, RolloutExecuted(2, 2, 4))
+    found = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
+    for s, sample in samples.items():
+        assert np.array_equal(_routing(found[s]), _routing(sample)), s
+        assert _routing(found[s]).dtype == np.uint8
+    ReplayPool(str(tmp_path), 2, 4, routed=True).start()
+
+
+def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
+    group = _group(0, 4, [2, 2], np.random.default_rng(0))
+    plain = GroupResult(**{**vars(group), "routing": None})
+    payload = SimpleNamespace(fetch=lambda wanted: {s: plain.sample(s) for s in wanted})
+    batch = RolloutBatch.of([GroupFacts.of(plain)], payload, RolloutExecuted(1, 2, 4))
+    file = dump_rollout(tmp_path, 1, batch)
+    assert FilePayload(str(file)).fetch([1])[1].completion.routing is None
+    ReplayPool(str(tmp_path), 2, 4).start()
+    with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
+        ReplayPool(str(tmp_path), 2, 4, routed=True).start()
+
+
+def test_an_engine_that_ran_ahead_or_lost_tokens():
+    """vLLM's rows of all layers; the last token of a sequence may have been fed and has no successor."""
+    recorded = np.random.default_rng(0).integers(0, 8, (6, 4, 2)).astype(np.uint8)
+    found = routing.of_sequence(routing.layers_with_experts(recorded, [1, 3]), 6)
+    assert np.array_equal(found, recorded[:5][:, [1, 3]])
+    with pytest.raises(ValueError, match="6 of 7 tokens have recorded experts"):
+        routing.of_sequence(recorded, 8)
+    with pytest.raises(ValueError, match="vLLM recorded no experts"):
+        routing.layers_with_experts(None, [1])
