@@ -1,9 +1,12 @@
 """A resumed run continues bit for bit under the same layouts, and within tolerance under others."""
 
+from unittest import mock
+
 import pytest
 
 from megarl.reshard.boxes import Layout
-from tests.engine_cases import train_with_checkpoints
+from tests.engine_cases import start, train_with_checkpoints
+from tests.feature_cases import Feature, build
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -54,3 +57,34 @@ def test_a_changed_learning_rate_holds_after_a_resume(tmp_path):
     resumed = run_ranks(train_with_checkpoints, 1, directory, layouts, folder, 3, None, True, 5e-3)[0]
     assert [line[:2] for line in resumed] == [line[:2] for line in whole[4:]]
     assert [line[-1] for line in resumed] == pytest.approx([line[-1] / 2 for line in whole[4:]])
+
+
+def present_roles(directory, folder):
+    """Which roles were on the device, whole, in each call of megatron-core that wrote or read a checkpoint."""
+    from megarl.engine import checkpoint
+
+    place = start(Layout())
+    offloaded = Feature(memory={"offload": "all"})
+    roles = {role: build(directory, place, offloaded, role) for role in ("actor", "critic")}
+    found = []
+
+    def watched(call):
+        def watch(*arguments):
+            found.append([role for role, engine in roles.items() if engine.residence.is_present(training=True)])
+            return call(*arguments)
+
+        return watch
+
+    dist_checkpointing = checkpoint.dist_checkpointing
+    with (
+        mock.patch.object(dist_checkpointing, "save", watched(dist_checkpointing.save)),
+        mock.patch.object(dist_checkpointing, "load", watched(dist_checkpointing.load)),
+    ):
+        path = checkpoint.save_checkpoint(folder, 1, roles, {})
+        checkpoint.load_checkpoint(path, roles)
+    return found
+
+
+def test_offloaded_roles_come_to_the_device_one_after_the_other(tmp_path):
+    directory, folder = str(save_tiny_model(tmp_path / "model")), str(tmp_path / "checkpoints")
+    assert run_ranks(present_roles, 1, directory, folder) == [[["actor"], ["critic"]] * 2]

@@ -1,14 +1,15 @@
 """Save and load the trained roles with megatron-core's distributed checkpoints: any layout can load what another saved.
 
 A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
-already saved. Of a role with adapters they alone are saved: the weights beside them are those of its model directory.
+already saved. Each role has a directory of its own in it: roles that are kept in the host's memory come to the device one
+after the other. Of a role with adapters they alone are saved: the weights beside them are those of its model directory.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 _DENSE, _EXPERTS = "dense", "experts"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
+_STATE = "state.pt"  # in a checkpoint, beside its roles
 _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alone
 
 
@@ -45,11 +47,13 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
     partial = target.with_name(target.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        for role in engines:
+            (partial / role).mkdir(parents=True)
+        torch.save(dict(state), partial / _STATE)
     dist.barrier()
-    with _all_present(engines):
-        content = {role: _sharded(engine, is_loading=False) for role, engine in engines.items()}
-        dist_checkpointing.save({**content, "state": dict(state)}, str(partial))
+    for role, engine in engines.items():
+        with _whole(engine):
+            dist_checkpointing.save(_sharded(engine, is_loading=False), str(partial / role))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
@@ -60,29 +64,29 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
 
 def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """Fill every role's weights, optimizer and learning-rate schedule; returns the saved `state`. Collective."""
-    with _all_present(engines):
-        for engine in engines.values():
-            with engine.place.active():
-                for optimizer in _optimizers(engine):
-                    # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips
-                    # what does not exist (megatron-core 0.16 and 0.19).
-                    optimizer._init_optimizer_states_with_dummy_values()
-        wanted = {role: _sharded(engine, is_loading=True) for role, engine in engines.items()}
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
-        for role, engine in engines.items():
-            with engine.place.active():
-                _restore(engine, loaded[role])
-    return dict(loaded["state"])
+    for role, engine in engines.items():
+        with _whole(engine):
+            _load(Path(checkpoint) / role, engine)
+    return dict(torch.load(Path(checkpoint) / _STATE, weights_only=True))
 
 
 @contextmanager
-def _all_present(engines: Mapping[str, Engine]) -> Iterator[None]:
-    """Every role is on the device, its optimizer too, and its weights are whole."""
-    with ExitStack() as stack:
-        for engine in engines.values():
-            stack.enter_context(engine.present(training=True))
-            engine.gather_weights()
+def _whole(engine: Engine) -> Iterator[None]:
+    """The role is on the device, its optimizer too, and its weights are whole."""
+    with engine.present(training=True):
+        engine.gather_weights()
         yield
+
+
+def _load(directory: Path, engine: Engine) -> None:
+    with engine.place.active():
+        for optimizer in _optimizers(engine):
+            # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips what does
+            # not exist (megatron-core 0.16 and 0.19).
+            optimizer._init_optimizer_states_with_dummy_values()
+    loaded = dist_checkpointing.load(_sharded(engine, is_loading=True), str(directory))
+    with engine.place.active():
+        _restore(engine, loaded)
 
 
 def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
@@ -126,7 +130,7 @@ class StoredRole:
         """`chunks` are of one rank that holds the whole role, and may be without content; call it inside their place."""
         (states,) = _chunk_states(chunks, role).values()
         self._parts = {local_name(name): part for name, part in states.items()}
-        self._reader = FileSystemReader(checkpoint)
+        self._reader = FileSystemReader(Path(checkpoint) / role)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -174,7 +178,7 @@ class _Into(DefaultLoadPlanner):
 def load_adapters(checkpoint: str | Path, role: str, adapters: Mapping[str, Adapter]) -> None:
     """Fill a role's adapters alone; to be called inside the place that they were built in."""
     wanted = {"model": adapter_states(adapters, role)}
-    fill_adapters(adapters, dist_checkpointing.load(wanted, str(checkpoint))["model"])
+    fill_adapters(adapters, dist_checkpointing.load(wanted, str(Path(checkpoint) / role))["model"])
 
 
 def _chunk_states(chunks: Sequence[DecoderModel], role: str) -> dict[str, dict[str, Any]]:
