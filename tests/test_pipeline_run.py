@@ -1,4 +1,5 @@
-"""Whole runs of four ranks (TP2 x PP2, fp32) with a real vLLM engine: sizes, agreement, exact resume, export."""
+"""Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
+under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
 
 import shutil
 
@@ -10,6 +11,7 @@ from tests.runs import figures, megarl, tiny_recipe, tiny_run
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS = 6
+TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
 
@@ -24,7 +26,7 @@ def run(request, tmp_path_factory):
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
     if ppo:
         changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
-    megarl("train", str(tiny_recipe(folder, "whole", ppo, 4, 2, 2, STEPS, **changes)))
+    megarl("train", str(tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)))
     return folder, ppo, changes
 
 
@@ -58,7 +60,7 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
 def test_a_resumed_run_equals_one_that_never_stopped(run):
     folder, ppo, changes = run
     _from_the_middle(folder, "resumed")
-    megarl("train", str(tiny_recipe(folder, "resumed", ppo, 4, 2, 2, STEPS, **changes)), "--resume")
+    megarl("train", str(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)), "--resume")
     assert figures(folder, "resumed") == figures(folder, "whole")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray._private.authentication import authentication_token_setup as authentication
 
 # Warns in every process that Ray's token authentication is on, which is as it should be.
 logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -46,6 +47,9 @@ def start_cluster(address: str | None = None) -> str:
 def join_cluster(address: str) -> str:
     """Connect this process (a trainer rank) to a running cluster; returns its address."""
     if not ray.is_initialized():
+        # A cluster that a rank started asks for this machine's token, and with an address given Ray shows it none by itself
+        # (2.60); it has no public call that says so after its import.
+        authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         ray.init(
             address=address,
             namespace=NAMESPACE,
