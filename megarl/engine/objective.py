@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,9 @@ class PolicyObjective:
             if self.settings.kl.place == "loss":
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
             sums["kl_sum"] = divergence.detach().sum()
-        rollout = torch.cat([torch.from_numpy(self.batch.samples[sample].completion.logprobs) for sample in micro.samples])
+        rollout = torch.from_numpy(
+            np.concatenate([self.batch.samples[sample].completion.logprobs for sample in micro.samples])
+        )
         difference = (old - rollout.to(device)).abs()
         log_ratio = (logprobs - old).detach()
         # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
