@@ -199,7 +199,8 @@ def logits_backward(role: Role, head_tokens: int) -> int:
     """
     (rows, columns), width = _block(role, head_tokens), role.bytes_per_weight
     computed = bytes_of(rows, columns, width, role.entropy_bonus)
-    product = max(rows, columns) * role.shape.hidden * (width + _FP32) if width != _FP32 else 0
+    products = max(rows, columns) if role.trains_head else rows  # a frozen head's weight has no gradient
+    product = products * role.shape.hidden * (width + _FP32) if width != _FP32 else 0
     return head_tokens * role.shape.hidden * _FP32 + max(computed, rows * columns * width + product)
 
 

@@ -170,8 +170,9 @@ def largest_weight(role: Role, pipeline_rank: int) -> int:
     shape, layout = role.shape, role.layout
     if role.adapters is not None:
         return role.adapters.rank * max(max(adapted_sizes(shape, target)) for target in role.adapters.targets)
-    embedding = role.has_embedding(pipeline_rank) or (role.has_head(pipeline_rank) and not role.critic)
-    rows = [role.vocab_width if embedding else 0]
+    head = role.has_head(pipeline_rank) and role.trains_head and not role.critic
+    embedding = role.has_embedding(pipeline_rank) and role.trains_embedding
+    rows = [role.vocab_width if embedding or head else 0]
     for layer in stage_layers(shape, layout, pipeline_rank):
         if shape.experts is not None and shape.has_experts(layer):
             experts = shape.experts
