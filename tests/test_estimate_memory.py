@@ -18,9 +18,8 @@ from megarl.reshard.megatron import padded_vocab, rank_segments
 from megarl.schedule.schedule import Schedule, in_micro_batch
 from tests.memory_cases import CASES, HEADS, MODELS, measure
 
-# The model's target is 10 % (benchmarks/memory.py); here it is within 4 % on a busy machine, where gloo frees late, and most
-# terms, lost, make more than that.
-TOLERANCE = 0.05
+# The model's target is 10 % (benchmarks/memory.py); here it is within 2 %, and most terms, lost, make more than 3 %.
+TOLERANCE = 0.03
 # Experts of random weights do not share their tokens equally, as the model takes them to.
 UNBALANCED = 0.1
 
