@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megarl.estimate import engine_memory
 from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 
 QWEN_7B = ModelShape.from_config(
@@ -21,7 +22,8 @@ def test_a_known_model_weighs_what_its_card_says() -> None:
 
 
 def test_weights_are_those_a_rank_receives() -> None:
-    received = sum((one.row1 - one.row0) * (one.col1 - one.col0) for one in vllm_segments(QWEN_7B, 4) if one.rank == 0)
+    held = (one for one in vllm_segments(QWEN_7B, RolloutLayout(4)) if one.rank == 0)
+    received = sum((one.row1 - one.row0) * (one.col1 - one.col0) for one in held)
     assert engine_memory(QWEN_7B, 4, "fp32", 0, 1, 2048).weights == 4 * received
 
 

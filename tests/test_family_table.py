@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.family import FAMILIES, ModelShape
 from megarl.reshard import megatron, vllm
-from megarl.reshard.boxes import Layout, Segment
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 
 LAYERS = 4
 DECODER: dict[str, Any] = {
@@ -135,12 +135,12 @@ def test_boxes_fill_the_parameters_and_nothing_twice(family: str, layout: Layout
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_engine_ranks_hold_the_checkpoint_and_fill_their_parameters(family: str, tensor: int, tied: bool) -> None:
-    shape = shape_of(family, tie_word_embeddings=tied)
-    segments = vllm.vllm_segments(shape, tensor)
+    shape, rollout = shape_of(family, tie_word_embeddings=tied), RolloutLayout(tensor)
+    segments = vllm.vllm_segments(shape, rollout)
     held = count(segments, megatron.checkpoint_sizes(shape))
     assert all(counts.min() >= 1 for counts in held.values())
     for rank in range(tensor):
-        fill([segment for segment in segments if segment.rank == rank], vllm.parameter_sizes(shape, tensor))
+        fill([segment for segment in segments if segment.rank == rank], vllm.parameter_sizes(shape, rollout, rank))
 
 
 def fill(segments: list[Segment], sizes: dict[str, tuple[int, int]]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.family import ModelShape
-from megarl.reshard.boxes import Layout, Segment
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.vllm import parameter_sizes, vllm_segments
@@ -109,7 +109,7 @@ def test_replayed_plan_gives_the_shards_cut_directly_and_moves_no_byte_more(
     case: tuple[ModelShape, Layout, int],
 ) -> None:
     shape, layout, rollout = case
-    sources, destinations = megatron_segments(shape, layout), vllm_segments(shape, rollout)
+    sources, destinations = megatron_segments(shape, layout), vllm_segments(shape, RolloutLayout(rollout))
     plan = plan_reshard(sources, destinations)
     for rank in range(rollout):
         received = int(plan.sizes[plan.to_destination(rank)].sum())
@@ -137,8 +137,8 @@ def test_both_ends_compute_the_same_plan_and_another_cut_another_hash(
     case: tuple[ModelShape, Layout, int],
 ) -> None:
     shape, layout, rollout = case
-    first = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, rollout))
-    again = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, rollout))
+    first = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, RolloutLayout(rollout)))
+    again = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, RolloutLayout(rollout)))
     assert first.hash == again.hash
     other = model(
         shape.family,
@@ -150,12 +150,12 @@ def test_both_ends_compute_the_same_plan_and_another_cut_another_hash(
         shape.vocab + 1,
         shape.tied,
     )
-    assert plan_reshard(megatron_segments(other, layout), vllm_segments(other, rollout)).hash != first.hash
+    assert plan_reshard(megatron_segments(other, layout), vllm_segments(other, RolloutLayout(rollout))).hash != first.hash
 
 
 def test_the_sending_is_shared_by_the_replicas() -> None:
     shape = model("llama", 4, 4, 4, 4, 16, 64, False)
-    plan = plan_reshard(megatron_segments(shape, Layout(1, 1, 4)), vllm_segments(shape, 1))
+    plan = plan_reshard(megatron_segments(shape, Layout(1, 1, 4)), vllm_segments(shape, RolloutLayout()))
     sent = [int(plan.sizes[plan.source_rank == rank].sum()) for rank in range(4)]
     assert max(sent) - min(sent) <= int(plan.sizes.max())
 
@@ -168,9 +168,9 @@ def test_a_rank_and_its_coordinates_are_each_other_s_inverse(tensor: int, pipeli
 
 def test_parameter_sizes_hold_every_segment() -> None:
     shape = model("qwen2", 2, 4, 2, 4, 16, 65, True)
-    sizes = parameter_sizes(shape, 2)
+    sizes = parameter_sizes(shape, RolloutLayout(2), 0)
     assert sizes["model.embed_tokens.weight"] == (64, 8) and "lm_head.weight" not in sizes
-    for segment in vllm_segments(shape, 2):
+    for segment in vllm_segments(shape, RolloutLayout(2)):
         rows, cols = sizes[segment.parameter]
         assert (
             segment.local_row + segment.row1 - segment.row0 <= rows
@@ -193,4 +193,4 @@ def test_what_cannot_be_planned_is_refused() -> None:
 @pytest.mark.parametrize(("tensor", "rule"), [(3, "attention heads"), (8, "attention heads")])
 def test_a_rollout_tensor_size_that_cuts_nothing_is_named(tensor: int, rule: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout\.tensor = {tensor} must divide the 4 {rule}"):
-        vllm_segments(model("llama", 1, 4, 2, 4, 16, 64, False), tensor)
+        vllm_segments(model("llama", 1, 4, 2, 4, 16, 64, False), RolloutLayout(tensor))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
-from megarl.reshard.boxes import Layout
+from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import segment
 from megarl.sync.manifest import SyncError, WeightManifest
@@ -44,7 +44,7 @@ def received(shape: ModelShape, manifest: WeightManifest, rank: int) -> dict[str
 
 
 def assert_is_shard(shape: ModelShape, model: Path, manifest: WeightManifest, rank: int, dtype: torch.dtype) -> None:
-    expected = cut(vllm_segments(shape, manifest.rollout_tensor), checkpoint(model))[rank]
+    expected = cut(vllm_segments(shape, RolloutLayout(manifest.rollout_tensor)), checkpoint(model))[rank]
     got = received(shape, manifest, rank)
     assert got.keys() == expected.keys()
     for name, content in expected.items():

@@ -163,7 +163,8 @@ def _feed_forward(shape: ModelShape, number: int) -> list[Weight]:
         *experts("mlp.experts", count, hidden, shape.experts.ffn),
     ]
     if shape.experts.shared_ffn:
-        weights += swiglu(hidden, shape.experts.shared_ffn, "mlp.shared_experts", "mlp.shared_experts")
+        shared = swiglu(hidden, shape.experts.shared_ffn, "mlp.shared_experts", "mlp.shared_experts")
+        weights += [weight._replace(shared=True) for weight in shared]
     return weights
 
 

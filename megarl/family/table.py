@@ -23,7 +23,7 @@ class Weight(NamedTuple):
     Names of a layer's weights are those below the layer (`self_attn.o_proj.weight`). With `experts` it stands for so many
     tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks all of
     them, in this order, in one parameter. A `fixed` one no update moves: engines keep what they loaded, in whatever number
-    format, and no weight sync sends it.
+    format, and no weight sync sends it. A `shared` one is of an expert that every token passes.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Weight(NamedTuple):
     vllm: Held
     experts: int = 0
     fixed: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)

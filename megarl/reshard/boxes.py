@@ -104,3 +104,37 @@ class Layout:
         rest, context_rank = divmod(rest, self.context)
         pipeline_rank, data_rank = divmod(rest, self.data)
         return tensor_rank, pipeline_rank, data_rank, context_rank
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """How one vLLM engine is cut over its workers.
+
+    worker = tensor_rank + tensor * (pipeline_rank + pipeline * data_rank), vLLM's order of all data-parallel ranks.
+
+    Data-parallel ranks of an engine hold the same weights but for experts, which are cut over the tensor ranks of all of
+    them; with `expert_parallel` they are dealt whole over the same workers instead.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def workers(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Each tensor rank runs a part of the tokens of a layer with experts, so that it holds shared experts whole."""
+        return self.expert_parallel and self.tensor > 1 and self.data > 1
+
+    def worker(self, tensor_rank: int, pipeline_rank: int = 0, data_rank: int = 0) -> int:
+        return tensor_rank + self.tensor * (pipeline_rank + self.pipeline * data_rank)
+
+    def coordinates(self, worker: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, data) rank of a worker."""
+        rest, tensor_rank = divmod(worker, self.tensor)
+        data_rank, pipeline_rank = divmod(rest, self.pipeline)
+        return tensor_rank, pipeline_rank, data_rank

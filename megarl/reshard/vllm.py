@@ -1,12 +1,25 @@
-"""Where a vLLM tensor rank holds each checkpoint tensor, by the weight table of its family."""
+"""Where each worker of a vLLM engine holds each checkpoint tensor, by the weight table of its family (vLLM 0.32).
+
+Megatron's stages and vLLM's differ, so a stage here is vLLM's own split (`vllm.distributed.utils.get_pp_indices`, unless
+its environment says otherwise), and experts are dealt or cut as its `FusedMoEParallelConfig.make` says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megarl.family import FAMILIES, ModelShape, Weight
 from megarl.family.blocks import VLLM_VOCABULARY, embedding, final_norm, head
-from megarl.reshard.boxes import Segment
+from megarl.reshard.boxes import RolloutLayout, Segment
+
+
+class Share(NamedTuple):
+    """What a worker holds of a weight: of its `experts` (or of itself, one) each the part of `rank` among `ranks`."""
+
+    ranks: int
+    rank: int
+    experts: range
 
 
 def padded_vocab(shape: ModelShape) -> int:
@@ -14,66 +27,123 @@ def padded_vocab(shape: ModelShape) -> int:
     return VLLM_VOCABULARY.padded(shape.vocab, 1)
 
 
-def vllm_segments(shape: ModelShape, tensor: int) -> list[Segment]:
-    """Every box that every tensor rank of one engine holds; padding rows left out.
+def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
+    """Every box that every worker of one engine holds; padding rows left out.
 
-    Raises ValueError for a `tensor` that does not cut the model.
+    Raises ValueError for a layout that does not cut the model.
     """
-    _check(shape, tensor)
-    return [segment for rank in range(tensor) for segment in rank_segments(shape, tensor, rank)]
+    check_layout(shape, rollout)
+    return [segment for worker in range(rollout.workers) for segment in worker_segments(shape, rollout, worker)]
 
 
-def parameter_sizes(shape: ModelShape, tensor: int) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of each parameter of one tensor rank, padding included; a vector has one column, and the experts of a
-    layer stand one below the other."""
+def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of each parameter of one worker, padding included; a vector has one column, and the experts of a
+    layer that the worker holds stand one below the other."""
     sizes: dict[str, tuple[int, int]] = {}
-    for prefix, weight in _weights(shape):
+    for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
         parameter, cut = weight.vllm
-        rows, columns = cut.extent(weight.rows, weight.columns, tensor)
-        sizes[prefix + parameter] = (max(1, weight.experts) * rows, columns)
+        share = weight_share(weight, rollout, worker)
+        rows, columns = cut.extent(weight.rows, weight.columns, share.ranks)
+        sizes[prefix + parameter] = (len(share.experts) * rows, columns)
     return sizes
 
 
-def rank_segments(shape: ModelShape, tensor: int, rank: int) -> Iterator[Segment]:
-    """The boxes of one tensor rank, in the order of the model's forward pass."""
-    for prefix, weight in _weights(shape):
+def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
+    """The boxes of one worker, in the order of the model's forward pass."""
+    for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
         parameter, cut = weight.vllm
-        pieces = list(cut.pieces(weight.rows, weight.columns, tensor, rank))
-        stride, _ = cut.extent(weight.rows, weight.columns, tensor)
-        for expert in range(max(1, weight.experts)):
+        ranks, rank, experts = weight_share(weight, rollout, worker)
+        pieces = list(cut.pieces(weight.rows, weight.columns, ranks, rank))
+        stride, _ = cut.extent(weight.rows, weight.columns, ranks)
+        for local, expert in enumerate(experts):
             name = prefix + weight.name.format(expert=expert)
             for row0, row1, col0, col1, local_row, local_col in pieces:
-                local_row += expert * stride
-                yield Segment(name, row0, row1, col0, col1, rank, prefix + parameter, local_row, local_col)
+                local_row += local * stride
+                yield Segment(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
+
+
+def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
+    """Parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage though only the first or the
+    last one reads them. No plan sends them."""
+    ends = {weight.vllm.parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
+    return ends - {weight.vllm.parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
 
 
 def fixed_tensors(shape: ModelShape) -> set[str]:
     """Checkpoint names of the tensors that no update moves."""
-    return {prefix + weight.name for prefix, weight in _weights(shape) if weight.fixed}
+    return {prefix + weight.name for prefix, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed}
 
 
-def _weights(shape: ModelShape) -> Iterator[tuple[str, Weight]]:
-    """The table's rows, with what stands before their names."""
-    yield "", embedding(shape)
-    for layer in range(shape.num_layers):
+def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
+    """Global layer numbers, from 0, of one stage: even, and each layer that is left over goes to one of the stages before
+    the last, from the back."""
+    even, left = divmod(num_layers, pipeline)
+    sizes = [even + (pipeline - 1 - left <= stage < pipeline - 1) for stage in range(pipeline)]
+    first = sum(sizes[:pipeline_rank])
+    return range(first, first + sizes[pipeline_rank])
+
+
+def held_experts(count: int, ranks: int, rank: int) -> range:
+    """The experts that one of `ranks` holds whole: intervals, one longer where some are left over, on the first ranks."""
+    each, left = divmod(count, ranks)
+    first = rank * each + min(rank, left)
+    return range(first, first + each + (rank < left))
+
+
+def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
+    """What a worker holds of a weight of its stage.
+
+    The workers that cut or share out the experts of a layer are all of its stage, data-parallel ones too. Where experts are
+    dealt over tensor ranks and data-parallel ones, vLLM cuts a layer's tokens over the tensor ranks, and each holds the
+    shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default all-to-all).
+    """
+    tensor_rank, _, data_rank = rollout.coordinates(worker)
+    if weight.experts:
+        ranks, rank = rollout.tensor * rollout.data, tensor_rank + rollout.tensor * data_rank
+        if rollout.expert_parallel:
+            return Share(1, 0, held_experts(weight.experts, ranks, rank))
+        return Share(ranks, rank, range(weight.experts))
+    if weight.shared and rollout.cuts_tokens:
+        return Share(1, 0, range(1))
+    return Share(rollout.tensor, tensor_rank, range(1))
+
+
+def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int) -> Iterator[tuple[str, Weight]]:
+    """The table's rows that one stage reads, with what stands before their names."""
+    first, last = pipeline_rank == 0, pipeline_rank == rollout.pipeline - 1
+    if first:
+        yield "", embedding(shape)
+    for layer in stage_layers(shape.num_layers, rollout.pipeline, pipeline_rank):
         for weight in FAMILIES[shape.family].layer(shape, layer):
             yield f"model.layers.{layer}.", weight
-    yield "", final_norm(shape)
-    if not shape.tied:
+    if last:
+        yield "", final_norm(shape)
+    # A tied head is the embedding, of which the last stage has a copy of its own.
+    if last and not (shape.tied and first):
         yield "", head(shape)
 
 
-def feed_forward_rows(shape: ModelShape) -> list[int]:
-    """Rows of every kind of feed-forward network of the model; vLLM cuts each over all tensor ranks, experts too."""
-    dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
-    experts = (
-        [] if shape.experts is None else [shape.experts.ffn, *([shape.experts.shared_ffn] * bool(shape.experts.shared_ffn))]
-    )
-    return [shape.ffn] * dense + experts
+def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:
+    """Raises ValueError naming the key of the `rollout` section that does not cut the model."""
+    _check_tensor(shape, rollout)
+    if rollout.pipeline > shape.num_layers:
+        raise ValueError(f"rollout.pipeline = {rollout.pipeline} must be at most the {shape.num_layers} layers")
+    if shape.experts is None:
+        if rollout.expert_parallel:
+            raise ValueError("rollout.expert_parallel = true needs a model with experts; false always works")
+        return
+    product = f"rollout.tensor x rollout.data = {rollout.tensor} x {rollout.data}"
+    if rollout.expert_parallel and rollout.tensor * rollout.data > shape.experts.count:
+        raise ValueError(f"{product} must be at most the {shape.experts.count} experts that are dealt over them")
+    if not rollout.expert_parallel and shape.experts.ffn % (rollout.tensor * rollout.data):
+        raise ValueError(
+            f"{product} must divide the {shape.experts.ffn} feed-forward rows of an expert; "
+            "rollout.expert_parallel = true leaves experts whole"
+        )
 
 
-def _check(shape: ModelShape, tensor: int) -> None:
-    rows = feed_forward_rows(shape)
+def _check_tensor(shape: ModelShape, rollout: RolloutLayout) -> None:
+    tensor, rows = rollout.tensor, _cut_rows(shape, rollout)
     rules = {
         f"divide the {shape.heads} attention heads": shape.heads % tensor == 0,
         f"divide the {shape.groups} key-value groups or be a multiple of them": (
@@ -86,3 +156,10 @@ def _check(shape: ModelShape, tensor: int) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(f"rollout.tensor = {tensor} must {rule}; 1 always does")
+
+
+def _cut_rows(shape: ModelShape, rollout: RolloutLayout) -> list[int]:
+    """Rows of the feed-forward networks that every tensor rank holds a part of, routed experts aside."""
+    dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
+    shared = shape.experts is not None and shape.experts.shared_ffn and not rollout.cuts_tokens
+    return [shape.ffn] * dense + ([shape.experts.shared_ffn] if shared and shape.experts else [])

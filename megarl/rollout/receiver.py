@@ -22,6 +22,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import parameter_sizes
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
@@ -52,7 +53,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shape = ModelShape.from_directory(self.model_config.model)
-        self._sizes = parameter_sizes(self._shape, self.parallel_config.tensor_parallel_size)
+        self._sizes = parameter_sizes(self._shape, RolloutLayout(self.parallel_config.tensor_parallel_size), 0)
         self._reader: ShardReader | None = None
         self.report: dict[str, float] = {}
 

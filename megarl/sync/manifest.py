@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.family import ModelShape
-from megarl.reshard.boxes import Layout, Segment
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.vllm import fixed_tensors, vllm_segments
@@ -75,7 +75,7 @@ class WeightManifest:
 def sync_plan(shape: ModelShape, layout: Layout, rollout_tensor: int) -> ReshardPlan:
     """The plan of a weight sync; both ends compute it and compare `plan.hash`."""
     fixed = fixed_tensors(shape)
-    sources, destinations = trainer_sources(shape, layout), vllm_segments(shape, rollout_tensor)
+    sources, destinations = trainer_sources(shape, layout), vllm_segments(shape, RolloutLayout(rollout_tensor))
     # Both ends of a plan must know the same tensors.
     moving = ([segment for segment in end if segment.name not in fixed] for end in (sources, destinations))
     return plan_reshard(*moving)
