@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from megarl.family import ModelShape, blocks
 from megarl.family.cut import PaddedRows
-from megarl.reshard.boxes import Segment
-from megarl.reshard.vllm import parameter_sizes, rank_segments
+from megarl.reshard.boxes import RolloutLayout, Segment
+from megarl.reshard.vllm import parameter_sizes, worker_segments
 from tests.rollout_cases import save_model
 
 pytestmark = pytest.mark.sync
@@ -141,8 +141,8 @@ def differences(loader: Parameters, table: Parameters) -> Iterator[str]:
 
 
 def table_of(model: Path, tensor: int, rank: int) -> tuple[list[Segment], dict[str, tuple[int, int]]]:
-    shape = ModelShape.from_directory(model)
-    return list(rank_segments(shape, tensor, rank)), parameter_sizes(shape, tensor)
+    shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor)
+    return list(worker_segments(shape, rollout, rank)), parameter_sizes(shape, rollout, rank)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
