@@ -20,12 +20,12 @@ from megarl.sync.publish import WeightSync
 VOCAB = 131
 
 
-def save_model(directory: Path, family: str, tied: bool, seed: int) -> Path:
+def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int = 2) -> Path:
     """A random model with 32 values a head, the smallest that vLLM's CPU attention takes."""
     import transformers as hf
 
     sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
         initializer_range=0.08,
     )  # fmt: skip

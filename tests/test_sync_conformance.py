@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
@@ -21,8 +22,11 @@ from safetensors.torch import load_file
 from megarl.family import ModelShape, blocks
 from megarl.family.cut import PaddedRows
 from megarl.reshard.boxes import RolloutLayout, Segment
-from megarl.reshard.vllm import parameter_sizes, worker_segments
+from megarl.reshard.vllm import idle_parameters, parameter_sizes, stage_layers, worker_segments
 from tests.rollout_cases import save_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 pytestmark = pytest.mark.sync
 
@@ -75,23 +79,22 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
-    """A model's directory by family and whether its head is tied; each is written once."""
+    """A model's directory by family and whether its head is tied; each is written once.
+
+    Three layers: vLLM's Qwen3-MoE does not start where a stage has no layer with experts, and the first has none.
+    """
     written: dict[tuple[str, bool], Path] = {}
 
     def directory(family: str, tied: bool) -> Path:
         if (family, tied) not in written:
-            written[family, tied] = save_model(tmp_path_factory.mktemp("model"), family, tied, seed=0)
+            written[family, tied] = save_model(tmp_path_factory.mktemp("model"), family, tied, seed=0, layers=3)
         return written[family, tied]
 
     return directory
 
 
-def vllm_view(model: Path, tensor: int, rank: int) -> Parameters:
-    """Which checkpoint element stands at each place of each parameter of one worker, by vLLM's loader."""
-    from vllm.distributed import parallel_state
+def vllm_config(model: Path, rollout: RolloutLayout, data_rank: int) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     with mock.patch.dict(os.environ):  # vLLM writes there what it wants of its worker processes
         config = EngineArgs(
@@ -100,20 +103,41 @@ def vllm_view(model: Path, tensor: int, rank: int) -> Parameters:
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=64,
-            tensor_parallel_size=tensor,
+            tensor_parallel_size=rollout.tensor,
+            pipeline_parallel_size=rollout.pipeline,
+            enable_expert_parallel=rollout.expert_parallel,
             distributed_executor_backend="mp",
         ).create_engine_config()
-    groups = {"_TP": Group(tensor, rank), "_EP": Group(tensor, rank)}
-    groups |= {name: Group(1, 0) for name in ("_PP", "_DP", "_PCP", "_DCP")}
+    # As an argument it would have the ranks look for each other.
+    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = rollout.data, data_rank
+    return config
+
+
+def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
+    """Which checkpoint element stands at each place of each parameter of one worker, by vLLM's loader."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    tensor_rank, pipeline_rank, data_rank = rollout.coordinates(worker)
+    groups = {
+        "_TP": Group(rollout.tensor, tensor_rank),
+        "_PP": Group(rollout.pipeline, pipeline_rank),
+        "_DP": Group(rollout.data, data_rank),
+        "_EP": Group(rollout.tensor * rollout.data, tensor_rank + rollout.tensor * data_rank),
+        "_PCP": Group(1, 0),
+        "_DCP": Group(1, 0),
+    }
+    config = vllm_config(model, rollout, data_rank)
     with pytest.MonkeyPatch.context() as patch:
         for name, group in groups.items():
             patch.setattr(parallel_state, name, group)
         with set_default_torch_dtype(torch.float32):
-            worker = initialize_model(config)
-        for parameter in worker.parameters():
+            built = initialize_model(config)
+        for parameter in built.parameters():
             parameter.data.fill_(UNSET)
-        worker.load_weights(numbered_checkpoint(model).items())
-    return {name: as_matrix(parameter.data) for name, parameter in worker.named_parameters()}
+        built.load_weights(numbered_checkpoint(model).items())
+    return {name: as_matrix(parameter.data) for name, parameter in built.named_parameters()}
 
 
 def table_view(model: Path, segments: Iterable[Segment], sizes: dict[str, tuple[int, int]]) -> Parameters:
@@ -140,32 +164,73 @@ def differences(loader: Parameters, table: Parameters) -> Iterator[str]:
             yield f"{name}: {int((mine != its).sum())} elements stand elsewhere"
 
 
-def table_of(model: Path, tensor: int, rank: int) -> tuple[list[Segment], dict[str, tuple[int, int]]]:
-    shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor)
-    return list(worker_segments(shape, rollout, rank)), parameter_sizes(shape, rollout, rank)
+def table_of(model: Path, rollout: RolloutLayout, worker: int) -> tuple[list[Segment], dict[str, tuple[int, int]]]:
+    shape = ModelShape.from_directory(model)
+    return list(worker_segments(shape, rollout, worker)), parameter_sizes(shape, rollout, worker)
+
+
+def assert_the_same(model: Path, rollout: RolloutLayout) -> None:
+    """Every worker's parameters, but for those that vLLM builds and no stage of theirs reads."""
+    shape = ModelShape.from_directory(model)
+    for worker in range(rollout.workers):
+        loader, idle = vllm_view(model, rollout, worker), idle_parameters(shape, rollout, worker)
+        read = {name: content for name, content in loader.items() if name not in idle}
+        assert list(differences(read, table_view(model, *table_of(model, rollout, worker)))) == [], worker
+
+
+FAMILIES = [
+    ("llama", True),
+    ("llama", False),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("qwen3_moe", False),
+    ("mixtral", False),
+    ("deepseek_v3", False),
+    ("gemma3", True),
+]
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [
-        ("llama", True),
-        ("llama", False),
-        ("qwen2", False),
-        ("qwen3", True),
-        ("qwen3_moe", False),
-        ("mixtral", False),
-        ("deepseek_v3", False),
-        ("gemma3", True),
-    ],
-)
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_the_table_places_every_element_where_vllm_s_loader_puts_it(
     models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int
 ) -> None:
     """Four tensor ranks are more than the two key-value heads, and one of them holds padding alone of the vocabulary."""
-    model = models(family, tied)
-    for rank in range(tensor):
-        assert list(differences(vllm_view(model, tensor, rank), table_view(model, *table_of(model, tensor, rank)))) == []
+    assert_the_same(models(family, tied), RolloutLayout(tensor))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_so_it_does_on_pipeline_stages(models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int) -> None:
+    assert_the_same(models(family, tied), RolloutLayout(tensor, pipeline=2))
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        RolloutLayout(tensor=2, expert_parallel=True),
+        RolloutLayout(data=2),
+        RolloutLayout(data=3, expert_parallel=True),  # 8 experts: 3, 3 and 2
+        RolloutLayout(tensor=2, data=2),
+        RolloutLayout(tensor=2, data=2, expert_parallel=True),
+        RolloutLayout(tensor=2, pipeline=2, expert_parallel=True),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_so_it_does_where_experts_are_shared_out(
+    models: Callable[[str, bool], Path], family: str, rollout: RolloutLayout
+) -> None:
+    assert_the_same(models(family, False), rollout)
+
+
+def test_stages_have_the_layers_that_vllm_gives_them() -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    for layers in range(1, 20):
+        for stages in range(1, layers + 1):
+            for stage in range(stages):
+                start, stop = get_pp_indices(layers, stage, stages)
+                assert stage_layers(layers, stages, stage) == range(start, stop), (layers, stages, stage)
 
 
 # Wrong tables: each changes one box of the right one, or drops it.
@@ -205,10 +270,10 @@ def test_a_wrong_table_is_told_apart(
     models: Callable[[str, bool], Path], mutation: Callable[[Segment], Segment | None]
 ) -> None:
     model = models("qwen3_moe", False)
-    segments, sizes = table_of(model, 2, 0)
+    segments, sizes = table_of(model, RolloutLayout(2), 0)
     wrong = [changed for box in segments if (changed := mutation(box)) is not None]
     assert wrong != segments, "the mutation changes nothing"
-    assert list(differences(vllm_view(model, 2, 0), table_view(model, wrong, sizes)))
+    assert list(differences(vllm_view(model, RolloutLayout(2), 0), table_view(model, wrong, sizes)))
 
 
 def test_a_table_without_the_vocabulary_s_padding_is_told_apart(
@@ -216,5 +281,6 @@ def test_a_table_without_the_vocabulary_s_padding_is_told_apart(
 ) -> None:
     model = models("llama", True)
     monkeypatch.setattr(blocks, "VLLM_VOCABULARY", PaddedRows(1, each_rank=True))
+    rollout = RolloutLayout(2)
     for rank in (0, 1):
-        assert list(differences(vllm_view(model, 2, rank), table_view(model, *table_of(model, 2, rank))))
+        assert list(differences(vllm_view(model, rollout, rank), table_view(model, *table_of(model, rollout, rank))))
