@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 from megarl.family import FAMILIES, ModelShape, Weight
 from megarl.family.blocks import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.reshard.boxes import Layout, Segment
+from megarl.reshard.columns import Boxes, Repeat, stack
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:
@@ -54,6 +56,23 @@ def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -
     ]
 
 
+def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
+    """`megatron_segments` of a language model as columns, those of the weights to keep."""
+    first = [
+        layout.rank(t, 0, d, c) for d in range(layout.data) for c in range(layout.context) for t in range(layout.tensor)
+    ]
+    held = cache(lambda weight: Boxes.of(box for r in first for box in _weight_segments(layout, r, "", "", weight)))
+    return stack(
+        [
+            Repeat(held(weight), name_prefix, chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
+            for stage in range(layout.pipeline)
+            for chunk in range(layout.virtual_pipeline)
+            for name_prefix, prefix, weight in chunk_weights(shape, layout, stage, chunk, critic=False)
+            if keep(weight)
+        ]
+    )
+
+
 def rank_segments(
     shape: ModelShape,
     layout: Layout,
@@ -67,16 +86,16 @@ def rank_segments(
     rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
         prefix = chunk_prefix(layout, chunk)
-        for segment in _chunk_segments(shape, layout, tensor_rank, pipeline_rank, chunk, rank, critic):
+        for segment in _chunk_segments(shape, layout, pipeline_rank, chunk, rank, critic):
             yield segment._replace(parameter=prefix + segment.parameter)
 
 
 def _chunk_segments(
-    shape: ModelShape, layout: Layout, t: int, pipeline_rank: int, chunk: int, rank: int, critic: bool
+    shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, rank: int, critic: bool
 ) -> Iterator[Segment]:
     """The boxes of one chunk, by the parameter names of its own model."""
     for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-        yield from _weight_segments(layout, t, rank, name_prefix, parameter_prefix, weight)
+        yield from _weight_segments(layout, rank, name_prefix, parameter_prefix, weight)
 
 
 def chunk_weights(
@@ -98,10 +117,11 @@ def chunk_weights(
 
 
 def _weight_segments(
-    layout: Layout, t: int, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight
+    layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight
 ) -> Iterator[Segment]:
     parameter, cut = weight.megatron
     if not weight.experts:
+        t = layout.coordinates(rank)[0]
         for row0, row1, col0, col1, local_row, local_col in cut.pieces(weight.rows, weight.columns, layout.tensor, t):
             yield Segment(
                 name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
 from megarl.reshard.boxes import Segment
+from megarl.reshard.columns import Boxes
+from megarl.reshard.match import Match, match_boxes
+from megarl.reshard.senders import choose_senders
 
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """A list of copies, as int64 columns [copies]; `name` and the two parameter columns index the tables of
-    strings.
+    """A list of copies, as int64 columns [copies]; `name` and the two parameter columns index the tables of strings.
 
     Copy i takes `rows[i]` x `cols[i]` elements at (source_row, source_col) of `source_parameter` on
     `source_rank` to (destination_row, destination_col) of `destination_parameter` on `destination_rank`.
@@ -71,95 +72,45 @@ class ReshardPlan:
         parameter = self.destination_parameters[self.destination_parameter[copy]]
         return (
             f"{name} ({self.rows[copy]} x {self.cols[copy]}) from trainer rank {self.source_rank[copy]} "
-            f"to {parameter}[{row}:, {col}:] of tensor rank {self.destination_rank[copy]}"
+            f"to {parameter}[{row}:, {col}:] of worker {self.destination_rank[copy]}"
         )
 
 
-class _Box:
-    """One distinct source box with the segments (replicas) that hold it."""
+def plan_reshard(
+    sources: Boxes | Iterable[Segment],
+    destinations: Boxes | Iterable[Segment],
+    source_nodes: Sequence[int] | None = None,
+    destination_nodes: Sequence[int] | None = None,
+    turn: int = 0,
+) -> ReshardPlan:
+    """Cover every destination box exactly once from source boxes; both ends get the same plan from the same boxes.
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.replicas = [segment]
-
-    def intersect(self, other: Segment) -> tuple[int, int, int, int] | None:
-        """(row0, row1, col0, col1) of the common rectangle, or None."""
-        mine = self.segment
-        row0, row1 = max(mine.row0, other.row0), min(mine.row1, other.row1)
-        col0, col1 = max(mine.col0, other.col0), min(mine.col1, other.col1)
-        return (row0, row1, col0, col1) if row0 < row1 and col0 < col1 else None
-
-
-def plan_reshard(sources: Sequence[Segment], destinations: Sequence[Segment]) -> ReshardPlan:
-    """Cover every destination box exactly once from source boxes.
-
-    Where several source ranks hold a box (data-parallel replicas, norms under tensor parallelism) the rank
-    that has the least to send so far is taken, the lowest of several; so both ends get the same plan from the
-    same segments. Raises ValueError for a name that only one end knows, for a destination element that no
-    source holds, and for source boxes that overlap without being equal.
+    Where several source ranks hold a box (data-parallel replicas, norms under tensor parallelism) `choose_senders` says
+    which one sends; the last three arguments are its. Raises ValueError as `match_boxes` does.
     """
-    boxes = _distinct_boxes(sources)
-    wanted = {segment.name for segment in destinations}
-    if wanted != boxes.keys():
-        only_one_end = sorted(wanted ^ boxes.keys())
-        raise ValueError(f"reshard plan: only one end knows {only_one_end[:5]} ({len(only_one_end)} names); both must")
-    sent: dict[int, int] = defaultdict(int)  # elements each source rank sends
-    copies: list[tuple[Segment, Segment, tuple[int, int, int, int]]] = []
-    for destination in sorted(destinations, key=lambda segment: segment.rank):  # stable: keeps each rank's own order
-        missing = (destination.row1 - destination.row0) * (destination.col1 - destination.col0)
-        for box in boxes[destination.name]:
-            common = box.intersect(destination)
-            if common is None:
-                continue
-            size = (common[1] - common[0]) * (common[3] - common[2])
-            source = min(box.replicas, key=lambda segment: (sent[segment.rank], segment.rank))
-            sent[source.rank] += size
-            missing -= size
-            copies.append((source, destination, common))
-        # distinct source boxes are disjoint, so equal areas mean: every element exactly once
-        if missing:
-            raise ValueError(f"reshard plan: {missing} elements of {destination} are held by no source")
-    return _columns(copies)
+    ends = (end if isinstance(end, Boxes) else Boxes.of(end) for end in (sources, destinations))
+    return plan_match(match_boxes(*ends), source_nodes, destination_nodes, turn)
 
 
-def _distinct_boxes(sources: Sequence[Segment]) -> dict[str, list[_Box]]:
-    by_name: dict[str, dict[tuple[int, int, int, int], _Box]] = defaultdict(dict)
-    for segment in sources:
-        key = (segment.row0, segment.row1, segment.col0, segment.col1)
-        known = by_name[segment.name].get(key)
-        if known is None:
-            by_name[segment.name][key] = _Box(segment)
-        else:
-            known.replicas.append(segment)
-    ordered = {}
-    for name, distinct in by_name.items():
-        boxes = [distinct[key] for key in sorted(distinct)]
-        for position, box in enumerate(boxes):
-            for other in boxes[position + 1 :]:
-                if box.intersect(other.segment):
-                    raise ValueError(f"reshard plan: source boxes overlap: {box.segment} and {other.segment}")
-        ordered[name] = boxes
-    return ordered
-
-
-def _columns(copies: list[tuple[Segment, Segment, tuple[int, int, int, int]]]) -> ReshardPlan:
-    names: dict[str, int] = {}
-    source_parameters: dict[str, int] = {}
-    destination_parameters: dict[str, int] = {}
-    table = np.zeros((11, len(copies)), dtype=np.int64)
-    for position, (source, destination, (row0, row1, col0, col1)) in enumerate(copies):
-        table[:, position] = (
-            names.setdefault(source.name, len(names)),
-            source.rank,
-            source_parameters.setdefault(source.parameter, len(source_parameters)),
-            source.local_row + row0 - source.row0,
-            source.local_col + col0 - source.col0,
-            destination.rank,
-            destination_parameters.setdefault(destination.parameter, len(destination_parameters)),
-            destination.local_row + row0 - destination.row0,
-            destination.local_col + col0 - destination.col0,
-            row1 - row0,
-            col1 - col0,
-        )
-    table.setflags(write=False)
-    return ReshardPlan(tuple(names), tuple(source_parameters), tuple(destination_parameters), *table)
+def plan_match(
+    match: Match, source_nodes: Sequence[int] | None = None, destination_nodes: Sequence[int] | None = None, turn: int = 0
+) -> ReshardPlan:
+    """The plan of one of several engines that are alike: they share the match, and each has its own senders."""
+    sources, destinations = match.sources, match.destinations
+    sender, receiver = choose_senders(match, source_nodes, destination_nodes, turn), match.destination
+    columns = (
+        sources.name[sender],
+        sources.rank[sender],
+        sources.parameter[sender],
+        sources.local_row[sender] + match.row0 - sources.row0[sender],
+        sources.local_col[sender] + match.col0 - sources.col0[sender],
+        destinations.rank[receiver],
+        destinations.parameter[receiver],
+        destinations.local_row[receiver] + match.row0 - destinations.row0[receiver],
+        destinations.local_col[receiver] + match.col0 - destinations.col0[receiver],
+        match.row1 - match.row0,
+        match.col1 - match.col0,
+    )
+    for column in columns:
+        column.setflags(write=False)
+    return ReshardPlan(sources.names, sources.parameters, destinations.parameters, *columns)

@@ -1,0 +1,47 @@
+"""The plans of a weight sync: what each of several engines that are alike gets from which trainer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megarl.family import ModelShape, Weight
+from megarl.family.blocks import head
+from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.match import Match, match_boxes
+from megarl.reshard.megatron import megatron_boxes
+from megarl.reshard.plan import ReshardPlan, plan_match
+from megarl.reshard.vllm import vllm_boxes
+
+
+def engine_plan(
+    shape: ModelShape,
+    layout: Layout,
+    rollout: RolloutLayout,
+    engine: int = 0,
+    source_nodes: Sequence[int] | None = None,
+    worker_nodes: Sequence[int] | None = None,
+) -> ReshardPlan:
+    """The plan of one engine by its number; the trainer's ranks and the engine's workers compute the same.
+
+    `source_nodes` [trainer ranks] and `worker_nodes` [workers of this engine] number the machines, None for no preference.
+    No engine's plan depends on another engine. Raises ValueError for a rollout layout that does not cut the model.
+    """
+    return plan_match(engine_match(shape, layout, rollout), source_nodes, worker_nodes, turn=engine)
+
+
+# All engines of a run have the same one; a second is there while a test or a benchmark compares two.
+@lru_cache(maxsize=2)
+def engine_match(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> Match:
+    """What the plans of all engines have in common: everything but who sends.
+
+    Left out are the tensors that no update moves, and what no engine has: a critic's value head takes the place of a head
+    that this is never asked for, and layers for multi-token prediction are in no weight table.
+    """
+
+    def is_sent(weight: Weight) -> bool:
+        # Under a pipeline the last stage keeps a copy of a tied embedding; the first stage owns it, so it alone sends.
+        copied = shape.tied and weight.megatron.parameter == head(shape).megatron.parameter
+        return not weight.fixed and not copied
+
+    return match_boxes(megatron_boxes(shape, layout, is_sent), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
