@@ -1,4 +1,4 @@
-"""megarl's table of where a vLLM worker holds each checkpoint element is vLLM's own.
+"""megarl's table of where a vLLM worker holds each checkpoint element is vLLM's own, and so are its FP8 blocks.
 
 The oracle is vLLM's loader: its model is built as a worker of the layout builds it, `load_weights` runs once over a
 checkpoint in which no two elements are equal, and the parameters then say which element stands where. No weight is packed
@@ -23,6 +23,7 @@ from megarl.family import ModelShape, blocks
 from megarl.family.cut import PaddedRows
 from megarl.reshard.boxes import RolloutLayout, Segment
 from megarl.reshard.vllm import idle_parameters, parameter_sizes, stage_layers, worker_segments
+from megarl.sync.codec import quantise_blocks
 from tests.rollout_cases import save_model
 
 if TYPE_CHECKING:
@@ -284,3 +285,23 @@ def test_a_table_without_the_vocabulary_s_padding_is_told_apart(
     rollout = RolloutLayout(2)
     for rank in (0, 1):
         assert list(differences(vllm_view(model, rollout, rank), table_view(model, *table_of(model, rollout, rank))))
+
+
+def vllm_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's own, without compiling it."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    return per_block_cast_to_fp8._torchdynamo_orig_callable(matrix)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(256, 384), (129, 127), (1, 500), (128, 128)])
+def test_fp8_blocks_are_those_of_vllm(size: tuple[int, int], precision: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    # Blocks of very different sizes of values, one of zeros, and a value that rounds up to the largest.
+    matrix = torch.randn(size, generator=random) * torch.logspace(-6, 3, size[1])
+    matrix[:128, :128] = 0.0
+    blocks, (weight, scale) = quantise_blocks(matrix.to(precision)), vllm_blocks(matrix.to(precision))
+    assert blocks.weight.shape == matrix.shape and blocks.weight_scale_inv.dtype == torch.float32
+    assert torch.equal(blocks.weight.view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(blocks.weight_scale_inv, scale)

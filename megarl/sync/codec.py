@@ -1,0 +1,222 @@
+"""What weights become on the wire: FP8 blocks for engines that serve FP8, differences to the last version for slow links.
+
+Pure functions of tensors. A cast to a shorter float needs none: `Tensor.copy_` does it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.reshard.boxes import Segment
+
+# DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max  # 448
+_SMALLEST = 1e-4  # a block's largest value counts as this at least, so that a block of zeros has a scale
+
+
+class Blocks(NamedTuple):
+    """A matrix in FP8, by the names of DeepSeek's checkpoints: element = weight * weight_scale_inv of its block."""
+
+    weight: torch.Tensor  # e4m3 [rows, columns]
+    weight_scale_inv: torch.Tensor  # float32 [blocks of rows, blocks of columns]; the last may be smaller
+
+
+def quantise_blocks(matrix: torch.Tensor) -> Blocks:
+    """A matrix [rows, columns] of any float format as FP8 blocks that start at its first element.
+
+    The numbers are those of vLLM's `per_block_cast_to_fp8` (`vllm.utils.deep_gemm`), bit for bit: scale = largest / 448, and
+    elements times 1 / scale. NaN and infinity give blocks of NaN.
+    """
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=_SMALLEST) / _LARGEST
+    weight = (blocks * (1.0 / scale)).to(FP8)
+    return Blocks(weight.view_as(padded)[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2]))
+
+
+def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
+    """The matrix that an engine computes with, float32 [rows, columns]."""
+    rows, columns = blocks.weight.shape
+    scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return blocks.weight.float() * scale[:rows, :columns]
+
+
+def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Every FP8 block must lie in one box of a trainer rank, which quantises it, and in one box of a worker, where it must
+    be a block of the worker's parameter too.
+
+    `sizes` are (rows, columns) of the checkpoint tensors to be quantised; boxes of others are passed over. Raises ValueError
+    naming the first box that cuts a block, and how many there are.
+    """
+    cuts = [f"{_place('trainer rank', box)} cuts a block" for box in sources if _cuts(box, sizes)]
+    for box in destinations:
+        if _cuts(box, sizes):
+            cuts.append(f"{_place('worker', box)} cuts a block")
+        elif box.name in sizes and (box.local_row % BLOCK or box.local_col % BLOCK):
+            cuts.append(f"{_place('worker', box)} starts inside a block of {box.parameter}")
+    if cuts:
+        more = f" (and {len(cuts) - 1} more boxes)" if len(cuts) > 1 else ""
+        raise ValueError(
+            f"FP8 weights have one scale for each {BLOCK} x {BLOCK} elements, but {cuts[0]}{more}; "
+            "choose tensor sizes that cut at multiples of it, or send bf16"
+        )
+
+
+def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
+    if box.name not in sizes:
+        return False
+    rows, columns = sizes[box.name]
+    ends = ((box.row1, rows), (box.col1, columns))
+    return bool(box.row0 % BLOCK or box.col0 % BLOCK) or any(end % BLOCK and end != last for end, last in ends)
+
+
+def _place(owner: str, box: Segment) -> str:
+    return f"{owner} {box.rank}'s part [{box.row0}:{box.row1}, {box.col0}:{box.col1}] of {box.name}"
+
+
+# A delta begins with: form, bytes of an element, whether the rest is deflated, bytes of the content, changed elements,
+# bytes of their places, and bytes of the rest before it was deflated.
+_HEADER = struct.Struct("<BBBxxxxxQQQQ")
+# How the changed elements are told apart: not at all, one bit for each element, or one byte for each changed one, which is
+# the number of equal elements before it; 255 of them make a byte of their own.
+RAW, BITS, GAPS = range(3)
+_SKIP = 255
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Delta(NamedTuple):
+    """A content as its difference to an older one of the same size."""
+
+    payload: torch.Tensor  # uint8 [bytes]
+    changed_bytes: int  # of the elements that differ
+    num_bytes: int  # of the content
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed_bytes / max(1, self.num_bytes)
+
+
+def encode_delta(old: torch.Tensor, new: torch.Tensor, element_bytes: int, level: int = 1) -> Delta:
+    """`new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU.
+
+    Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2, 4 or 8), so every bit pattern comes back,
+    NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
+    small numbers and then zeros: `level` (zlib's, 1 fast to 9, 0 for none) of deflation takes them to a half. Where all that
+    does not pay, the content itself travels, in 40 bytes more.
+
+    Raises ValueError for contents of other sizes.
+    """
+    before, after = _words(old, element_bytes), _words(new, element_bytes)
+    if len(before) != len(after):
+        raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
+    changed = before != after
+    places = np.flatnonzero(changed)
+    form, table = _place_table(changed, places)
+    # Of floats of 32 bits an update changes nearly all: without deflation there is nothing to gain.
+    may_pay = level > 0 or table.nbytes + len(places) * element_bytes < new.numel()
+    body = table.tobytes() + _planes(before[places], after[places]).tobytes() if may_pay else b""
+    size, deflated = len(body), False
+    if level and body:
+        shorter = zlib.compress(body, level)
+        deflated = len(shorter) < size
+        body = shorter if deflated else body
+    if not may_pay or len(body) >= new.numel():
+        form, deflated, table, body, size = RAW, False, table[:0], after.tobytes(), new.numel()
+    header = _HEADER.pack(form, element_bytes, deflated, new.numel(), len(places), table.nbytes, size)
+    payload = torch.frombuffer(bytearray(header + body), dtype=torch.uint8)
+    return Delta(payload, len(places) * element_bytes, new.numel())
+
+
+def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
+    """Make the old `content`, uint8 [bytes], the new one, in place.
+
+    Raises ValueError for a payload that is no delta of such a content, before anything is written. A delta of another old
+    content is not seen here: the checksum of the result tells.
+    """
+    data = payload.numpy()
+    if data.size < _HEADER.size:
+        raise ValueError(f"a delta of {data.size} bytes is torn: its header has {_HEADER.size}")
+    form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    if form > GAPS or element_bytes not in _WORDS or num_bytes != content.numel():
+        raise ValueError(
+            f"no delta of {content.numel()} bytes: form {form} of {num_bytes} bytes, {element_bytes} an element"
+        )
+    body = data[_HEADER.size :]
+    if deflated:
+        body = _inflated(body, size)
+    if body.size != size or (form == RAW and size != num_bytes):
+        raise ValueError(f"a delta is torn: {body.size} bytes instead of {size}")
+    words = _words(content, element_bytes)
+    if form == RAW:
+        words[:] = body.view(words.dtype)
+        return
+    if size != table_bytes + num_changed * element_bytes:
+        raise ValueError(f"a delta is torn: {size} bytes of {num_changed} elements and {table_bytes} of their places")
+    places = _places(form, body[:table_bytes], len(words))
+    if len(places) != num_changed or (num_changed and places[-1] >= len(words)):
+        raise ValueError(f"a delta is torn: {len(places)} places for {num_changed} elements of {len(words)}")
+    words[places] += _differences(body[table_bytes:], words.dtype)
+
+
+def _words(content: torch.Tensor, element_bytes: int) -> np.ndarray:
+    if content.numel() % element_bytes:
+        raise ValueError(f"{content.numel()} bytes are no multiple of an element's {element_bytes}")
+    return content.numpy().view(_WORDS[element_bytes])
+
+
+def _place_table(changed: np.ndarray, places: np.ndarray) -> tuple[int, np.ndarray]:
+    """The shorter form of the places, and its bytes."""
+    if len(places) > len(changed) // 8:
+        return BITS, np.packbits(changed)
+    gaps = np.diff(places, prepend=-1) - 1
+    skips = gaps // _SKIP
+    ends = np.cumsum(skips + 1)
+    if len(ends) and ends[-1] > len(changed) // 8:
+        return BITS, np.packbits(changed)
+    table = np.full(ends[-1] if len(ends) else 0, _SKIP, np.uint8)
+    table[ends - 1] = gaps - skips * _SKIP
+    return GAPS, table
+
+
+def _places(form: int, table: np.ndarray, num_elements: int) -> np.ndarray:
+    if form == BITS:
+        return np.flatnonzero(np.unpackbits(table)[:num_elements])
+    steps = np.where(table == _SKIP, _SKIP, table.astype(np.int64) + 1)
+    return (np.cumsum(steps) - 1)[table != _SKIP]
+
+
+def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Differences, small ones either way as small numbers (0, -1, 1, -2, 2 … are 0, 1, 2, 3, 4 …), all their lowest bytes
+    first: uint8 [bytes of an element, elements]."""
+    difference = after - before  # modulo 2 ** bits
+    negative = difference >> (8 * before.dtype.itemsize - 1)
+    folded = (difference << 1) ^ (0 - negative)
+    return np.stack([(folded >> 8 * place).astype(np.uint8) for place in range(before.dtype.itemsize)])
+
+
+def _differences(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `_planes`: what to add, [elements]."""
+    folded = np.zeros(planes.size // dtype.itemsize, dtype)
+    for place, plane in enumerate(planes.reshape(dtype.itemsize, -1)):
+        folded |= plane.astype(dtype) << 8 * place
+    return (folded >> 1) ^ (0 - (folded & 1))
+
+
+def _inflated(body: np.ndarray, size: int) -> np.ndarray:
+    stream = zlib.decompressobj()
+    try:
+        content = stream.decompress(body.tobytes(), size)
+    except zlib.error as error:
+        raise ValueError(f"a delta is torn: {error}") from error
+    if not stream.eof and size:
+        raise ValueError(f"a delta is torn: more than the {size} bytes that it says")
+    return np.frombuffer(content, np.uint8)
