@@ -7,6 +7,8 @@ and the other stages would have nothing to send. Readers that begin at even dist
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from math import gcd
 
 import numpy as np
 
@@ -19,19 +21,31 @@ def copy_order(plan: ReshardPlan, worker: int, reader: int = 0, readers: int = 1
     """Positions in the plan of the copies to one worker, in the order in which they travel, int64 [copies].
 
     Of `readers` that take weights at the same time (workers of all engines; workers that share one copy of a node are one)
-    this is the `reader`-th, from 0: it begins with the layer in which the first reader / readers of its elements end, and
-    goes round. Layers stay whole and in their order, so a layer is complete before the next one comes.
+    this is the `reader`-th, from 0: it begins with the layer in which the first `start_share` of its elements ends, and goes
+    round. Layers stay whole and in their order, so a layer is complete before the next one comes.
     """
-    assert 0 <= reader < readers, f"reader {reader} of {readers}"
     copies = plan.to_destination(worker)
     if len(copies) == 0:
         return copies
     starts = layer_starts(plan, copies)
     sizes = plan.sizes[copies]
     before = (np.cumsum(sizes) - sizes)[starts]
-    # In whole numbers, so that both ends round alike.
-    first = starts[np.searchsorted(before * readers, int(sizes.sum()) * reader, "right") - 1]
+    # In whole numbers, which both ends round alike.
+    share = start_share(reader, readers)
+    first = starts[np.searchsorted(before * share.denominator, int(sizes.sum()) * share.numerator, "right") - 1]
     return np.concatenate([copies[first:], copies[:first]])
+
+
+def start_share(reader: int, readers: int) -> Fraction:
+    """Where a reader begins, as a share of all it receives: each at another multiple of 1 / readers, the first at 0.
+
+    The next reader begins the golden section of a round further on. So readers whose numbers follow each other, or lie a
+    fixed distance apart, are spread as evenly as all of them: they are often those that ask the same ranks.
+    """
+    assert 0 <= reader < readers, f"reader {reader} of {readers}"
+    golden = (5**0.5 - 1) / 2
+    step = min((step for step in range(1, readers + 1) if gcd(step, readers) == 1), key=lambda s: abs(s - golden * readers))
+    return Fraction(reader * step % readers, readers)
 
 
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
