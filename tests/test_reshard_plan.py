@@ -132,9 +132,7 @@ def test_ranks_with_no_choice_are_spared_what_others_can_send() -> None:
 
 @settings(max_examples=60)
 @given(cases(), st.integers(1, 6))
-def test_readers_go_round_the_layers_and_begin_with_the_layer_of_their_share(
-    case: tuple[ModelShape, Layout, int], readers: int
-) -> None:
+def test_readers_go_round_from_the_layer_of_their_share(case: tuple[ModelShape, Layout, int], readers: int) -> None:
     shape, layout, tensor = case
     plan = engine_plan(shape, layout, RolloutLayout(tensor))
     own = plan.to_destination(0)
