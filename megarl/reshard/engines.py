@@ -7,11 +7,12 @@ from functools import lru_cache
 
 from megarl.family import ModelShape, Weight
 from megarl.family.blocks import head
-from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
+from megarl.reshard.columns import Boxes
 from megarl.reshard.match import Match, match_boxes
-from megarl.reshard.megatron import megatron_boxes
-from megarl.reshard.plan import ReshardPlan, plan_match
-from megarl.reshard.vllm import vllm_boxes
+from megarl.reshard.megatron import checkpoint_sizes, megatron_boxes
+from megarl.reshard.plan import ReshardPlan, plan_match, plan_reshard
+from megarl.reshard.vllm import fixed_tensors, vllm_boxes
 
 
 def engine_plan(
@@ -39,9 +40,29 @@ def engine_match(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> M
     that this is never asked for, and layers for multi-token prediction are in no weight table.
     """
 
+    return match_boxes(sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
+
+
+def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
+    """The plan of checkpoint mode: every worker gets all of every tensor, in a parameter of the checkpoint's own name.
+
+    It asks nothing of vLLM's parameters, and moves the whole model to each worker."""
+    fixed = fixed_tensors(shape)
+    wholes = [
+        Segment(name, 0, rows, 0, columns, worker, name, 0, 0)
+        for worker in range(rollout.workers)
+        for name, (rows, columns) in checkpoint_sizes(shape).items()
+        if name not in fixed
+    ]
+    return plan_reshard(sent_boxes(shape, layout), wholes)
+
+
+def sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
+    """What trainer ranks may send: no tensor that no update moves. Under a pipeline the last stage keeps a copy of a tied
+    embedding; the first stage owns it, so it alone sends."""
+
     def is_sent(weight: Weight) -> bool:
-        # Under a pipeline the last stage keeps a copy of a tied embedding; the first stage owns it, so it alone sends.
         copied = shape.tied and weight.megatron.parameter == head(shape).megatron.parameter
         return not weight.fixed and not copied
 
-    return match_boxes(megatron_boxes(shape, layout, is_sent), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
+    return megatron_boxes(shape, layout, is_sent)
