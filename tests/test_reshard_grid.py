@@ -188,6 +188,18 @@ def test_a_stage_holds_what_it_reads() -> None:
         assert idle_parameters(shape, RolloutLayout(pipeline=3), 1) == set(ends[: 2 if tied else 3])
 
 
+@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
+def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> None:
+    shape = shape_of("qwen3", tie_word_embeddings=True)
+    plan = engine_plan(shape, layout, RolloutLayout(2, pipeline=2))
+    embedding = plan.name == plan.names.index("model.embed_tokens.weight")
+    parameters = {plan.source_parameters[number] for number in plan.source_parameter[embedding]}
+    assert len(parameters) == 1 and parameters.pop().endswith("embedding.word_embeddings.weight")
+    assert set(plan.source_rank[embedding].tolist()) == set(range(layout.tensor))
+    # Both of an engine's ends have one.
+    assert set(plan.destination_rank[embedding].tolist()) == {0, 1, 2, 3}
+
+
 def test_shared_experts_are_whole_where_tensor_ranks_cut_the_tokens() -> None:
     shape, name = shape_of("deepseek_v3"), "model.layers.1.mlp.shared_experts.down_proj.weight"
     for rollout, columns in (
