@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,13 @@ class Parts:
         return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
 
 
+@dataclass(frozen=True)
+class Resync:
+    """Said by rank 0 in place of a rollout that is not complete: these engines need the weights once more."""
+
+    engines: tuple[int, ...]
+
+
 class Pipeline:
     """Runs steps. `version` counts weight syncs; it and the prompt position are what a resume needs besides the roles."""
 
@@ -114,10 +121,12 @@ class Pipeline:
         rollouts = prompts = None
         if self.rank == 0:
             prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
-            rollouts = self.parts.rollouts.generate(prompts, number)
+            rollouts = self.parts.rollouts.generate(prompts, number, self._resync)
             if self.parts.dump is not None:
                 self.parts.dump(number, rollouts)
-        rollouts = broadcast_from_first(rollouts)
+        while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while the engines work, and one was lost
+            self._publish(self.version, rollouts.engines)
+            rollouts = None
         sections = self.recipe.phases.rollout
         planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
         ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
@@ -264,14 +273,20 @@ class Pipeline:
             self.warned_of_drift = True
 
     def sync(self, version: int) -> None:
-        """Publish the actor's weights as `version`; rank 0 has the engines take them."""
+        """Bring the actor's weights to all engines, as `version`."""
         if self.parts.weights is not None:
-            with self.parts.actor.present():
-                manifest = self.parts.weights.publish(version, self.parts.actor.shards())
-            metrics = self.parts.rollouts.apply(manifest) if manifest is not None else None
-            self.figures |= broadcast_from_first(metrics)
+            self.figures |= self._publish(version, None)
         self.version = version
         self.figures["sync/version"] = version
+
+    def _resync(self, engines: Sequence[int]) -> None:
+        """Rank 0, in a rollout: engines were started again. The other ranks wait for the rollout, and learn of it there."""
+        broadcast_from_first(Resync(tuple(engines)))
+        self._publish(self.version, engines)
+
+    def _publish(self, version: int, engines: Sequence[int] | None) -> Figures:
+        with self.parts.actor.present():
+            return self.parts.weights.publish(version, self.parts.actor.shards(), self.parts.rollouts, engines)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
+from megarl.reshard.boxes import RolloutLayout  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
@@ -39,7 +40,7 @@ from megarl.rollout.cluster import join_cluster  # noqa: E402
 from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.pool import open_pool  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
-from megarl.sync.publish import WeightSync  # noqa: E402
+from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 
@@ -133,11 +134,10 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     replayed = recipe.rollout.replay is not None
     weights = None
     if not replayed:
-        dtype = DTYPES[recipe.rollout_precision]
-        group = control if place.layout.ranks > 1 else None
-        weights = TRANSPORTS[recipe.weight_sync.transport](
-            shape, place.layout, recipe.rollout.tensor, dtype, recipe.run.name, place.rank, group
-        )
+        section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
+        settings = SyncSettings(DTYPES[recipe.rollout_precision], RolloutLayout(recipe.rollout.tensor),
+                                recipe.rollout.engines, section.bucket_bytes, section.timeout_s)  # fmt: skip
+        weights = TRANSPORTS[section.transport](shape, place.layout, settings, recipe.run.name, place.rank, group)
         stack.callback(weights.close)
     prompts = rollouts = rewards = dump = None
     if place.rank == 0:

@@ -12,10 +12,9 @@ import torch
 from megarl.data.sample import Prompt, Sample
 from megarl.family import ModelShape
 from megarl.recipe.recipe import Recipe
-from megarl.reshard.boxes import Layout, Segment
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.publish import WeightSync
+from megarl.sync.publish import SyncSettings, WeightSync
 
 VOCAB = 131
 
@@ -101,23 +100,45 @@ def megatron_shards(path: Path, layout: Layout) -> dict[int, dict[str, torch.Ten
 class Publisher:
     """A trainer of one rank that publishes checkpoints; the layouts of many ranks are tested in `test_sync_shards`."""
 
-    def __init__(self, model: Path, rollout_tensor: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: Path, tensor: int = 1, engines: int = 1, bucket_bytes: int = 1 << 16, timeout_s: float = 60.0
+    ) -> None:
         shape = ModelShape.from_directory(model)
-        self._sync = WeightSync(shape, Layout(), rollout_tensor, dtype, "test", 0, None)
+        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s)
+        self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
+        self._last: tuple[int, dict[str, torch.Tensor], Any]
 
-    def publish(self, version: int, model: Path) -> WeightManifest:
-        return self.publish_shards(version, self.shards(model))
+    def publish(self, version: int, model: Path, engines: Any) -> dict[str, float]:
+        return self.publish_shards(version, self.shards(model), engines)
 
     def shards(self, model: Path) -> dict[str, torch.Tensor]:
         return megatron_shards(model, Layout())[0]
 
-    def publish_shards(self, version: int, shards: dict[str, torch.Tensor]) -> WeightManifest:
-        manifest = self._sync.publish(version, shards)
-        assert manifest is not None
-        return manifest
+    def publish_shards(self, version: int, shards: dict[str, torch.Tensor], engines: Any) -> dict[str, float]:
+        self._last = (version, shards, engines)
+        return self.sync.publish(version, shards, engines)
+
+    def resync(self, chosen: Sequence[int]) -> None:
+        """As the pipeline does for an engine that was started again."""
+        version, shards, engines = self._last
+        self.sync.publish(version, shards, engines, chosen)
 
     def close(self) -> None:
-        self._sync.close()
+        self.sync.close()
+
+
+def corrupt(publisher: Publisher, bucket: int, times: int) -> None:
+    """From here on one byte of a bucket is wrong when it is sent, that many times."""
+    sender = publisher.sync._sender
+    send, left = sender.send, [times]
+
+    def send_wrong(worker: int, number: int) -> None:
+        if number == bucket and left[0]:
+            left[0] -= 1
+            sender.room(worker, number)[100] ^= 1
+        send(worker, number)
+
+    sender.send = send_wrong  # type: ignore[assignment,method-assign]
 
 
 def recipe(model: Path, **rollout: Any) -> Recipe:

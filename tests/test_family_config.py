@@ -108,11 +108,11 @@ def test_an_exported_model_claims_no_layers_that_were_not_saved():
 
 def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
     """No update moves it, and engines keep it in fp32 whatever the sync is in."""
-    from megarl.reshard.boxes import Layout
+    from megarl.reshard.boxes import Layout, RolloutLayout
+    from megarl.reshard.engines import engine_plan
     from megarl.reshard.megatron import checkpoint_sizes
-    from megarl.sync.manifest import sync_plan
 
     shape = ModelShape.from_config(DEEPSEEK)
-    sent = set(sync_plan(shape, Layout(data=2, expert=2), 1).names)
+    sent = set(engine_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
     kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
     assert checkpoint_sizes(shape).keys() - sent == kept

@@ -395,6 +395,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "rollout.kv_cache_bytes": "282 tokens",
         },
     ),
+    "buckets smaller than a row": (
+        edited(("weight_sync", {"bucket_bytes": 300})),
+        {"weight_sync.bucket_bytes": "must hold a row"},
+    ),
     "unknown kinds": (
         edited(("data.prompts.kind", "json"), ("reward.0.kind", "last_numbers"), ("reward.1.kind", ...)),
         {"data.prompts.kind": "jsonl", "reward.0.kind": "last_number", "reward.1.kind": "required"},

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
@@ -29,10 +30,15 @@ def faulty(tmp_path: Path) -> Iterator[Faulty]:
     publisher = Publisher(new)
     pool = EnginePool(recipe(old, max_new_tokens=220, max_restarts=2), str(old), (), seed=3)
     pool.start()
-    pool.apply(publisher.publish(1, new))
+    publisher.publish(1, new, pool)
     yield pool, publisher, new
     pool.shutdown()
     publisher.close()
+
+
+def generate(faulty: Faulty, step: int) -> RolloutBatch:
+    pool, publisher, _ = faulty
+    return pool.generate(prompts(), step, publisher.resync)
 
 
 def processes(pool: EnginePool) -> list[psutil.Process]:
@@ -64,11 +70,11 @@ def interrupt(process: psutil.Process, worker: psutil.Process, number: signal.Si
 
 def test_a_killed_engine_comes_back_with_its_weights_until_it_died_too_often(faulty: Faulty) -> None:
     pool, _, new = faulty
-    undisturbed = pool.generate(prompts(), 1).payload.fetch(range(16))
+    undisturbed = generate(faulty, 1).payload.fetch(range(16))
 
     core = busiest_child(pool)
     killer = interrupt(core, core, signal.SIGKILL)
-    batch = pool.generate(prompts(), 2)
+    batch = generate(faulty, 2)
     killer.join()
     assert batch.metrics["rollout/num_restarts"] == 1
     assert set(batch.first_version) == {1}
@@ -76,11 +82,11 @@ def test_a_killed_engine_comes_back_with_its_weights_until_it_died_too_often(fau
     reference = huggingface_logprobs(new, drawn, 1.0)
     assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
 
-    assert same(undisturbed, pool.generate(prompts(), 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
+    assert same(undisturbed, generate(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
 
     family = processes(pool)
     killer = interrupt(family[0], busiest_child(pool), signal.SIGKILL)
-    batch = pool.generate(prompts(), 3)
+    batch = generate(faulty, 3)
     killer.join()
     assert batch.metrics["rollout/num_restarts"] == 2 and len(batch) == 16
     assert not [process for process in family if process.is_running()], "the dead actor's children live on"
@@ -89,17 +95,16 @@ def test_a_killed_engine_comes_back_with_its_weights_until_it_died_too_often(fau
     killer = interrupt(core, core, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"rollout engine 0 died in phase rollout after 2 restarts.*max_restarts = 2"):
-        pool.generate(prompts(), 4)
+        generate(faulty, 4)
     killer.join()
     assert time.monotonic() - started < 60  # the deadline the project promises
 
 
 def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(faulty: Faulty) -> None:
     pool, publisher, new = faulty
-    manifest = publisher.publish(2, new)
     os.kill(busiest_child(pool).pid, signal.SIGKILL)
-    assert pool.apply(manifest)["sync/version"] == 2
-    batch = pool.generate(prompts(), 1)
+    assert publisher.publish(2, new, pool)["sync/received_bytes"] > 0
+    batch = generate(faulty, 1)
     assert set(batch.first_version) == {2} and batch.metrics["rollout/num_restarts"] == 1
 
 
@@ -111,5 +116,5 @@ def test_an_engine_that_hangs_is_named_at_the_deadline(faulty: Faulty) -> None:
     core = busiest_child(pool)
     stopper = interrupt(core, core, signal.SIGSTOP)
     with pytest.raises(RolloutError, match=r"rollout engine 0: .* groups of step 1 .*phase rollout.*timeout_s = 4"):
-        pool.generate(prompts(), 1)
+        generate(faulty, 1)
     stopper.join()

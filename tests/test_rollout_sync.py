@@ -15,8 +15,7 @@ from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncError
-from megarl.sync.segment import SharedSegment
-from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
+from tests.rollout_cases import Publisher, corrupt, huggingface_logprobs, prompts, recipe, same, save_model
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -72,13 +71,13 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
     try:
         before = samples(synced, 1)
         assert distance(old, before, 0.8) < 1e-4
-        figures = synced.apply(publisher.publish(1, new))
-        assert figures["sync/version"] == 1
+        figures = publisher.publish(1, new, synced)
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         after = samples(synced, 1)
         assert distance(new, after, 0.8) < 1e-4
         assert not same(before, after)
         assert same(after, samples(loaded, 1))
-        synced.apply(publisher.publish(2, old))
+        publisher.publish(2, old, synced)
         assert same(before, samples(synced, 1)), "a second sync did not bring the first weights back"
     finally:
         synced.shutdown()
@@ -88,15 +87,14 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
 
 def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "qwen3_moe", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new, rollout_tensor=2)
+    publisher = Publisher(new, tensor=2)
     pool = open_engines(old, tensor=2)
     assert pool._engines[0].process is not None
     shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
         assert distance(old, samples(pool, 1)) < 1e-4
-        manifest = publisher.publish(1, new)
-        figures = pool.apply(manifest)
-        assert figures["sync/received_bytes"] == sum(manifest.num_bytes)
+        figures = publisher.publish(1, new, pool)
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         assert distance(new, samples(pool, 1)) < 1e-4
         assert shared_files and all(file.exists() for file in shared_files)
     finally:
@@ -110,9 +108,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePo
     """Two engines with version 1, a publisher, and the models of version 1 and of the next."""
     folder = tmp_path_factory.mktemp("models")
     old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new)
+    publisher = Publisher(new, engines=2)
     pool = open_engines(old, engines=2)
-    pool.apply(publisher.publish(1, new))
+    publisher.publish(1, new, pool)
     yield pool, publisher, new, old
     pool.shutdown()
     publisher.close()
@@ -220,14 +218,12 @@ def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Pat
 
 def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:
     pool, publisher, new, _ = running
-    manifest = publisher.publish(3, new)
-    data = SharedSegment.open(manifest.segments[0]).data
-    data[1000] ^= 1
-    with pytest.raises(SyncError, match=r"rollout engine 0, phase weight_sync: .*wrong bytes"):
-        pool.apply(manifest)
+    corrupt(publisher, bucket=2, times=2)
+    with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in bucket 2"):
+        publisher.publish(3, new, pool)
     with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
         pool.generate(prompts(), 1)
-    pool.apply(publisher.publish(4, new))
+    publisher.publish(4, new, pool)
     batch = pool.generate(prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}
     assert distance(new, batch.payload.fetch(range(16))) < 1e-4
@@ -237,8 +233,8 @@ def test_weights_that_are_not_finite_end_the_rollout(running: Running) -> None:
     pool, publisher, new, _ = running
     broken = publisher.shards(new)
     broken["decoder.final_layernorm.weight"][0] = torch.nan
-    pool.apply(publisher.publish_shards(5, broken))
+    publisher.publish_shards(5, broken, pool)
     with pytest.raises(RolloutError, match=r"rollout engine \d, phase rollout, step 1: .*version 5 are not finite"):
         pool.generate(prompts(), 1)
-    pool.apply(publisher.publish(6, new))
+    publisher.publish(6, new, pool)
     assert distance(new, samples(pool, 1)) < 1e-4

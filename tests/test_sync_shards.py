@@ -2,104 +2,88 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.reshard.vllm import vllm_segments
 from megarl.sync import segment
 from megarl.sync.manifest import SyncError, WeightManifest
-from megarl.sync.publish import WeightSync
-from megarl.sync.read import ShardReader
+from megarl.sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
-from tests.rollout_cases import Publisher, checkpoint, cut, megatron_shards, save_model
+from tests.rollout_cases import Publisher, corrupt, megatron_shards, save_model
+from tests.sync_cases import ThreadEngines, assert_has_shard
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.sync
 
-
-def received(shape: ModelShape, manifest: WeightManifest, rank: int) -> dict[str, torch.Tensor]:
-    """One tensor rank's parameters as its reader hands them out; every element exactly once."""
-    reader = ShardReader(shape, rank)
-    assert reader.verify(manifest) == manifest.num_bytes[rank]
-    parameters: dict[str, torch.Tensor] = {}
-    for box in reader.boxes(manifest):
-        rows, cols = box.content.shape
-        parameter = parameters.setdefault(box.parameter, torch.full((1024, 512), torch.nan))
-        target = parameter[box.row : box.row + rows, box.col : box.col + cols]
-        assert torch.isnan(target).all(), f"{box.parameter} written twice"
-        target.copy_(box.content)
-    reader.close()
-    return parameters
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKET_BYTES = 8192  # a tiny model is many buckets, and most boxes are cut
 
 
-def assert_is_shard(shape: ModelShape, model: Path, manifest: WeightManifest, rank: int, dtype: torch.dtype) -> None:
-    expected = cut(vllm_segments(shape, RolloutLayout(manifest.rollout_tensor)), checkpoint(model))[rank]
-    got = received(shape, manifest, rank)
-    assert got.keys() == expected.keys()
-    for name, content in expected.items():
-        rows, cols = content.shape
-        assert torch.equal(got[name][:rows, :cols], content.to(dtype).float()), name
-        assert torch.isnan(got[name][rows:]).all() and torch.isnan(got[name][:, cols:]).all(), name
-
-
-def publish_and_read(first: str, second: str, layout: Layout, rollout_tensor: int, precision: str) -> int:
-    """Publish two versions from this rank; the last rank reads both as every engine worker would."""
+def publish_and_read(
+    first: str, second: str, layout: Layout, rollout: RolloutLayout, engines: int, precision: str
+) -> list[dict[str, float]]:
+    """Publish two versions; rank 0 has the engines."""
     dist.init_process_group("gloo")
-    rank, dtype = dist.get_rank(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    rank, dtype = dist.get_rank(), PRECISIONS[precision]
     shape = ModelShape.from_directory(first)
-    sync = WeightSync(shape, layout, rollout_tensor, dtype, "test", rank, dist.group.WORLD)
-    read = 0
+    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0)
+    sync = WeightSync(shape, layout, settings, "test", rank, dist.group.WORLD)
+    readers = ThreadEngines(shape, rollout, engines) if rank == 0 else None
+    figures = []
     for version, model in enumerate((first, second), start=1):
-        manifest = sync.publish(version, megatron_shards(Path(model), layout)[rank])
-        assert (manifest is not None) == (rank == 0)
-        message = [manifest]
-        dist.broadcast_object_list(message, src=0)
-        if rank == layout.ranks - 1:
-            assert message[0] is not None and message[0].version == version
-            for destination in range(rollout_tensor):
-                assert_is_shard(shape, Path(model), message[0], destination, dtype)
-                read += 1
-        dist.barrier()
+        figures.append(sync.publish(version, megatron_shards(Path(model), layout)[rank], readers))
+        if readers is not None:
+            assert readers.versions == [version] * engines
+            for engine, worker in readers.places:
+                assert_has_shard(readers.taken[engine, worker], shape, Path(model), rollout, worker, dtype)
+    if readers is not None:
+        readers.close()
     sync.close()
-    return read
+    return figures
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "layout", "rollout_tensor", "precision"),
+    ("family", "tied", "layout", "rollout", "engines", "precision"),
     [
-        ("qwen3", True, Layout(2, 2, 1), 2, "fp32"),
-        ("qwen2", False, Layout(4, 1, 1), 1, "bf16"),
-        ("llama", True, Layout(1, 2, 2), 4, "fp32"),
-        ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), 2, "fp32"),
-        ("qwen3", False, Layout(2, 1, 1, context=2), 1, "fp32"),
-        ("qwen3_moe", False, Layout(2, 1, 2, expert=4, expert_tensor=1), 2, "fp32"),
-        ("mixtral", True, Layout(1, 2, 2, expert=2, stages=(1, 3)), 1, "bf16"),
+        ("qwen3", True, Layout(2, 2, 1), RolloutLayout(2), 1, "fp32"),
+        ("qwen2", False, Layout(4, 1, 1), RolloutLayout(1), 3, "bf16"),
+        ("llama", True, Layout(1, 2, 2), RolloutLayout(4), 1, "fp32"),
+        ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), RolloutLayout(2), 2, "fp32"),
+        ("qwen3", False, Layout(2, 1, 1, context=2), RolloutLayout(1, 2), 1, "fp32"),
+        ("qwen3_moe", False, Layout(2, 1, 2, expert=4, expert_tensor=1), RolloutLayout(2, 1, 2, True), 1, "fp32"),
+        ("mixtral", True, Layout(1, 2, 2, expert=2, stages=(1, 3)), RolloutLayout(1), 1, "bf16"),
     ],
 )
 def test_workers_receive_exactly_their_shards(
-    tmp_path: Path, family: str, tied: bool, layout: Layout, rollout_tensor: int, precision: str
+    tmp_path: Path, family: str, tied: bool, layout: Layout, rollout: RolloutLayout, engines: int, precision: str
 ) -> None:
     first, second = (str(save_tiny_model(tmp_path / str(seed), family, tied, seed)) for seed in (1, 2))
-    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout_tensor, precision)
-    assert answers == [0] * (layout.ranks - 1) + [2 * rollout_tensor]
+    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, engines, precision)
+    for figures in answers[0]:
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        assert figures["sync/attempts"] == 1
+    assert all(answer == answers[0] for answer in answers)
     assert not [name for name in os.listdir(segment.ROOT) if name.startswith("megarl-test-")]
 
 
 def publish_with_a_missing_parameter(model: str, layout: Layout) -> str:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    sync = WeightSync(ModelShape.from_directory(model), layout, 1, torch.float32, "test", rank, dist.group.WORLD)
+    settings = SyncSettings(torch.float32, RolloutLayout(), 1, BUCKET_BYTES, timeout_s=60.0)
+    sync = WeightSync(ModelShape.from_directory(model), layout, settings, "test", rank, dist.group.WORLD)
     parameters: dict[str, Any] = dict(megatron_shards(Path(model), layout)[rank])
     if rank == 1:
         del parameters["decoder.final_layernorm.weight"]
@@ -118,50 +102,125 @@ def test_a_rank_that_cannot_publish_is_named_on_every_rank(tmp_path: Path) -> No
         assert "rank 1" in message and "decoder.final_layernorm.weight" in message
 
 
+Published = tuple[Publisher, ThreadEngines, Path]
+
+
 @pytest.fixture
-def published(tmp_path: Path) -> Any:
-    """(shape, manifest, the segment's bytes) of a published model."""
+def published(tmp_path: Path) -> Iterator[Published]:
+    """A trainer of one rank, two engines without vLLM that took version 1, and its model."""
     model = save_model(tmp_path / "m", "llama", False, 1)
-    publisher = Publisher(model)
-    manifest = publisher.publish(1, model)
-    yield ModelShape.from_directory(model), manifest, segment.SharedSegment.open(manifest.segments[0]).data
+    publisher = Publisher(model, engines=2, bucket_bytes=BUCKET_BYTES, timeout_s=5.0)
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2, retries=1)
+    publisher.publish(1, model, engines)
+    yield publisher, engines, model
+    engines.close()
     publisher.close()
 
 
-def test_one_wrong_byte_is_seen_and_its_box_named(published: Any) -> None:
-    shape, manifest, data = published
-    data[0] ^= 1
-    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight"):
-        ShardReader(shape, 0).verify(manifest)
-    data[0] ^= 1
-    assert ShardReader(shape, 0).verify(manifest) == manifest.num_bytes[0]
+def announced(publisher: Publisher, version: int) -> WeightManifest:
+    """A version that was announced, and of which nothing was sent yet."""
+    publisher.sync._engines = None
+    return publisher.sync._begin(version, 1, (0,))
 
 
-def test_two_exchanged_elements_are_seen(published: Any) -> None:
-    shape, manifest, data = published
-    values = data[:64].view(np.float32)
-    assert values[3] != values[5]
-    values[[3, 5]] = values[[5, 3]]
-    with pytest.raises(SyncError, match="wrong bytes"):
-        ShardReader(shape, 0).verify(manifest)
+def test_a_bucket_with_one_wrong_byte_is_sent_again(published: Published) -> None:
+    publisher, engines, model = published
+    corrupt(publisher, bucket=3, times=1)
+    figures = publisher.publish(2, model, engines)
+    assert figures["sync/attempts"] == 2 and engines.served == [(0, 1), (0, 1), (0, 1)]
+    assert len(engines.failures) == 2
+    assert all(str(error).startswith("weight version 2: wrong bytes in bucket 3 of") for error in engines.failures)
+    assert engines.versions == [2, 2]
+    for engine in (0, 1):
+        taken = engines.taken[engine, 0]
+        assert_has_shard(taken, ModelShape.from_directory(model), model, RolloutLayout(), 0, torch.float32)
 
 
-def test_a_manifest_of_another_version_plan_or_machine_is_refused(published: Any) -> None:
-    shape, manifest, _ = published
-    reader = ShardReader(shape, 0)
-    with pytest.raises(SyncError, match="holds another one"):
-        reader.verify(replace(manifest, version=2))
+def test_a_bucket_that_stays_wrong_ends_the_sync_with_its_first_wrong_box(published: Published) -> None:
+    publisher, engines, model = published
+    corrupt(publisher, bucket=0, times=2)
+    with pytest.raises(SyncError, match=r"wrong bytes in bucket 0 of \d+, model\.embed_tokens\.weight"):
+        publisher.publish(2, model, engines)
+    assert engines.versions == [1, 1]
+
+
+def test_an_engine_that_failed_is_served_alone_and_the_others_keep_what_they_took(published: Published) -> None:
+    publisher, engines, model = published
+
+    def break_down(engine: int, worker: int, boxes: int) -> None:
+        if engine == 1 and boxes == 7 and len(engines.served) == 2:
+            raise RuntimeError("broken")
+
+    engines.before = break_down
+    publisher.publish(2, model, engines)
+    assert engines.served == [(0, 1), (0, 1), (1,)]
+    assert engines.versions == [2, 2]
+    publisher.sync.publish(3, publisher.shards(model), engines, chosen=[0])
+    assert engines.served[-1] == (0,) and engines.versions == [3, 2]
+
+
+def test_a_stalled_engine_is_given_up_and_holds_no_other_one_up(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m", "llama", False, 1)
+    publisher = Publisher(model, engines=2, bucket_bytes=BUCKET_BYTES, timeout_s=0.5)
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2, retries=1)
+    (ring,) = publisher.sync._rings
+
+    def stall(engine: int, worker: int, boxes: int) -> None:
+        if engine == 1 and boxes == 7 and len(engines.served) == 1:
+            end = time.monotonic() + 60
+            while not ring.gone[1] and time.monotonic() < end:
+                time.sleep(0.01)
+
+    engines.before = stall
+    publisher.publish(1, model, engines)
+    assert engines.served == [(0, 1), (1,)] and engines.versions == [1, 1]
+    assert "given up by the trainer: nothing was read for weight_sync.timeout_s = 0.5" in str(engines.failures[0])
+    engines.close()
+    publisher.close()
+
+
+def test_a_silent_trainer_rank_is_named_at_the_deadline(published: Published) -> None:
+    publisher, engines, _ = published
+    manifest = announced(publisher, 2)
+    reader = engines.readers[0, 0]
+    with pytest.raises(SyncError, match=r"bucket 0 of \d+ has nothing from trainer rank 0 within .*timeout_s = 0\.2"):
+        next(reader.boxes(replace(manifest, timeout_s=0.2), 0))
+
+
+def test_what_an_earlier_sync_left_is_never_taken_for_news(published: Published) -> None:
+    """Counters and bytes of version 1 are still in the ring; a reader of the next version must not see them."""
+    publisher, engines, _ = published
+    manifest = announced(publisher, 1)
+    with pytest.raises(SyncError, match="has nothing from trainer rank 0"):
+        next(engines.readers[0, 0].boxes(replace(manifest, timeout_s=0.2), 0))
+
+
+def test_a_failing_rank_tells_the_engines_at_once(published: Published) -> None:
+    publisher, engines, model = published
+    shards = publisher.shards(model)
+    shards["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(3, 3)
+    with pytest.raises(SyncError, match="weight_sync: stream failed on rank 0"):
+        publisher.publish_shards(2, shards, engines)
+    engines.finish()
+    assert [str(error) for error in engines.failures] == ["trainer rank 0 failed and sends no more"] * 2
+    publisher.publish(3, model, engines)
+    assert engines.versions == [3, 3]
+
+
+def test_a_manifest_of_another_plan_or_machine_is_refused(published: Published) -> None:
+    publisher, engines, _ = published
+    manifest = announced(publisher, 2)
+    reader = engines.readers[0, 0]
     with pytest.raises(SyncError, match="reshard plan"):
-        reader.verify(replace(manifest, plan_hash="0" * 64))
-    with pytest.raises(SyncError, match="no shared memory segment"):
-        reader.verify(replace(manifest, segments=("elsewhere",)))
-    assert reader.verify(manifest)
+        next(reader.boxes(replace(manifest, plan_hash="0" * 64), 0))
+    with pytest.raises(SyncError, match="no shared memory 'elsewhere'"):
+        next(reader.boxes(replace(manifest, rings=("elsewhere",)), 0))
+    with pytest.raises(SyncError, match="shared memory .* bytes, not "):
+        next(reader.boxes(replace(manifest, bucket_bytes=2 * BUCKET_BYTES), 0))
 
 
-def test_a_manifest_survives_json(published: Any) -> None:
-    import json
-
-    manifest = published[1]
+def test_a_manifest_survives_json(published: Published) -> None:
+    manifest = announced(published[0], 2)
     assert WeightManifest.from_dict(json.loads(json.dumps(manifest.as_dict()))) == manifest
 
 

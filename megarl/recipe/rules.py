@@ -35,12 +35,14 @@ from megarl.recipe.sections import (
 )
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard import vllm
-from megarl.reshard.boxes import Layout
+from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
 Violations = Iterator[Violation]
+# At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
+BESIDE_ROW_BYTES = 256
 
 
 def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violation]:
@@ -428,7 +430,7 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
-        on_actor = (_rollout_tensor, _kv_cache, _lora, feature_rules.router_replay)
+        on_actor = (_rollout_tensor, _kv_cache, _bucket, _lora, feature_rules.router_replay)
         checks += [rule(recipe, shape) for rule in on_actor]
     found: list[Violation] = []
     for check in checks:
@@ -544,6 +546,18 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
     if recipe.rollout.kv_cache_bytes < needed:
         rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
         yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
+
+
+def _bucket(recipe: Recipe, shape: ModelShape) -> Violations:
+    """A matrix is cut by rows, so that a bucket must take the longest row."""
+    if recipe.rollout.replay is not None or list(_rollout_tensor(recipe, shape)):
+        return
+    sizes = vllm.parameter_sizes(shape, RolloutLayout(recipe.rollout.tensor), 0)
+    name = max(sizes, key=lambda parameter: sizes[parameter][1])
+    needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
+    if recipe.weight_sync.bucket_bytes < needed:
+        rule = f"must hold a row of {name}, {needed} bytes with its checksum"
+        yield Violation("weight_sync.bucket_bytes", recipe.weight_sync.bucket_bytes, rule, str(needed))
 
 
 def _reward_modules(recipe: Recipe) -> Violations:

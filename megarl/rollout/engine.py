@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import re
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,11 @@ class RolloutEngine:
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
 
-    async def start(self) -> EngineProcess:
-        """Build the engine. Raises RolloutError with the log's last errors, where vLLM says why it failed."""
+    async def start(self, version: int | None = None) -> EngineProcess:
+        """Build the engine; where a `version` was published already, it has to receive that one before it answers. Raises
+        RolloutError with the log's last errors, where vLLM says why it failed."""
+        if version is not None:
+            self._dirty = f"it was started again and has the checkpoint's, not version {version}"
         # Counts in whole GiB and overrides kv_cache_memory_bytes; it may come from the user's shell.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -129,30 +133,38 @@ class RolloutEngine:
         result = await self._waiting.pop(position)
         return GroupFacts.of(result), result
 
-    async def apply(self, manifest_values: dict[str, Any]) -> dict[str, float]:
-        """Take a published version. The engine is dirty from here until all workers verified and loaded it."""
+    async def pause(self, version: int) -> float:
+        """End or hold what is generated, before a sync; the seconds it took. From here on the engine is dirty, until all its
+        workers have verified and loaded the version: one that misses a sync must not answer with old weights."""
+        begun = time.perf_counter()
+        self._dirty = f"the sync of version {version} did not finish"
+        await self._utility(self._alive().pause_generation(mode="wait", clear_cache=True))
+        return time.perf_counter() - begun
+
+    async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
+        """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
-        self._dirty = f"the sync of version {manifest.version} did not finish"
-        await self._utility(engine.pause_generation(mode="wait", clear_cache=True))
+        begun = time.perf_counter()
+        request = WeightTransferUpdateRequest({"manifest": manifest_values, "engine": self._settings.index})
         try:
             await self._utility(engine.start_weight_update())
-            await self._utility(engine.update_weights(WeightTransferUpdateRequest({"manifest": manifest_values})))
+            await self._utility(engine.update_weights(request))
             await self._utility(engine.finish_weight_update(weight_version=str(manifest.version)))
-            reports = await self._utility(engine.collective_rpc("megarl_weight_report"))
+            workers = await self._utility(engine.collective_rpc("megarl_weight_report"))
         except EngineDied:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
             self._dirty = f"the sync of version {manifest.version} failed"
             raise SyncError(f"{_root_cause(error)}") from error
-        await self._utility(engine.resume_generation())
+        received = time.perf_counter()
+        # Before generation goes on, which is what makes its completions those of the new version.
         self._version, self._dirty = manifest.version, None
-        return {
-            "received_bytes": sum(report["received_bytes"] for report in reports),
-            "verify_s": max(report["verify_s"] for report in reports),
-            "load_s": max(report["load_s"] for report in reports),
-        }
+        await self._utility(engine.resume_generation())
+        report = {key: max(worker[key] for worker in workers) for key in workers[0]}
+        report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
+        return report | {"receive_s": received - begun, "resume_s": time.perf_counter() - received}
 
     async def stop(self) -> None:
         """End vLLM's processes; the actor itself is ended by its pool."""

@@ -49,8 +49,9 @@ class EngineHandle:
         self._actor: Any = None
         self.process: EngineProcess | None = None
 
-    def begin_start(self) -> Any:
-        """Create the actor and let it build its engine; the reference that `finish_start` waits for."""
+    def begin_start(self, version: int | None = None) -> Any:
+        """Create the actor and let it build its engine; the reference that `finish_start` waits for. `version` was published
+        before it."""
         environment = engine_environment(self.settings.tensor)
         remote = ray.remote(RolloutEngine).options(
             num_cpus=0,
@@ -60,7 +61,7 @@ class EngineHandle:
             runtime_env={"env_vars": environment},
         )
         self._actor = remote.remote(self.settings)
-        return self.call("start")
+        return self.call("start", version)
 
     def finish_start(self, reference: Any) -> None:
         """Raises RolloutError where vLLM did not start, EngineDied where its process ended."""
@@ -79,12 +80,17 @@ class EngineHandle:
         """The answer of a call. Raises EngineDied for a dead engine, RolloutError at the deadline, and what the engine
         raised otherwise.
         """
+        return self._get(reference, phase, "rollout.timeout_s", self._timeout_s)
+
+    def get_report(self, reference: Any, timeout_s: float) -> dict[str, float]:
+        """What the engine says about a sync whose last bucket was sent. As `get`, with the deadline of a sync."""
+        return self._get(reference, "weight_sync", "weight_sync.timeout_s", timeout_s)
+
+    def _get(self, reference: Any, phase: str, key: str, timeout_s: float) -> Any:
         try:
-            return ray.get(reference, timeout=self._timeout_s)
+            return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise RolloutError(
-                f"no answer of {self.name} in phase {phase} within rollout.timeout_s = {self._timeout_s:g}"
-            ) from error
+            raise RolloutError(f"no answer of {self.name} in phase {phase} within {key} = {timeout_s:g}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
                 raise error.cause from None  # the message says all; Ray's frames around it say nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,12 @@ class EnginePool:
         """`model_path` is a Hugging Face directory; without `ray_address` a local Ray is started."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
         self._vocab = ModelShape.from_directory(model_path).vocab
-        self._manifest: WeightManifest | None = None
+        self._version: int | None = None  # the last one that was published
+        self._resync: Callable[[Sequence[int]], None] | None = None
+        self._timeout_s = 0.0  # of the sync under way
+        self._receiving: dict[int, Any] = {}  # by engine: the call under way in a sync
+        self._reports: dict[int, dict[str, float]] = {}  # by engine, of the version that is published
+        self._refusals: dict[int, int] = {}
         self._batches = 0
         self._store: Any = None
         self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
@@ -82,11 +87,14 @@ class EnginePool:
             except EngineDied as error:
                 raise RolloutError(f"{engine.name} died while it started: {error}") from error
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """Sample a group for each prompt. Raises ValueError for a prompt no engine may see, RolloutError where engines
-        cannot finish.
+    def generate(
+        self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
+    ) -> RolloutBatch:
+        """Sample a group for each prompt. `resync` brings the weights to engines that were started again, by their numbers.
+        Raises ValueError for a prompt no engine may see, RolloutError where engines cannot finish.
         """
         self._check(prompts)
+        self._resync = resync
         size = self._recipe.algorithm.group_size
         work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
         for position, prompt in enumerate(prompts):
@@ -106,28 +114,72 @@ class EnginePool:
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
 
-    def apply(self, manifest: WeightManifest) -> dict[str, float]:
-        """Give a published version to every engine; `sync/...` figures. Raises SyncError naming the engine that refused
-        it: that engine answers nothing until a later version went through.
+    def begin(self, manifest: WeightManifest) -> None:
+        """Pause the manifest's engines and have them receive; their weights are unknown from here on. Raises RolloutError
+        for an engine that does not pause."""
+        if manifest.attempt == 1:
+            self._reports, self._refusals = {}, {}
+        self._version, self._timeout_s, self._receiving = manifest.version, manifest.timeout_s, {}
+        chosen = [self._engines[index] for index in manifest.engines]
+        pausing = [(engine, engine.call("pause", manifest.version)) for engine in chosen]
+        for engine, call in pausing:
+            while True:
+                try:
+                    self._reports[engine.settings.index] = {"pause_s": engine.get(call, "weight_sync")}
+                    break
+                except EngineDied as error:
+                    self._restart(engine, "weight_sync", error)
+                    call = engine.call("pause", manifest.version)
+        for engine in chosen:
+            self._receiving[engine.settings.index] = engine.call("receive", manifest.as_dict())
+
+    def failed(self) -> list[int]:
+        """Engines that received no more than a part of what is streamed; does not wait."""
+        ended, _ = ray.wait(list(self._receiving.values()), num_returns=len(self._receiving), timeout=0)
+        return [index for index, call in self._receiving.items() if call in ended and self._ended_badly(call)]
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        """Wait for the engines that receive; those that must be streamed to again, and the figures of all others.
+
+        A dead or silent engine is started again. Raises RolloutError for one that died too often, SyncError for one that
+        took wrong bytes more than `weight_sync.retries` times: it answers nothing until a later sync went through.
         """
-        started = time.perf_counter()
-        self._manifest = manifest
-        calls = [(engine, engine.call("apply", manifest.as_dict())) for engine in self._engines]
-        reports = []
-        for engine, call in calls:
+        again: list[int] = []
+        failure: Exception | None = None
+        for index, call in self._receiving.items():
+            engine = self._engines[index]
             try:
-                reports.append(engine.get(call, "weight_sync"))
-            except EngineDied as error:
-                reports.append(self._restart(engine, "weight_sync", error))
+                self._reports[index] |= engine.get_report(call, self._timeout_s)
+            except (EngineDied, RolloutError) as error:
+                try:
+                    self._restart(engine, "weight_sync", error)
+                    again.append(index)
+                except RolloutError as final:
+                    failure = failure or final
             except SyncError as error:
-                raise SyncError(f"{engine.name}, phase weight_sync: {error}") from error
-        return {
-            "sync/version": manifest.version,
-            "sync/received_bytes": sum(report["received_bytes"] for report in reports),
-            "sync/verify_s": max(report["verify_s"] for report in reports),
-            "sync/load_s": max(report["load_s"] for report in reports),
-            "sync/apply_s": time.perf_counter() - started,
-        }
+                self._refusals[index] = self._refusals.get(index, 0) + 1
+                if self._refusals[index] > self._recipe.weight_sync.retries:
+                    failure = failure or SyncError(f"{engine.name}, phase weight_sync: {error}")
+                again.append(index)
+        if failure is not None:  # not before the others have taken what they can take
+            raise failure
+        return tuple(again), self._figures()
+
+    def _figures(self) -> dict[str, float]:
+        reports = [report for report in self._reports.values() if "received_bytes" in report]
+        if not reports:
+            return {}
+        figures = {f"sync/{key}": max(report[key] for report in reports) for key in reports[0]}
+        figures["sync/received_bytes"] = sum(report["received_bytes"] for report in reports)
+        figures["sync/bytes_per_s"] = figures["sync/received_bytes"] / len(reports) / figures["sync/transfer_s"]
+        return figures
+
+    def _ended_badly(self, call: Any) -> bool:
+        try:
+            ray.get(call)
+            return False
+        except ray.exceptions.RayError:
+            return True
 
     def shutdown(self) -> None:
         """End all engines, and Ray where `start` began it; safe after a failure and more than once."""
@@ -163,7 +215,7 @@ class EnginePool:
                 tokens[position] = token_reference
                 del work[engine.settings.index][position]
             except EngineDied as error:
-                self._restart(engine, "rollout", error)
+                self._revive(engine, error)
                 calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
                 calls |= self._submit(engine, work[engine.settings.index])
                 deadline = time.monotonic() + self._recipe.rollout.timeout_s
@@ -182,17 +234,24 @@ class EnginePool:
             except EngineDirty as error:
                 raise RolloutError(f"{engine.name} refuses phase rollout: {error}") from error
             except EngineDied as error:
-                self._restart(engine, "rollout", error)
+                self._revive(engine, error)
         results = {}
         for position in requests:
             facts, tokens = engine.call("result", position, num_returns=2)
             results[facts] = (engine, position, tokens)
         return results
 
-    def _restart(self, engine: EngineHandle, phase: str, cause: Exception) -> dict[str, float]:
-        """A fresh engine with the last published weights; what its sync reported. Raises RolloutError when the engine
-        has been restarted often enough.
-        """
+    def _revive(self, engine: EngineHandle, cause: Exception) -> None:
+        """A fresh engine with the last published weights, in the middle of a rollout."""
+        self._restart(engine, "rollout", cause)
+        if self._version is None:
+            return
+        assert self._resync is not None, "generate() was not told how to bring weights back"
+        self._resync([engine.settings.index])
+
+    def _restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
+        """A fresh engine, still without published weights. Raises RolloutError when the engine has been restarted often
+        enough."""
         limit = self._recipe.rollout.max_restarts
         while True:
             engine.kill()
@@ -203,10 +262,7 @@ class EnginePool:
                 ) from cause
             engine.restarts += 1
             try:
-                engine.finish_start(engine.begin_start())
-                if self._manifest is None:
-                    return {}
-                return engine.get(engine.call("apply", self._manifest.as_dict()), phase)
+                return engine.finish_start(engine.begin_start(self._version))
             except (EngineDied, RolloutError) as error:
                 cause = error
 

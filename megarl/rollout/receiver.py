@@ -9,6 +9,7 @@ too, under the parameter's own name and with room for padding.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import parameter_sizes
+from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.sync.read import ShardReader
+from megarl.sync.read import Box, StreamReader
 
 
 @dataclass
@@ -36,14 +37,15 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """`WeightManifest.as_dict()`."""
+    """`WeightManifest.as_dict()`, and which of its engines this one is."""
 
     manifest: dict[str, Any]
+    engine: int
 
 
 class WeightReceiver(WeightTransferEngine[NoInit, Update]):
-    """Takes this worker's shards of one version out of shared memory. A version that fails its checksums changes
-    nothing; a failure after that leaves a mixture, so the engine must answer nothing until a version went through.
+    """Takes this worker's shards of one version while they arrive: a module is packed while the next one travels. A version
+    that breaks off leaves a mixture, so the engine must answer nothing until a version went through.
     """
 
     init_info_cls = NoInit
@@ -53,8 +55,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shape = ModelShape.from_directory(self.model_config.model)
-        self._sizes = parameter_sizes(self._shape, RolloutLayout(self.parallel_config.tensor_parallel_size), 0)
-        self._reader: ShardReader | None = None
+        parallel = self.parallel_config
+        self._rollout = RolloutLayout(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.data_parallel_size,
+            parallel.enable_expert_parallel,
+        )
+        self._reader: StreamReader | None = None
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._apply_s = self._repack_s = 0.0
         self.report: dict[str, float] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -75,21 +85,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
         manifest = WeightManifest.from_dict(update_info.manifest)
-        tensor = self.parallel_config.tensor_parallel_size
-        if manifest.rollout_tensor != tensor:
-            raise SyncError(f"manifest for {manifest.rollout_tensor} tensor ranks; this engine has {tensor}")
+        if manifest.rollout != self._rollout:
+            raise SyncError(f"manifest for engines cut as {manifest.rollout}; this one is cut as {self._rollout}")
         if self._reader is None:
-            self._reader = ShardReader(self._shape, self._tensor_rank())
-            self._check_names()
+            worker = self._worker()
+            self._sizes = parameter_sizes(self._shape, self._rollout, worker)
+            self._check_names(worker)
+            self._reader = StreamReader(self._shape, worker)
         started = time.perf_counter()
-        num_bytes = self._reader.verify(manifest)
-        verified = time.perf_counter()
-        self._load(manifest)
-        loaded = time.perf_counter()
+        self._apply_s = self._repack_s = 0.0
+        self._load(self._reader.boxes(manifest, update_info.engine), DTYPES[manifest.precision])
+        figures = self._reader.figures
         self.report = {
-            "received_bytes": float(num_bytes),
-            "verify_s": verified - started,
-            "load_s": loaded - verified,
+            "received_bytes": float(figures.received_bytes),
+            "wait_s": figures.wait_s,
+            "verify_s": figures.verify_s,
+            "apply_s": self._apply_s,
+            "repack_s": self._repack_s,
+            "transfer_s": time.perf_counter() - started - self._repack_s,
         }
 
     def shutdown(self) -> None:
@@ -97,15 +110,18 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader.close()
             self._reader = None
 
-    def _tensor_rank(self) -> int:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    def _worker(self) -> int:
+        """This worker's number in its engine."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-        return get_tensor_model_parallel_rank()
+        data_rank = self.parallel_config.data_parallel_rank
+        return self._rollout.worker(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group, data_rank)
 
-    def _check_names(self) -> None:
+    def _check_names(self, worker: int) -> None:
         """The table of `vllm_segments` and the model must know the same parameters."""
         live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
-        odd = sorted((live - self._derived_names()) ^ self._sizes.keys())
+        idle = idle_parameters(self._shape, self._rollout, worker)
+        odd = sorted((live - self._derived_names() - idle) ^ self._sizes.keys())
         if odd:
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
 
@@ -121,29 +137,31 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             for name, _ in attention.named_parameters(recurse=False)
         }
 
-    def _load(self, manifest: WeightManifest) -> None:
-        dtype = DTYPES[manifest.precision]
-        assert self._reader is not None
+    def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
         module_name: str | None = None
         targets: dict[str, torch.Tensor] = {}
-        for box in self._reader.boxes(manifest):
+        for box in boxes:
             owner, _, name = box.parameter.rpartition(".")
             if owner != module_name:  # boxes come module by module
                 self._process(module_name)
                 module_name, targets = owner, {}
+            begun = time.perf_counter()
             if name not in targets:
                 targets[name] = self._target(owner, name, dtype)
             target, (rows, cols) = targets[name], box.content.shape
             # A vector is one column; experts stand one below the other.
             matrix = target.unsqueeze(1) if target.dim() == 1 else target.view(-1, target.shape[-1])
             matrix[box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+            self._apply_s += time.perf_counter() - begun
         self._process(module_name)
-        if self._shape.tied:
+        if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
+        begun = time.perf_counter()
         for _, attention in self._latent_attentions():
             # Made of the old `kv_b_proj`: views of it where it is kept as it is, copies of their own where vLLM packs it.
             attention.process_weights_after_loading(self.model_config.dtype)
+        self._repack_s += time.perf_counter() - begun
 
     def _target(self, owner: str, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Where to write a parameter: the live one, or a new one where only the packed form lives."""
@@ -166,6 +184,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """Let vLLM pack what was written, as it does after load."""
         if owner is None:
             return
+        begun = time.perf_counter()
         module = self.model.get_submodule(owner)
         quant_method = getattr(module, "quant_method", None)
         if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
@@ -173,6 +192,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             quant_method.moe_kernel = None
         if quant_method is not None:
             quant_method.process_weights_after_loading(module)
+        self._repack_s += time.perf_counter() - begun
 
 
 class WorkerReport:

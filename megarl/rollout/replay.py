@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file
-from megarl.sync.manifest import WeightManifest
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,10 @@ class ReplayPool:
         with np.load(files[0]) as dump:
             self._check_routing(files[0], dump.files)
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """The dumped rollouts of a step. Raises ValueError where they are not of these prompts."""
+    def generate(
+        self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
+    ) -> RolloutBatch:
+        """The dumped rollouts of a step; no engine can die. Raises ValueError where they are not of these prompts."""
         file = dump_file(self._directory, step)
         if not file.is_file():
             raise ValueError(f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}")
@@ -85,10 +86,6 @@ class ReplayPool:
             last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
         )
-
-    def apply(self, manifest: WeightManifest) -> dict[str, float]:
-        """Takes nothing: there is no engine."""
-        return {}
 
     def shutdown(self) -> None:
         pass

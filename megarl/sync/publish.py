@@ -1,100 +1,136 @@
-"""The trainer's end: every rank writes its boxes into the shared memory of their destinations."""
+"""The trainer's end: every rank writes its boxes into the buckets of their destinations, while the engines read them."""
 
 from __future__ import annotations
 
 import os
 import platform
 import secrets
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
-from megarl.reshard.boxes import Layout
+from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import megatron_segments
-from megarl.sync.manifest import PRECISIONS, SyncError, WeightManifest, sync_plan
-from megarl.sync.segment import SharedSegment, sweep
-from megarl.sync.wire import WireLayout, box_checksum, destination_checksum
+from megarl.reshard.order import copy_order
+from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest
+from megarl.sync.ring import Ring, RingSender
+from megarl.sync.segment import sweep
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Stream, checksum
+from megarl.sync.transport import Sender
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights travel; `num_engines` may take them, in `dtype`."""
+
+    dtype: torch.dtype
+    rollout: RolloutLayout
+    num_engines: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+class Engines(Protocol):
+    """The engines, seen from rank 0."""
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Have the manifest's engines pause and start to receive; does not wait for them to receive."""
+
+    def failed(self) -> Sequence[int]:
+        """Those that ended without success so far; does not wait."""
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        """Wait for all; those that must be served again, ready to be, and the figures of the others."""
 
 
 class WeightSync:
-    """Publishes actor weights to rollout engines on the same machine. Every method is a collective over `group`.
+    """Streams actor weights to rollout engines on the same machine. Every method but `close` is a collective.
 
-    One segment for each tensor rank of an engine; all engines read the same segments. The last published version
-    stays in them, so a restarted engine can take it again. Rank 0 owns them, so they are gone when it ends.
+    One ring of buckets for each worker number of an engine; all engines read the same rings. Rank 0 owns them, so they are
+    gone when it ends. No version is kept: an engine that missed one is streamed to again.
     """
 
     def __init__(
         self,
         shape: ModelShape,
         layout: Layout,
-        rollout_tensor: int,
-        dtype: torch.dtype,
+        settings: SyncSettings,
         run_id: str,
         rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
         """`rank` is the trainer rank; `group` a gloo group of all of them, None for a single rank without one.
 
-        `dtype` is what engines compute in; weights are cast to it before they are written. Raises SyncError where
-        ranks computed different plans or run on different machines, ValueError where shared memory is too small.
+        Weights are cast to the settings' dtype before they are written. Raises SyncError where ranks computed different
+        plans or run on different machines, ValueError where shared memory or a bucket is too small.
         """
         if (group is None) != (layout.ranks == 1):
             raise ValueError(f"a layout of {layout.ranks} ranks needs a group of as many")
-        if dtype not in PRECISIONS:
-            raise ValueError(f"weight sync in {dtype} is not supported; one of {list(PRECISIONS.values())} is")
-        self._layout, self._rank, self._group, self._dtype = layout, rank, group, dtype
-        self._plan = sync_plan(shape, layout, rollout_tensor)
+        if settings.dtype not in PRECISIONS:
+            raise ValueError(f"weight sync in {settings.dtype} is not supported; one of {list(PRECISIONS.values())} is")
+        self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
+        self._plan = engine_plan(shape, layout, settings.rollout)
         self._held = {s.parameter for s in megatron_segments(shape, layout) if s.rank == rank}
-        self._wires = [WireLayout.of(self._plan, s, dtype.itemsize) for s in range(rollout_tensor)]
-        names = self._agree_on_names(run_id)
-        self._segments: list[SharedSegment] = []
-        self._together("weight_sync: allocate shared memory", lambda: self._map_segments(names, owner=True))
-        self._together("weight_sync: map shared memory", lambda: self._map_segments(names, owner=False))
+        workers, itemsize = settings.rollout.workers, settings.dtype.itemsize
+        orders = [copy_order(self._plan, worker, worker, workers) for worker in range(workers)]
+        self._streams = [Stream.of(self._plan, order, itemsize, settings.bucket_bytes) for order in orders]
+        self._session, self._begun = 0, 0.0
+        self._engines: Engines | None = None
+        self._rings: list[Ring] = []
+        self._sender: Sender
+        self._names = self._agree_on_names(run_id)
+        self._together("weight_sync: allocate shared memory", lambda: self._map(owner=True))
+        self._together("weight_sync: map shared memory", lambda: self._map(owner=False))
 
-    def publish(self, version: int, parameters: Mapping[str, torch.Tensor]) -> WeightManifest | None:
-        """Write this rank's boxes of a new version; the manifest on rank 0, None on the others.
+    def publish(
+        self,
+        version: int,
+        parameters: Mapping[str, torch.Tensor],
+        engines: Engines | None = None,
+        chosen: Sequence[int] | None = None,
+    ) -> dict[str, float]:
+        """Bring a version to all engines, or to those that rank 0 has chosen; the `sync/...` figures, on every rank.
 
-        `parameters` are all of the rank's own, by Megatron's local names. Engines must have taken the last version
-        before rank 0 comes here. Raises SyncError, on every rank, naming the rank that failed and why.
+        `parameters` are all of the rank's own, by Megatron's local names; `engines` are given on rank 0. Engines that died
+        or took wrong bytes are streamed to again, as often as `engines` has them. Raises SyncError on every rank, naming
+        the rank or the engine that failed and why; rank 0 raises what `engines` raised.
         """
-        # Nobody overwrites the last version before rank 0, which watches the engines, has come here.
-        self._together("weight_sync: begin publish", lambda: self._check_names(parameters))
-        self._together("weight_sync: write shards", lambda: self._write(parameters))
-        if self._rank != 0:
-            return None
-        tables = [wire.checksums(s.data) for wire, s in zip(self._wires, self._segments, strict=True)]
-        return WeightManifest(
-            version=version,
-            plan_hash=self._plan.hash,
-            tensor=self._layout.tensor,
-            pipeline=self._layout.pipeline,
-            data=self._layout.data,
-            virtual_pipeline=self._layout.virtual_pipeline,
-            context=self._layout.context,
-            expert=self._layout.expert,
-            expert_tensor=self._layout.expert_tensor,
-            stages=self._layout.stages,
-            precision=PRECISIONS[self._dtype],
-            segments=tuple(segment.name for segment in self._segments),
-            checksums=tuple(destination_checksum(table, version) for table in tables),
-            num_bytes=tuple(int(wire.sizes.sum()) for wire in self._wires),
-        )
+        self._engines, self._begun = engines, time.perf_counter()
+        self._together("weight_sync: begin", lambda: self._check_names(parameters))
+        wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
+        figures: dict[str, float] = {}
+        pack_s, attempt = 0.0, 0
+        while wanted:
+            attempt += 1
+            manifest = self._from_first(partial(self._begin, version, attempt, wanted))
+            pack_s += max(self._together("weight_sync: stream", partial(self._stream, manifest, parameters)))
+            wanted, figures = self._from_first(self._finish)
+            bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
+            figures |= {"sync/bound_bytes": bound, "sync/pack_s": pack_s, "sync/attempts": attempt}
+        return figures
 
     def close(self) -> None:
         """Give the shared memory back. Not a collective: it also runs on the way out of a failure."""
-        for segment in self._segments:
-            segment.close()
-        self._segments = []
+        for ring in self._rings:
+            ring.close()
+        self._rings = []
 
-    def _agree_on_names(self, run_id: str) -> list[str]:
+    def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
         """Rank 0 chooses names that no other run has; everyone must be on its machine and have its plan."""
         mine: dict[str, Any] = {"names": None, "machine": _machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
-            mine["names"] = [f"{unique}-{s}" for s in range(len(self._wires))]
+            mine["names"] = tuple(f"{unique}-{s}" for s in range(len(self._streams)))
         everyone = self._gather(mine)
         for rank, other in enumerate(everyone):
             if other["plan"] != everyone[0]["plan"]:
@@ -103,45 +139,135 @@ class WeightSync:
                 raise SyncError(f"weight_sync.transport = shared_memory: rank {rank} is on another machine than rank 0")
         return everyone[0]["names"]
 
-    def _map_segments(self, names: list[str], owner: bool) -> None:
+    def _map(self, owner: bool) -> None:
         if owner != (self._rank == 0):
             return
         if owner:
             sweep()
-        for name, wire in zip(names, self._wires, strict=True):
-            self._segments.append(SharedSegment.create(name, wire.num_bytes) if owner else SharedSegment.open(name))
+        make, ranks = Ring.create if owner else Ring.open, self._layout.ranks
+        for name, stream in zip(self._names, self._streams, strict=True):
+            self._rings.append(make(name, ranks, self._settings.num_engines, stream.capacity))
+        watch = self._watch if self._rank == 0 else None
+        self._sender = RingSender(self._rings, self._streams, self._rank, self._settings.timeout_s, watch)
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())
         if odd:
             raise ValueError(f"rank holds {len(self._held)} parameters, was given {len(parameters)}; differ in {odd[:5]}")
 
-    @torch.no_grad()
-    def _write(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        plan = self._plan
-        for wire, segment in zip(self._wires, self._segments, strict=True):
-            table = wire.checksums(segment.data)
-            for position, copy in enumerate(wire.copies):
-                if plan.source_rank[copy] != self._rank:
-                    continue
-                source = parameters[plan.source_parameters[plan.source_parameter[copy]]]
-                source = source.view(source.shape[0], -1)  # a vector is one column
-                row, col = int(plan.source_row[copy]), int(plan.source_col[copy])
-                box = source[row : row + int(plan.rows[copy]), col : col + int(plan.cols[copy])]
-                wire.matrix(segment.data, position, plan, self._dtype).copy_(box)
-                table[position] = box_checksum(wire.box(segment.data, position))
+    def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> WeightManifest:
+        """Rank 0: the next attempt, with the engines told."""
+        self._session += 1
+        manifest = WeightManifest(
+            version=version,
+            attempt=attempt,
+            session=self._session,
+            plan_hash=self._plan.hash,
+            layout=self._layout,
+            rollout=self._settings.rollout,
+            precision=PRECISIONS[self._settings.dtype],
+            bucket_bytes=self._settings.bucket_bytes,
+            timeout_s=self._settings.timeout_s,
+            rings=self._names,
+            engines=wanted,
+            num_engines=self._settings.num_engines,
+        )
+        if self._engines is not None:
+            self._engines.begin(manifest)
+        return manifest
 
-    def _together(self, call: str, step: Any) -> None:
-        """Run a step on every rank and wait for all; a failure of one is raised on every rank, naming it."""
+    def _finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        """Rank 0: who must be served again, and the figures."""
+        if self._engines is None:
+            return (), {}
+        again, figures = self._engines.finish()
+        total_s = time.perf_counter() - self._begun
+        return again, figures | {"sync/total_s": total_s, "sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._rings[0])}
+
+    def _watch(self) -> None:
+        """Rank 0, while it waits: the others need not wait for an engine that has failed."""
+        for engine in () if self._engines is None else self._engines.failed():
+            self._sender.lose(engine)
+
+    def _stream(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> float:
+        """Write all parts of this rank, bucket after bucket over all destinations; seconds spent on it without waits.
+
+        All ranks go in this one order, so that no two can wait for each other.
+        """
+        pack_s = 0.0
+        self._sender.begin(manifest.session, manifest.engines)
+        try:
+            for bucket in range(max(stream.num_buckets for stream in self._streams)):
+                for worker, stream in enumerate(self._streams):
+                    part = stream.part(bucket, self._rank)
+                    if part is not None:
+                        memory = self._sender.room(worker, bucket)
+                        begun = time.perf_counter()
+                        self._pack(manifest.version, stream, bucket, part, parameters, memory)
+                        pack_s += time.perf_counter() - begun
+                        self._sender.send(worker, bucket)
+            self._sender.finish()
+        except BaseException:
+            self._sender.abort()
+            raise
+        return pack_s
+
+    @torch.no_grad()
+    def _pack(
+        self,
+        version: int,
+        stream: Stream,
+        bucket: int,
+        part: Part,
+        parameters: Mapping[str, torch.Tensor],
+        memory: torch.Tensor,
+    ) -> None:
+        """Cast and copy a part's boxes into the bucket, each with its checksum."""
+        plan, content = self._plan, memory.numpy()
+        for piece in part.pieces.tolist():
+            copy, rows = stream.copy[piece], int(stream.rows[piece])
+            source = parameters[plan.source_parameters[plan.source_parameter[copy]]]
+            source = source.view(source.shape[0], -1)  # a vector is one column
+            row, col = int(plan.source_row[copy] + stream.row[piece]), int(plan.source_col[copy])
+            box = source[row : row + rows, col : col + int(plan.cols[copy])]
+            start, check = int(stream.offset[piece]), int(stream.check[piece])
+            end = start + int(stream.size[piece])
+            memory[start:end].view(self._settings.dtype).view(box.shape).copy_(box)
+            content[check : check + CHECKSUM_BYTES].view(np.uint64)[0] = checksum(content[start:end], version, bucket)
+
+    def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
+        """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
+        naming it: the first one that no other rank's failure caused."""
+        value: Value | None = None
         error: Exception | None = None
         try:
-            step()
+            value = step()
         except Exception as caught:  # raised below, once the others know
             error = caught
-        failures = self._gather(None if error is None else f"{type(error).__name__}: {error}")
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise SyncError(f"{call} failed on rank {rank}: {failure}") from error
+        failure = None if error is None else (isinstance(error, SyncAborted), f"{type(error).__name__}: {error}")
+        answers = self._gather((value, failure))
+        failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
+        if failures:
+            _, text, rank = min(failures, key=lambda one: (one[0], one[2]))
+            raise SyncError(f"{call} failed on rank {rank}: {text}") from error
+        return [value for value, _ in answers]
+
+    def _from_first(self, step: Callable[[], Value]) -> Value:
+        """What a step gives on rank 0, on every rank. Its failure is raised there as it is, and as SyncError elsewhere."""
+        box: list[Any] = [None, None]
+        error: Exception | None = None
+        if self._rank == 0:
+            try:
+                box[0] = step()
+            except Exception as caught:  # raised below, once the others know
+                error, box[1] = caught, f"{type(caught).__name__}: {caught}"
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        if error is not None:
+            raise error
+        if box[1] is not None:
+            raise SyncError(f"weight_sync ended on rank 0: {box[1]}")
+        return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
         """One object of each rank, in rank order; bounded by the group's timeout."""
@@ -150,6 +276,14 @@ class WeightSync:
         everyone: list[Any] = [None] * self._layout.ranks
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
+
+
+def memcpy_bytes_per_s(ring: Ring) -> float:
+    """Rate at which this process copies one bucket of an idle ring onto the other: what a transfer is measured by."""
+    first, second = ring.bucket(0), ring.bucket(1)
+    begun = time.perf_counter()
+    second.copy_(first)
+    return len(first) / (time.perf_counter() - begun)
 
 
 def _machine() -> str:

@@ -1,16 +1,23 @@
-"""The rollout worker's end: verify the boxes of its own shards, then hand them out."""
+"""The rollout worker's end: take bucket after bucket, verify each, hand out the boxes in it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megarl.family import ModelShape
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
-from megarl.sync.segment import SharedSegment
-from megarl.sync.wire import WireLayout, box_checksum, destination_checksum
+from megarl.reshard.engines import engine_plan
+from megarl.reshard.order import copy_order
+from megarl.reshard.plan import ReshardPlan
+from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
+from megarl.sync.ring import Ring, RingReceiver
+from megarl.sync.stream import CHECKSUM_BYTES, Stream, checksum
+from megarl.sync.transport import Receiver
 
 
 class Box(NamedTuple):
@@ -22,69 +29,93 @@ class Box(NamedTuple):
     content: torch.Tensor
 
 
-class ShardReader:
-    """Reads the shards of one tensor rank. The plan and the mapping are made at the first version and kept."""
+@dataclass
+class ReadFigures:
+    """What a reader did for one version; seconds waited for buckets and spent on checksums, bytes of boxes."""
 
-    def __init__(self, shape: ModelShape, rank: int) -> None:
-        self._shape, self._rank = shape, rank
-        self._planned: tuple[str, str] | None = None  # plan hash and segment name that the rest belongs to
-        self._segment: SharedSegment | None = None
+    wait_s: float = 0.0
+    verify_s: float = 0.0
+    received_bytes: int = 0
 
-    def verify(self, manifest: WeightManifest) -> int:
-        """Check that every byte of this rank's shards is what was published; the number of bytes checked.
 
-        Raises SyncError naming the first box that differs.
+class StreamReader:
+    """Reads the stream of one worker number for one engine. Plan, stream and ring are made at the first version and kept."""
+
+    def __init__(self, shape: ModelShape, worker: int) -> None:
+        self._shape, self._worker = shape, worker
+        self._key: tuple[str, str, str, int] | None = None  # what the plan, the stream and the ring belong to
+        self._plan: ReshardPlan
+        self._stream: Stream
+        self._ring: Ring | None = None
+        self.figures = ReadFigures()
+
+    def boxes(self, manifest: WeightManifest, engine: int) -> Iterator[Box]:
+        """Every box of a version, layer by layer and verified; a box larger than a bucket comes in pieces. The contents are
+        overwritten after the next one was asked for.
+
+        Raises SyncError naming the first box that differs, or what did not come in time.
         """
+        self.figures = ReadFigures()
         self._prepare(manifest)
-        assert self._segment is not None
-        data, wire = self._segment.data, self._wire
-        table = wire.checksums(data)
-        for position, copy in enumerate(wire.copies):
-            if box_checksum(wire.box(data, position)) != int(table[position]):
-                raise SyncError(f"weight version {manifest.version}: wrong bytes in {self._plan.describe(copy)}")
-        if destination_checksum(table, manifest.version) != manifest.checksums[self._rank]:
-            raise SyncError(f"weight version {manifest.version}: the segment {self._segment.name} holds another one")
-        return int(wire.sizes.sum())
-
-    def boxes(self, manifest: WeightManifest) -> Iterator[Box]:
-        """Every box, in the order of the model's forward pass; the contents lie in shared memory."""
-        self._prepare(manifest)
-        assert self._segment is not None
-        plan, dtype = self._plan, DTYPES[manifest.precision]
-        for position, copy in enumerate(self._wire.copies):
-            yield Box(
-                plan.destination_parameters[plan.destination_parameter[copy]],
-                int(plan.destination_row[copy]),
-                int(plan.destination_col[copy]),
-                self._wire.matrix(self._segment.data, position, plan, dtype),
-            )
+        assert self._ring is not None
+        end = RingReceiver(self._ring, self._stream, manifest.session, engine, manifest.timeout_s)
+        complete = False
+        try:
+            for bucket in range(self._stream.num_buckets):
+                yield from self._bucket(manifest, bucket, end)
+                end.release(bucket)
+            complete = True
+        finally:
+            if not complete:
+                end.give_up()
 
     def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-        self._segment, self._planned = None, None
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = self._key = None
+
+    def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
+        begun = time.perf_counter()
+        content = end.take(bucket)
+        taken = time.perf_counter()
+        pieces = self._stream.pieces(bucket)
+        self._verify(manifest.version, bucket, pieces, content.numpy())
+        self.figures.wait_s += taken - begun
+        self.figures.verify_s += time.perf_counter() - taken
+        plan, stream, dtype = self._plan, self._stream, DTYPES[manifest.precision]
+        for piece in pieces:
+            copy, start, size = stream.copy[piece], int(stream.offset[piece]), int(stream.size[piece])
+            self.figures.received_bytes += size
+            yield Box(
+                plan.destination_parameters[plan.destination_parameter[copy]],
+                int(plan.destination_row[copy] + stream.row[piece]),
+                int(plan.destination_col[copy]),
+                content[start : start + size].view(dtype).view(int(stream.rows[piece]), int(plan.cols[copy])),
+            )
+
+    def _verify(self, version: int, bucket: int, pieces: range, content: np.ndarray) -> None:
+        stream = self._stream
+        for piece in pieces:
+            start, check = int(stream.offset[piece]), int(stream.check[piece])
+            sent = int(content[check : check + CHECKSUM_BYTES].view(np.uint64)[0])
+            if checksum(content[start : start + int(stream.size[piece])], version, bucket) != sent:
+                box = self._plan.describe(stream.copy[piece])
+                raise SyncError(f"weight version {version}: wrong bytes in bucket {bucket} of {stream.num_buckets}, {box}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        key = (manifest.plan_hash, manifest.segments[self._rank])
-        if self._planned == key:
+        name = manifest.rings[self._worker]
+        key = (manifest.plan_hash, name, manifest.precision, manifest.bucket_bytes)
+        if self._key == key:
             return
         self.close()
-        plan = sync_plan(self._shape, manifest.layout, manifest.rollout_tensor)
+        plan = engine_plan(self._shape, manifest.layout, manifest.rollout)
         if plan.hash != manifest.plan_hash:
             raise SyncError(
                 f"weight version {manifest.version}: the trainer's reshard plan {manifest.plan_hash[:12]} is not "
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
-        self._plan, self._wire = plan, WireLayout.of(plan, self._rank, DTYPES[manifest.precision].itemsize)
-        try:
-            self._segment = SharedSegment.open(manifest.segments[self._rank])
-        except FileNotFoundError as error:
-            raise SyncError(
-                f"weight version {manifest.version}: no shared memory segment {manifest.segments[self._rank]!r} "
-                "on this machine; engines and trainer must share one"
-            ) from error
-        if self._segment.num_bytes != self._wire.num_bytes:
-            size = self._segment.num_bytes
-            self.close()
-            raise SyncError(f"weight version {manifest.version}: segment of {size} bytes, not {self._wire.num_bytes}")
-        self._planned = key
+        self._plan = plan
+        order = copy_order(plan, self._worker, self._worker, manifest.rollout.workers)
+        self._stream = Stream.of(plan, order, DTYPES[manifest.precision].itemsize, manifest.bucket_bytes)
+        self._ring = Ring.open(name, manifest.layout.ranks, manifest.num_engines, self._stream.capacity)
+        self._key = key

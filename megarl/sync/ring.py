@@ -1,0 +1,202 @@
+"""The shared-memory transport: buckets in /dev/shm that are used again and again, with counters beside them.
+
+Trainer ranks and engines are on one machine. All engines read the same buckets: K engines cost one copy. A counter holds a
+session in its upper half, so that what is left of an earlier sync, or of a process that should be dead, is never taken for
+news. A reader sees a counter only after the bytes it stands for: stores keep their order on x86, and elsewhere a bucket that
+was read too early fails its checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from megarl.sync.manifest import SyncAborted, SyncError
+from megarl.sync.segment import SharedSegment
+from megarl.sync.stream import ALIGNMENT, Stream
+from megarl.sync.transport import NUM_BUCKETS, wait_until
+
+COUNTER_BYTES = 8
+SESSION_SHIFT = 32
+
+
+class Ring:
+    """One stream's buckets and counters, mapped into this process.
+
+    `written` [trainer ranks]: buckets that a rank has completed. `read` [engines]: buckets that an engine's worker has read.
+    `gone` [engines]: nobody waits for this one. `aborted` [1]: the trainer rank that failed, from 1.
+    """
+
+    def __init__(self, segment: SharedSegment, num_ranks: int, num_engines: int) -> None:
+        self._segment = segment
+        counters = segment.data[: _control_bytes(num_ranks, num_engines)].view(np.uint64)
+        ends = np.cumsum([num_ranks, num_engines, num_engines])
+        self.written, self.read, self.gone = (counters[a:b] for a, b in zip([0, *ends], ends, strict=False))
+        self.aborted = counters[ends[-1] : ends[-1] + 1]
+        buckets = torch.from_numpy(segment.data[_control_bytes(num_ranks, num_engines) :])
+        self._buckets = buckets.view(NUM_BUCKETS, -1)
+
+    @classmethod
+    def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int) -> Ring:
+        """Raises ValueError where shared memory is too small."""
+        size = _control_bytes(num_ranks, num_engines) + NUM_BUCKETS * capacity
+        return cls(SharedSegment.create(name, size), num_ranks, num_engines)
+
+    @classmethod
+    def open(cls, name: str, num_ranks: int, num_engines: int, capacity: int) -> Ring:
+        """Map a ring of this machine. Raises SyncError where there is none, or one of another size."""
+        try:
+            segment = SharedSegment.open(name)
+        except FileNotFoundError as error:
+            raise SyncError(
+                f"no shared memory {name!r} on this machine; with weight_sync.transport = shared_memory engines and "
+                "trainer must share one"
+            ) from error
+        size = _control_bytes(num_ranks, num_engines) + NUM_BUCKETS * capacity
+        if segment.num_bytes != size:
+            found = segment.num_bytes
+            segment.close()
+            raise SyncError(f"shared memory {name!r} of {found} bytes, not {size}")
+        return cls(segment, num_ranks, num_engines)
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """Memory of a bucket, uint8 [capacity]."""
+        return self._buckets[number % NUM_BUCKETS]
+
+    def close(self) -> None:
+        empty = np.empty(0, dtype=np.uint64)
+        self.written = self.read = self.gone = self.aborted = empty
+        self._buckets = torch.empty(0, dtype=torch.uint8)
+        self._segment.close()
+
+
+class RingSender:
+    """A writer's end of the rings of all streams; `rank` is its place in their `written`.
+
+    `watch` is called while it waits; the rank that has one looks after the engines.
+    """
+
+    def __init__(
+        self,
+        rings: Sequence[Ring],
+        streams: Sequence[Stream],
+        rank: int,
+        timeout_s: float,
+        watch: Callable[[], None] | None,
+    ) -> None:
+        self._rings, self._streams, self._rank, self._timeout_s, self._watch = rings, streams, rank, timeout_s, watch
+        self._session, self._engines = 0, np.empty(0, dtype=np.int64)
+
+    def begin(self, session: int, engines: Sequence[int]) -> None:
+        self._session, self._engines = session, np.array(engines, dtype=np.int64)
+
+    def has_room(self, worker: int, bucket: int) -> bool:
+        """Whether every engine has read what lies in a bucket's memory."""
+        return not len(self._behind(worker, bucket + 1 - NUM_BUCKETS))
+
+    def room(self, worker: int, bucket: int) -> torch.Tensor:
+        """An engine that reads nothing until the deadline is given up: it takes part in this sync no more, and its
+        report says so."""
+        if not wait_until(partial(self.has_room, worker, bucket), self._timeout_s, self._look):
+            for engine in self._behind(worker, bucket + 1 - NUM_BUCKETS):
+                self.lose(int(engine))
+        self._look()
+        return self._rings[worker].bucket(bucket)
+
+    def send(self, worker: int, bucket: int) -> None:
+        self._rings[worker].written[self._rank] = _mark(self._session, bucket + 1)
+
+    def finish(self) -> None:
+        """What is in a ring has left this rank's memory. The rank that looks after the engines does so until every other
+        rank has found room for all of its parts."""
+        if self._watch is None:
+            return
+        for worker, stream in enumerate(self._streams):
+            for bucket, parts in enumerate(stream.parts):
+                sources = np.array([part.source_rank for part in parts], dtype=np.int64)
+                # Twice the deadline: the others give an engine up at theirs. Who is later still is named by what comes next.
+                wait_until(partial(self._has_written, worker, sources, bucket), 2 * self._timeout_s, self._look)
+
+    def lose(self, engine: int) -> None:
+        for ring in self._rings:
+            ring.gone[engine] = _mark(self._session)
+
+    def abort(self) -> None:
+        for ring in self._rings:
+            ring.aborted[0] = _mark(self._session, self._rank + 1)
+
+    def close(self) -> None:
+        for ring in self._rings:
+            ring.close()
+
+    def _behind(self, worker: int, num_read: int) -> np.ndarray:
+        """Engines that have to read on before there is room."""
+        if num_read <= 0:
+            return self._engines[:0]
+        read, gone = self._rings[worker].read[self._engines], self._rings[worker].gone[self._engines]
+        return self._engines[(read < _mark(self._session, num_read)) & (gone != _mark(self._session))]
+
+    def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
+        return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())
+
+    def _look(self) -> None:
+        if self._watch is not None:
+            self._watch()
+        for ring in self._rings:
+            _raise_aborted(ring, self._session, self._rank)
+
+
+class RingReceiver:
+    """An engine's end, in the worker of that number."""
+
+    def __init__(self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float) -> None:
+        self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
+        self._sources = [np.array([part.source_rank for part in parts], dtype=np.int64) for parts in stream.parts]
+
+    def take(self, bucket: int) -> torch.Tensor:
+        if not wait_until(lambda: not len(self._missing(bucket)), self._timeout_s, self._look):
+            late = ", ".join(map(str, self._missing(bucket)))
+            raise SyncError(
+                f"take: bucket {bucket} of {len(self._sources)} has nothing from trainer rank {late} within "
+                f"weight_sync.timeout_s = {self._timeout_s:g}"
+            )
+        return self._ring.bucket(bucket)
+
+    def release(self, bucket: int) -> None:
+        self._look()
+        self._ring.read[self._engine] = _mark(self._session, bucket + 1)
+
+    def give_up(self) -> None:
+        self._ring.gone[self._engine] = _mark(self._session)
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _missing(self, bucket: int) -> np.ndarray:
+        sources = self._sources[bucket]
+        return sources[self._ring.written[sources] < _mark(self._session, bucket + 1)]
+
+    def _look(self) -> None:
+        """A worker that was given up must not go on: its bucket may be overwritten under its hands."""
+        _raise_aborted(self._ring, self._session, None)
+        if self._ring.gone[self._engine] == _mark(self._session):
+            raise SyncError(f"given up by the trainer: nothing was read for weight_sync.timeout_s = {self._timeout_s:g}")
+
+
+def _raise_aborted(ring: Ring, session: int, own_rank: int | None) -> None:
+    value = int(ring.aborted[0])
+    rank = value - int(_mark(session)) - 1
+    if value >> SESSION_SHIFT == session and rank != own_rank:
+        raise SyncAborted(f"trainer rank {rank} failed and sends no more")
+
+
+def _mark(session: int, count: int = 0) -> np.uint64:
+    """A counter's value in a session; those of earlier sessions are all smaller."""
+    return np.uint64(session << SESSION_SHIFT | count)
+
+
+def _control_bytes(num_ranks: int, num_engines: int) -> int:
+    return -(-(num_ranks + 2 * num_engines + 1) * COUNTER_BYTES // ALIGNMENT) * ALIGNMENT

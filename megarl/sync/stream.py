@@ -1,0 +1,161 @@
+"""How the boxes of one destination travel: cut into pieces, packed into buckets of one size. Pure: both ends compute it.
+
+Pieces follow each other in the order that `reshard.order` gives to the copies. Inside a bucket the pieces of one source rank
+lie together, as a *part*: what travels in one message. A part ends with a table of checksums, one a piece.
+
+    bucket | piece piece piece table | piece table | free |
+           '-- part of rank 0 -------'-- rank 2 ---'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from megarl.reshard.plan import ReshardPlan
+
+# Each piece, and so each part, starts on a cache line.
+ALIGNMENT = 64
+CHECKSUM_BYTES = 8
+
+
+class Part(NamedTuple):
+    """What one source rank contributes to a bucket: its bytes `[start, end)`, and the positions of its pieces."""
+
+    source_rank: int
+    start: int
+    end: int
+    pieces: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The pieces of one destination, as int64 columns [pieces].
+
+    A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan; it lies in bucket `bucket` at byte
+    `offset`, has `size` bytes and its checksum (uint64) at byte `check`. `sources` are trainer ranks. `capacity` is bytes
+    of the fullest bucket.
+    """
+
+    copy: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    source: np.ndarray
+    bucket: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+    check: np.ndarray
+    num_buckets: int
+    capacity: int
+
+    @classmethod
+    def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int) -> Stream:
+        """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
+        of one element on the wire. Raises ValueError where one row of a box does not fit a bucket."""
+        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes)
+        source, size = plan.source_rank[copy], rows * plan.cols[copy] * itemsize
+        offset, check, capacity = _place(source, bucket, size)
+        assert capacity <= bucket_bytes, f"a bucket of {capacity} bytes; {bucket_bytes} are allowed"
+        return cls(copy, row, rows, source, bucket, offset, size, check, int(bucket[-1]) + 1 if len(bucket) else 0, capacity)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each bucket, in the order of their source ranks."""
+        order = np.lexsort((np.arange(len(self.copy)), self.source, self.bucket))
+        keys = np.stack([self.bucket[order], self.source[order]])
+        first = np.flatnonzero(np.r_[True, (np.diff(keys) != 0).any(axis=0)]) if len(order) else np.empty(0, dtype=np.int64)
+        buckets: list[list[Part]] = [[] for _ in range(self.num_buckets)]
+        for pieces in np.split(order, first[1:]):
+            if len(pieces):
+                start, end = int(self.offset[pieces[0]]), _aligned(int(self.check[pieces[-1]]) + CHECKSUM_BYTES)
+                source_rank = int(self.source[pieces[0]])
+                buckets[self.bucket[pieces[0]]].append(Part(source_rank, start, end, pieces))
+        return tuple(map(tuple, buckets))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Position of each bucket's first piece, and behind them the number of pieces, int64 [buckets + 1]."""
+        return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all boxes, without checksums and gaps."""
+        return int(self.size.sum())
+
+    def part(self, bucket: int, source_rank: int) -> Part | None:
+        """What a rank contributes to a bucket; None for nothing, as behind the last bucket."""
+        if bucket >= self.num_buckets:
+            return None
+        return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
+
+    def pieces(self, bucket: int) -> range:
+        """Positions of a bucket's pieces."""
+        return range(int(self.starts[bucket]), int(self.starts[bucket + 1]))
+
+
+def checksum(content: np.ndarray, version: int, bucket: int) -> int:
+    """A hash of every byte of a piece and its place, and of what the bytes are for: those of another version or bucket do
+    not pass. xxh3 runs at the speed of memory."""
+    return xxhash.xxh3_64_intdigest(content.data, seed=(version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF)
+
+
+def _cut(
+    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(copy, row, rows, bucket) of every piece: a bucket takes whole rows as long as they fit, with their checksums."""
+    pieces: list[tuple[int, int, int, int]] = []
+    bucket = used = 0
+    present: set[int] = set()  # ranks that have a part in the bucket that is filled
+    overhead = 2 * ALIGNMENT  # at most: the gap behind a part's table, and the piece's own
+    columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies])
+    for copy, rows, cols, source in zip(copies.tolist(), *(column.tolist() for column in columns), strict=True):
+        row, row_bytes = 0, cols * itemsize
+        if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
+            raise ValueError(
+                f"weight_sync.bucket_bytes = {bucket_bytes} is less than a row of {plan.names[plan.name[copy]]} needs, "
+                f"{_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
+            )
+        while row < rows:
+            free = bucket_bytes - used - CHECKSUM_BYTES - (0 if source in present else ALIGNMENT)
+            fits = min(rows - row, free // ALIGNMENT * ALIGNMENT // row_bytes)
+            if fits <= 0:
+                bucket, used = bucket + 1, 0
+                present.clear()
+                continue
+            pieces.append((copy, row, fits, bucket))
+            used += _aligned(fits * row_bytes) + CHECKSUM_BYTES + (0 if source in present else ALIGNMENT)
+            present.add(source)
+            row += fits
+    table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    return table[0], table[1], table[2], table[3]
+
+
+def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """(offset, check, bytes of the fullest bucket): part after part in each bucket, and each part's table at its end."""
+    offset, check = np.zeros_like(size), np.zeros_like(size)
+    order = np.lexsort((np.arange(len(size)), source, bucket))
+    capacity = used = 0
+    position = 0
+    while position < len(order):
+        first = order[position]
+        last = position
+        while last < len(order) and bucket[order[last]] == bucket[first] and source[order[last]] == source[first]:
+            last += 1
+        pieces = order[position:last]
+        if position == 0 or bucket[order[position - 1]] != bucket[first]:
+            used = 0
+        ends = used + np.cumsum(-(-size[pieces] // ALIGNMENT) * ALIGNMENT)
+        offset[pieces] = np.r_[used, ends[:-1]]
+        check[pieces] = ends[-1] + CHECKSUM_BYTES * np.arange(len(pieces))
+        used = _aligned(int(ends[-1]) + CHECKSUM_BYTES * len(pieces))
+        capacity = max(capacity, used)
+        position = last
+    return offset, check, capacity
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

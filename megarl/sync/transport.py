@@ -1,0 +1,80 @@
+"""What a transport must offer at its two ends, and how both of them wait.
+
+Every trainer rank fills its own parts of the buckets of each stream; there is one stream a worker number, and every engine
+has a receiver of it. A bucket is used again once it has arrived, so neither end holds more than `NUM_BUCKETS` of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+# One is written while the other is read.
+NUM_BUCKETS = 2
+# How long a wait sleeps between two looks: at first not at all, as most waits are short.
+EAGER_LOOKS = 20
+LOOK_S = 0.0002
+WATCH_S = 0.05
+
+
+class Sender(Protocol):
+    """A trainer rank's end of the streams to all workers."""
+
+    def begin(self, session: int, engines: Sequence[int]) -> None:
+        """Start over, for these engines alone. `session` is a number that never comes back."""
+
+    def room(self, worker: int, bucket: int) -> torch.Tensor:
+        """Memory of a bucket, uint8 [capacity], once it may be written. Raises SyncAborted where another rank failed."""
+
+    def send(self, worker: int, bucket: int) -> None:
+        """This rank's part of the bucket that `room` gave last is complete."""
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left this rank's memory."""
+
+    def lose(self, engine: int) -> None:
+        """Wait for this engine no more: it is gone."""
+
+    def abort(self) -> None:
+        """Tell the engines that no more will come; on the way out of a failure."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Receiver(Protocol):
+    """A worker's end of its stream."""
+
+    def take(self, bucket: int) -> torch.Tensor:
+        """A bucket's bytes, uint8 [capacity], once all of its parts are there. Raises SyncError at the deadline."""
+
+    def release(self, bucket: int) -> None:
+        """The bucket was read and may be written again."""
+
+    def give_up(self) -> None:
+        """Read no more, so that nobody waits for this worker."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def wait_until(ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None) -> bool:
+    """Look until `ready`; False at the deadline. `watch` is called now and then meanwhile, and may raise."""
+    looks, begun = 0, time.monotonic()
+    watched = begun
+    while not ready():
+        looks += 1
+        if looks < EAGER_LOOKS:
+            time.sleep(0)
+            continue
+        now = time.monotonic()
+        if now - begun > timeout_s:
+            return False
+        if watch is not None and now - watched > WATCH_S:
+            watch()
+            watched = now
+        time.sleep(LOOK_S)
+    return True

@@ -1,0 +1,93 @@
+"""Engines without vLLM: their workers are threads that read a stream into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+import torch
+
+from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard.vllm import vllm_segments
+from megarl.sync.manifest import WeightManifest
+from megarl.sync.read import StreamReader
+from tests.rollout_cases import checkpoint, cut
+
+Parameters = dict[str, torch.Tensor]
+LARGEST = (1024, 512)  # of the parameters
+
+
+class ThreadEngines:
+    """What rank 0 knows the engines by. `before` is called in a worker's thread before each bucket is read, with the engine,
+    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again."""
+
+    def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
+        self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
+        self.readers = {place: StreamReader(shape, place[1]) for place in self.places}
+        self.taken: dict[tuple[int, int], Parameters] = {}
+        self.versions = [0] * engines
+        self.served: list[tuple[int, ...]] = []  # of each attempt
+        self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
+        self.failures: list[BaseException] = []
+        self._retries = retries
+        self._threads = ThreadPoolExecutor(len(self.places))
+        self._reading: dict[tuple[int, int], Future[Parameters]] = {}
+        self._manifest: WeightManifest
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self._manifest = WeightManifest.from_dict(manifest.as_dict())
+        self.served.append(manifest.engines)
+        chosen = [place for place in self.places if place[0] in manifest.engines]
+        self._reading = {place: self._threads.submit(self._read, *place) for place in chosen}
+
+    def failed(self) -> Sequence[int]:
+        done = [(place, reading) for place, reading in self._reading.items() if reading.done()]
+        return [place[0] for place, reading in done if reading.exception() is not None]
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        wait_for(self._reading.values())
+        again = set()
+        for place, reading in self._reading.items():
+            error = reading.exception()
+            if error is None:
+                self.taken[place] = reading.result()
+                self.versions[place[0]] = self._manifest.version
+            else:
+                self.failures.append(error)
+                again.add(place[0])
+                if self._manifest.attempt > self._retries:
+                    raise error
+        received = sum(reader.figures.received_bytes for reader in self.readers.values())
+        return tuple(sorted(again)), {"sync/received_bytes": received}
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for reader in self.readers.values():
+            reader.close()
+
+    def _read(self, engine: int, worker: int) -> Parameters:
+        """A worker's parameters, every element written at most once; what is not written is not a number."""
+        parameters: Parameters = {}
+        for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine)):
+            self.before(engine, worker, boxes)
+            rows, cols = box.content.shape
+            parameter = parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan))
+            target = parameter[box.row : box.row + rows, box.col : box.col + cols]
+            assert torch.isnan(target).all(), f"{box.parameter} written twice"
+            target.copy_(box.content)
+        return parameters
+
+
+def assert_has_shard(
+    taken: Parameters, shape: ModelShape, model: Path, rollout: RolloutLayout, worker: int, dtype: torch.dtype
+) -> None:
+    """Exactly the worker's own part of a checkpoint, in the dtype of the wire."""
+    expected = cut(vllm_segments(shape, rollout), checkpoint(model))[worker]
+    assert taken.keys() == expected.keys()
+    for name, content in expected.items():
+        rows, cols = content.shape
+        assert torch.equal(taken[name][:rows, :cols], content.to(dtype).float()), name
+        assert torch.isnan(taken[name][rows:]).all() and torch.isnan(taken[name][:, cols:]).all(), name
