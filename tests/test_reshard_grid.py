@@ -49,10 +49,10 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 @st.composite
 def rollouts(draw: st.DrawFn, shape: ModelShape) -> RolloutLayout:
-    """Cuts of an engine into at most 16 workers; stages may be uneven, and experts not a multiple of their ranks."""
+    """Cuts of an engine into few workers; stages may be uneven, and experts not a multiple of their ranks."""
     tensor, pipeline = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 3, 4]))
     dealt = shape.experts is not None and draw(st.booleans())
-    most = min(16 // (tensor * pipeline), 8 // tensor if shape.experts is not None else 4)
+    most = min(8 // (tensor * pipeline), 8 // tensor if shape.experts is not None else 4)
     sizes = [size for size in ((1, 2, 3, 4) if dealt else (1, 2, 4)) if size <= most]
     return RolloutLayout(tensor, pipeline, draw(st.sampled_from(sizes or [1])), dealt)
 
@@ -60,7 +60,7 @@ def rollouts(draw: st.DrawFn, shape: ModelShape) -> RolloutLayout:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, RolloutLayout]:
     shape = draw(shapes())
-    return shape, draw(layouts().filter(lambda layout: layout.ranks <= 16)), draw(rollouts(shape))
+    return shape, draw(layouts().filter(lambda layout: layout.ranks <= 8)), draw(rollouts(shape))
 
 
 @cache
