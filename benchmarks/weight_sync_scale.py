@@ -21,11 +21,13 @@ Targets (with --check, exit 1 when one is missed): every worker receives exactly
 bound for every model; the plans of the largest one in 10 s and 2 GB.
 
     python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--tensor 1] [--pipeline 2] [--rollout-tensor 1]
-        [--write 4e9] [--read 5e9] [--latency 2e-4] [--cores 2] [--bucket-bytes 4194304] [--bytes-per-weight 2]
+        [--write 4e9] [--read 5e9] [--hand-over 2e-4] [--cores 2] [--engines 1] [--bucket-bytes 4194304]
+        [--bytes-per-weight 2]
 
 predicts instead a sync through shared memory on this machine, from its measured rates: bytes a second at which one rank
 packs and checksums, and at which one worker verifies and copies; seconds from one end's signal to the other's answer; and
-the cores that all processes share. It is the longer of two times: that of the model, with a core for each process, and all
+the cores that all processes share. A rate that is not given is measured first, on the boxes of the plan, in seconds of a
+processor. It is the longer of two times: that of the model, with a core for each process, and all
 the work over the cores. `--engines` read the same buckets.
 """
 
@@ -46,6 +48,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import xxhash
 from rich.console import Console
 from rich.table import Table
 
@@ -241,6 +245,32 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def measured_rates(plan: ReshardPlan, itemsize: int, bucket_bytes: int, most_bytes: int = 256 << 20) -> tuple[float, float]:
+    """Bytes a second of processor time at which a box is copied into a bucket and checksummed, and verified and copied out
+    of it: the least of three rounds over what the first worker receives, `most_bytes` of it."""
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    own = plan.to_destination(0)
+    own = own[np.cumsum(plan.sizes[own] * itemsize) <= max(most_bytes, int(plan.sizes[own[0]]) * itemsize)]
+    sizes = zip(plan.rows[own].tolist(), plan.cols[own].tolist(), strict=True)
+    shapes = [(min(rows, bucket_bytes // (cols * itemsize)), cols) for rows, cols in sizes]
+    boxes = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
+    num_bytes = sum(rows * cols for rows, cols in shapes) * itemsize
+    seconds: list[tuple[float, float]] = []
+    for _ in range(3):
+        spent = [0.0, 0.0]
+        for source, target in boxes:
+            part = bucket[: source.numel() * itemsize]
+            view = part.view(dtype).view(source.shape)
+            for way, (to, come) in enumerate(((view, source), (target, view))):
+                began = time.process_time()
+                to.copy_(come)
+                xxhash.xxh3_64_intdigest(part.numpy().data)
+                spent[way] += time.process_time() - began
+        seconds.append((spent[0], spent[1]))
+    return num_bytes / min(write for write, _ in seconds), num_bytes / min(read for _, read in seconds)
+
+
 def predict_machine(
     plan: ReshardPlan, workers: int, engines: int, itemsize: int, bucket_bytes: int, cluster: Cluster, cores: int
 ) -> dict[str, float]:
@@ -295,9 +325,12 @@ def save(path: Path, config: dict[str, Any], content: dict[str, Any]) -> None:
 def run_machine(arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
     trainer, rollout = Layout(arguments.tensor, arguments.pipeline), RolloutLayout(arguments.rollout_tensor)
-    cluster = Cluster.machine(arguments.write, arguments.read, arguments.latency)
+    plan = engine_plan(shape, trainer, rollout)
+    torch.set_num_threads(1)
+    write, read = measured_rates(plan, arguments.bytes_per_weight, arguments.bucket_bytes)
+    cluster = Cluster.machine(arguments.write or write, arguments.read or read, arguments.hand_over)
     found = predict_machine(
-        engine_plan(shape, trainer, rollout),
+        plan,
         rollout.workers,
         arguments.engines,
         arguments.bytes_per_weight,
@@ -309,7 +342,8 @@ def run_machine(arguments: argparse.Namespace) -> int:
         save(arguments.json, {key: str(value) for key, value in vars(arguments).items()}, found)
     print(
         f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB through shared memory in {found['seconds']:.3f} s: "
-        f"{found['alone']:.3f} s with a core for each process, {found['work']:.3f} s of work on {arguments.cores} cores"
+        f"{found['alone']:.3f} s with a core for each process, {found['work']:.3f} s of work on {arguments.cores} cores; "
+        f"a rank writes {cluster.nvlink / 1e9:.1f} GB/s, a worker reads {cluster.place / 1e9:.1f}"
     )
     return 0
 
@@ -322,8 +356,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--machine", action="store_true")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--write", type=float, default=4e9)
-    parser.add_argument("--read", type=float, default=5e9)
+    parser.add_argument("--write", type=float)
+    parser.add_argument("--read", type=float)
+    parser.add_argument("--hand-over", type=float, default=2e-4)
     sizes = {"tensor": 1, "pipeline": 2, "rollout-tensor": 1, "engines": 1, "cores": 2}
     for name, number in (sizes | {"bucket-bytes": 4194304, "bytes-per-weight": 2}).items():
         parser.add_argument(f"--{name}", type=int, default=number)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from benchmarks.weight_sync_scale import (
     CASES,
     Case,
     bound_seconds,
+    main,
     missed,
     plans,
     predict_machine,
@@ -23,8 +27,9 @@ from benchmarks.weight_sync_scale import (
 )
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import engine_plan
+from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.order import copy_order, start_share
-from tests.test_family_table import shape_of
+from tests.test_family_table import CONFIGS, shape_of
 
 # A link moves 10 bytes a second, NVLink 100; packing and placing take nothing.
 PLAIN = Cluster(8, nvlink=100.0, nic=10.0, pack=float("inf"), place=float("inf"), latency=0.0)
@@ -110,3 +115,18 @@ def test_a_machine_with_few_cores_is_bound_by_their_work() -> None:
     found = {cores: predict_machine(plan, 2, 3, 4, 1 << 12, machine, cores) for cores in (1, 64)}
     assert found[1]["work"] == pytest.approx(found[1]["bytes"] * (1 / 1e4 + 3 / 2e4))
     assert found[1]["seconds"] == found[1]["work"] > found[1]["alone"] == found[64]["seconds"]
+
+
+def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
+    command = ["weight_sync_scale.py", "--machine", "--model", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", [*command, "--read", "1e6", "--bytes-per-weight", "4", "--engines", "3"])
+    assert main() == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    elements = sum(rows * columns for rows, columns in checkpoint_sizes(shape_of("llama")).values())
+    assert found["bytes"] == 4 * elements
+    # Three engines read what was written once, much slower than it is written.
+    assert 1.5 * found["bytes"] / 1e6 < found["work"] < 1.6 * found["bytes"] / 1e6
+    assert "a worker reads 0.0" in capsys.readouterr().out
