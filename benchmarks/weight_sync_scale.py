@@ -26,9 +26,9 @@ bound for every model; the plans of the largest one in 10 s and 2 GB.
 
 predicts instead a sync through shared memory on this machine, from its measured rates: bytes a second at which one rank
 packs and checksums, and at which one worker verifies and copies; seconds from one end's signal to the other's answer; and
-the cores that all processes share. A rate that is not given is measured first, on the boxes of the plan, in seconds of a
-processor. It is the longer of two times: that of the model, with a core for each process, and all
-the work over the cores. `--engines` read the same buckets.
+the cores that all processes share. Unless both rates are given they are measured first: `benchmarks/sync_rates.py`. The
+prediction is the longer of two times: that of the model, with a core for each process, and all the work over the cores.
+`--engines` read the same buckets.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import xxhash
 from rich.console import Console
 from rich.table import Table
 
@@ -245,32 +243,6 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def measured_rates(plan: ReshardPlan, itemsize: int, bucket_bytes: int, most_bytes: int = 256 << 20) -> tuple[float, float]:
-    """Bytes a second of processor time at which a box is copied into a bucket and checksummed, and verified and copied out
-    of it: the least of three rounds over what the first worker receives, `most_bytes` of it."""
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    own = plan.to_destination(0)
-    own = own[np.cumsum(plan.sizes[own] * itemsize) <= max(most_bytes, int(plan.sizes[own[0]]) * itemsize)]
-    sizes = zip(plan.rows[own].tolist(), plan.cols[own].tolist(), strict=True)
-    shapes = [(min(rows, bucket_bytes // (cols * itemsize)), cols) for rows, cols in sizes]
-    boxes = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
-    num_bytes = sum(rows * cols for rows, cols in shapes) * itemsize
-    seconds: list[tuple[float, float]] = []
-    for _ in range(3):
-        spent = [0.0, 0.0]
-        for source, target in boxes:
-            part = bucket[: source.numel() * itemsize]
-            view = part.view(dtype).view(source.shape)
-            for way, (to, come) in enumerate(((view, source), (target, view))):
-                began = time.process_time()
-                to.copy_(come)
-                xxhash.xxh3_64_intdigest(part.numpy().data)
-                spent[way] += time.process_time() - began
-        seconds.append((spent[0], spent[1]))
-    return num_bytes / min(write for write, _ in seconds), num_bytes / min(read for _, read in seconds)
-
-
 def predict_machine(
     plan: ReshardPlan, workers: int, engines: int, itemsize: int, bucket_bytes: int, cluster: Cluster, cores: int
 ) -> dict[str, float]:
@@ -326,9 +298,12 @@ def run_machine(arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
     trainer, rollout = Layout(arguments.tensor, arguments.pipeline), RolloutLayout(arguments.rollout_tensor)
     plan = engine_plan(shape, trainer, rollout)
-    torch.set_num_threads(1)
-    write, read = measured_rates(plan, arguments.bytes_per_weight, arguments.bucket_bytes)
-    cluster = Cluster.machine(arguments.write or write, arguments.read or read, arguments.hand_over)
+    write, read = arguments.write, arguments.read
+    if write is None or read is None:
+        from benchmarks.sync_rates import measured_rates  # here, because it needs torch
+
+        write, read = measured_rates(shape, arguments.bytes_per_weight, arguments.bucket_bytes)
+    cluster = Cluster.machine(write, read, arguments.hand_over)
     found = predict_machine(
         plan,
         rollout.workers,

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Reader, bucket_parts, sync_seconds
+from benchmarks.sync_rates import measured_rates
 from benchmarks.weight_sync_scale import (
     CASES,
     Case,
@@ -122,7 +123,9 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
     command = ["weight_sync_scale.py", "--machine", "--model", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    monkeypatch.setattr(sys, "argv", [*command, "--read", "1e6", "--bytes-per-weight", "4", "--engines", "3"])
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--write", "1e9", "--read", "1e6", "--bytes-per-weight", "4", "--engines", "3"]
+    )
     assert main() == 0
     found = json.loads((tmp_path / "found.json").read_text())
     elements = sum(rows * columns for rows, columns in checkpoint_sizes(shape_of("llama")).values())
@@ -130,3 +133,9 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
     # Three engines read what was written once, much slower than it is written.
     assert 1.5 * found["bytes"] / 1e6 < found["work"] < 1.6 * found["bytes"] / 1e6
     assert "a worker reads 0.0" in capsys.readouterr().out
+
+
+def test_rates_are_measured_with_both_ends_of_a_sync() -> None:
+    """The worker is a process of its own; it would not answer if it had not received and verified what the rank sent."""
+    write, read = measured_rates(shape_of("llama"), 4, 1 << 13, rounds=1)
+    assert 0 < write < float("inf") and 0 < read < float("inf")
