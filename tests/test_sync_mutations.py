@@ -1,0 +1,202 @@
+"""Whatever is wrong with a sync on its way, no worker takes it: bits, buckets, versions, plans.
+
+That a plan which is wrong at both ends is seen, too, is in `test_sync_conformance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard.plan import ReshardPlan
+from megarl.sync.manifest import SyncError
+from megarl.sync.stream import CHECKSUM_BYTES, Stream
+from tests.rollout_cases import Publisher, save_model
+from tests.sync_cases import ThreadEngines, assert_has_shard
+
+pytestmark = pytest.mark.sync
+
+BUCKET_BYTES = 1 << 14
+# Given the bucket's number and memory after it was packed.
+Mutation = Callable[[int, torch.Tensor], None]
+
+
+class Case(NamedTuple):
+    """A trainer of one rank, an engine without vLLM that is cut over two workers, and two models of one shape."""
+
+    publisher: Publisher
+    engines: ThreadEngines
+    models: tuple[Path, Path]
+
+    @property
+    def streams(self) -> list[Stream]:
+        return self.publisher.sync._streams
+
+    def publish(self, model: int, mutation: Mutation | None = None) -> None:
+        """Bring a model as the next version; `mutation` changes what worker 0 gets. Raises what the worker raised."""
+        sync, pack = self.publisher.sync, type(self.publisher.sync)._pack
+
+        def pack_wrong(version: int, stream: Stream, bucket: int, part: Any, parameters: Any, memory: torch.Tensor) -> None:
+            pack(sync, version, stream, bucket, part, parameters, memory)
+            if mutation is not None and stream is self.streams[0]:
+                mutation(bucket, memory)
+
+        sync._pack = pack_wrong  # type: ignore[method-assign]
+        self.publisher.publish(self.engines.versions[0] + 1, self.models[model], self.engines)
+
+    def assert_refused(self, mutation: Mutation, message: str) -> None:
+        version = self.engines.versions[0]
+        with pytest.raises(SyncError, match=message):
+            self.publish(1, mutation)
+        assert self.engines.versions == [version]
+
+    def assert_taken(self, model: int) -> None:
+        shape = ModelShape.from_directory(self.models[model])
+        for worker in (0, 1):
+            taken = self.engines.taken[0, worker]
+            assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("models")
+    models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
+    publisher = Publisher(models[0], tensor=2, bucket_bytes=BUCKET_BYTES, timeout_s=30.0)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
+    yield Case(publisher, engines, models)
+    engines.close()
+    publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def first_version(case: Case) -> None:
+    case.publish(0)
+    case.assert_taken(0)
+
+
+def counts(stream: Stream, bucket: int, byte: int) -> bool:
+    """A byte of a bucket is a piece's or a checksum's."""
+    pieces = np.array(stream.pieces(bucket))
+    starts, sizes = stream.offset[pieces], stream.size[pieces]
+    checks = stream.check[pieces]
+    return bool(
+        ((starts <= byte) & (byte < starts + sizes)).any() | ((checks <= byte) & (byte < checks + CHECKSUM_BYTES)).any()
+    )
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_bit_that_flips_is_seen_unless_it_lies_between_the_boxes(case: Case, data: Any) -> None:
+    stream = case.streams[0]
+    bucket = data.draw(st.integers(0, stream.num_buckets - 1))
+    byte = data.draw(st.integers(0, stream.parts[bucket][-1].end - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+
+    def flip(number: int, memory: torch.Tensor) -> None:
+        if number == bucket:
+            memory[byte] ^= bit
+
+    if counts(stream, bucket, byte):
+        case.assert_refused(flip, f"wrong bytes in bucket {bucket} of {stream.num_buckets}")
+    else:
+        case.publish(1, flip)
+        case.assert_taken(1)
+
+
+def test_a_bucket_of_the_version_before_is_seen(case: Case) -> None:
+    """Also one with the same weights: its checksums are of another version."""
+    kept: dict[int, torch.Tensor] = {}
+    case.publish(1, lambda number, memory: kept.update({number: memory.clone()}))
+
+    def stale(number: int, memory: torch.Tensor) -> None:
+        if number == 3:
+            memory.copy_(kept[number])
+
+    case.assert_refused(stale, "wrong bytes in bucket 3")
+
+
+def test_a_torn_bucket_is_seen(case: Case) -> None:
+    """Its first half is new and its second half still what the ring held."""
+    old: dict[int, torch.Tensor] = {}
+    case.publish(0, lambda number, memory: old.update({number: memory.clone()}))
+
+    def torn(number: int, memory: torch.Tensor) -> None:
+        if number == 2:
+            memory[BUCKET_BYTES // 2 :] = old[number][BUCKET_BYTES // 2 :]
+
+    case.assert_refused(torn, "wrong bytes in bucket 2")
+
+
+def test_another_bucket_in_the_place_of_one_is_seen(case: Case) -> None:
+    """Two buckets of one matrix have pieces of the same sizes; only what their checksums begin with tells them apart."""
+    stream = case.streams[0]
+    sizes = [stream.size[list(stream.pieces(bucket))].tolist() for bucket in range(stream.num_buckets)]
+    bucket = next(number for number in range(1, len(sizes)) if sizes[number] == sizes[number - 1])
+    sent: dict[int, torch.Tensor] = {}
+
+    def late(number: int, memory: torch.Tensor) -> None:
+        sent[number] = memory.clone()
+        if number == bucket:
+            memory.copy_(sent[number - 1])
+
+    case.assert_refused(late, f"wrong bytes in bucket {bucket}")
+
+
+def test_a_bucket_that_was_never_written_is_seen(case: Case) -> None:
+    def empty(number: int, memory: torch.Tensor) -> None:
+        if number == 4:
+            memory.zero_()
+
+    case.assert_refused(empty, "wrong bytes in bucket 4")
+
+
+def of(plan: ReshardPlan, name: str) -> np.ndarray:
+    """The copies of checkpoint tensors whose names end so."""
+    wanted = [number for number, known in enumerate(plan.names) if known.endswith(name)]
+    return np.isin(plan.name, wanted)
+
+
+def gate_and_up_swapped(plan: ReshardPlan) -> ReshardPlan:
+    row = plan.source_row.copy()
+    gate, up = of(plan, "gate_proj.weight"), of(plan, "up_proj.weight")
+    row[gate], row[up] = plan.source_row[up], plan.source_row[gate]
+    return replace(plan, source_row=row)
+
+
+def key_head_shifted(plan: ReshardPlan) -> ReshardPlan:
+    return replace(plan, source_row=plan.source_row + 32 * of(plan, "k_proj.weight"))
+
+
+def padding_dropped(plan: ReshardPlan) -> ReshardPlan:
+    """The second worker's part of the vocabulary begins where the first one's would end without padding."""
+    shifted = of(plan, "embed_tokens.weight") & (plan.destination_rank == 1)
+    return replace(plan, source_row=plan.source_row - 30 * shifted)
+
+
+def layer_skipped(plan: ReshardPlan) -> ReshardPlan:
+    """Layer 1 gets what layer 0 has."""
+    numbers = {name: number for number, name in enumerate(plan.source_parameters)}
+    taken = np.array([numbers[name.replace(".layers.1.", ".layers.0.")] for name in plan.source_parameters])
+    return replace(plan, source_parameter=taken[plan.source_parameter])
+
+
+@pytest.mark.parametrize("mutation", [gate_and_up_swapped, key_head_shifted, padding_dropped, layer_skipped])
+def test_a_plan_that_is_wrong_at_one_end_is_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch, mutation: Callable[[ReshardPlan], ReshardPlan]
+) -> None:
+    monkeypatch.setattr(case.publisher.sync, "_plan", mutation(case.publisher.sync._plan))
+    with pytest.raises(SyncError, match="the trainer's reshard plan .* is not this worker's"):
+        case.publish(1)
+    monkeypatch.undo()
+    case.publish(1)
+    case.assert_taken(1)
