@@ -39,14 +39,14 @@ def engine_match(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> M
     Left out are the tensors that no update moves, and what no engine has: a critic's value head takes the place of a head
     that this is never asked for, and layers for multi-token prediction are in no weight table.
     """
-
     return match_boxes(sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
 
 
 def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
     """The plan of checkpoint mode: every worker gets all of every tensor, in a parameter of the checkpoint's own name.
 
-    It asks nothing of vLLM's parameters, and moves the whole model to each worker."""
+    It asks nothing of vLLM's parameters, and moves the whole model to each worker.
+    """
     fixed = fixed_tensors(shape)
     wholes = [
         Segment(name, 0, rows, 0, columns, worker, name, 0, 0)

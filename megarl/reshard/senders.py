@@ -35,21 +35,26 @@ def choose_senders(
         candidates = np.arange(len(ranks))
         if nodes is not None and (near := np.flatnonzero(nodes[ranks] == node)).size:
             candidates = near
-        own, places = ranks[candidates].tolist(), candidates.tolist()
-        heap = [(load.get(rank, 0), (i - turn) % len(own), i) for i, rank in enumerate(own)]
-        if len(own) == 1:
-            chosen[rectangles] = places[0]
-            load[own[0]] = heap[0][0] + int(sizes[rectangles].sum())
-            continue
-        heapq.heapify(heap)
-        picks = []
-        for size in sizes[rectangles].tolist():
-            least, order, i = heap[0]
-            picks.append(places[i])
-            heapq.heapreplace(heap, (least + size, order, i))
-        chosen[rectangles] = picks
-        load |= {own[i]: total for total, _, i in heap}
+        own = ranks[candidates].tolist()
+        picks, totals = _share(sizes[rectangles], [load.get(rank, 0) for rank in own], turn)
+        chosen[rectangles] = candidates[picks]
+        load |= dict(zip(own, totals, strict=True))
     return match.replicas[match.starts[match.source] + chosen]
+
+
+def _share(sizes: np.ndarray, loads: list[int], turn: int) -> tuple[np.ndarray, list[int]]:
+    """(which sender takes each size, what each has to send then): one after the other to the one with the least."""
+    if len(loads) == 1:
+        return np.zeros(len(sizes), dtype=np.int64), [loads[0] + int(sizes.sum())]
+    heap = [(load, (sender - turn) % len(loads), sender) for sender, load in enumerate(loads)]
+    heapq.heapify(heap)
+    picks, totals = [], list(loads)
+    for size in sizes.tolist():
+        load, order, sender = heap[0]
+        heapq.heapreplace(heap, (load + size, order, sender))
+        totals[sender] = load + size
+        picks.append(sender)
+    return np.array(picks, dtype=np.int64), totals
 
 
 def _group(match: Match, group: int) -> np.ndarray:
