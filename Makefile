@@ -19,8 +19,16 @@ quickstart: setup
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN)
 	.venv/bin/megarl report runs/$(RUN)
 
+# Two streams, as these files need one process and the others several: without it one of two cores would often have nothing to do.
+LIGHT := $(wildcard $(patsubst %,tests/test_%_*.py,algorithm data family planner recipe reshard schedule)) \
+	tests/test_estimate_attention.py tests/test_estimate_flops.py tests/test_estimate_rollout.py tests/test_telemetry.py
+CHOSEN := -m 'not gpu and not learning'
+
 test: setup
-	$(PYTEST) -m 'not gpu and not learning'
+	@log=$$(mktemp); $(PYTEST) $(CHOSEN) $(LIGHT) > $$log 2>&1 & light=$$!; \
+	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(LIGHT)); heavy=$$?; \
+	wait $$light; light=$$?; cat $$log; rm $$log; \
+	[ $$heavy -eq 0 ] && [ $$light -eq 0 ]
 
 # The engine and platform tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
 # directory of its own, ahead of .venv on the path of the tests and of every rank that they start. Of the layout matrix it

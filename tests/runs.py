@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megarl.recipe import load_recipe
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RUN_DEADLINE_S = 420
@@ -110,6 +112,18 @@ def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
     )
     assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def train_on_ranks(recipe: Path, resume: bool = False) -> None:
+    """A run with replayed rollouts on the rank processes that the tests share: `megarl train` without torchrun's start and
+    every rank's imports, which take longer than the run. Raises AssertionError with a failing rank's traceback."""
+    run_ranks(_train, load_recipe(recipe).trainer.ranks, str(recipe), resume, deadline_s=RUN_DEADLINE_S)
+
+
+def _train(recipe: str, resume: bool) -> None:
+    from megarl.run import train
+
+    train(load_recipe(recipe), resume)
 
 
 def figures(folder: Path, name: str) -> list[dict[str, Any]]:

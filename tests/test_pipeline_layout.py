@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import fake_rollouts, figures, megarl, tiny_recipe, tiny_run
+from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.layout
 STEPS = 3
@@ -54,7 +54,7 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path):
     for name, (ranks, tensor, pipeline, more) in RUNS.items():
         run = name.replace(" ", "-")
         recipe = tiny_recipe(tmp_path, run, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay), **more)
-        megarl("train", str(recipe))
+        train_on_ranks(recipe)
         found[name] = figures(tmp_path, run)
         assert len(found[name]) == STEPS
     for name, lines in found.items():

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.recipe import load_recipe
-from tests.runs import figures, megarl, tiny_recipe, tiny_run
+from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
 from tests.tiny_models import save_tiny_reward_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -44,7 +44,7 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     }
     recipe = tiny_recipe(tmp_path, "other", False, 4, 1, 2, STEPS, **changes)
     assert not load_recipe(recipe).reference_is_base
-    megarl("train", str(recipe))
+    train_on_ranks(recipe)
     for line, expected in zip(figures(tmp_path, "other"), whole, strict=True):
         for key in ("reward/model_mean", "reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/kl"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), (line["step"], key)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import figures, megarl, tiny_recipe, tiny_run
+from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS = 6
@@ -69,7 +69,7 @@ def test_a_run_resumes_under_another_layout(run):
     _from_the_middle(folder, "other")
     # The same rollouts: one flipped last bit could sample another token.
     changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
-    megarl("train", str(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes)), "--resume")
+    train_on_ranks(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes), resume=True)
     found, whole = figures(folder, "other"), figures(folder, "whole")
     assert len(found) == STEPS
     keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]

@@ -127,7 +127,8 @@ def check_batch(workers, model):
 
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
-    section = RewardPhaseSection(sequences=3, timeout_s=3.0)
+    # Long enough for the process that died to start again on a busy machine.
+    section = RewardPhaseSection(sequences=3, timeout_s=8.0)
     workers = RewardWorkers(own_rewards, model, section, local=True)
     try:
         check_batch(workers, model)
@@ -152,7 +153,8 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
-        section = RewardPhaseSection(sequences=3, timeout_s=3.0)
+        # Long enough for the process that died to start again on a busy machine.
+    section = RewardPhaseSection(sequences=3, timeout_s=8.0)
         workers = RewardWorkers(own_rewards, model, section, local=False)
         check_batch(workers, model)
         workers.close()
