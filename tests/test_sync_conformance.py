@@ -78,6 +78,13 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor.reshape(-1, tensor.shape[-1])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """vLLM writes there what it wants of its worker processes, from its import on."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
     """A model's directory by family and whether its head is tied; each is written once.
@@ -97,18 +104,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
 def vllm_config(model: Path, rollout: RolloutLayout, data_rank: int) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
-    with mock.patch.dict(os.environ):  # vLLM writes there what it wants of its worker processes
-        config = EngineArgs(
-            model=str(model),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            tensor_parallel_size=rollout.tensor,
-            pipeline_parallel_size=rollout.pipeline,
-            enable_expert_parallel=rollout.expert_parallel,
-            distributed_executor_backend="mp",
-        ).create_engine_config()
+    config = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        tensor_parallel_size=rollout.tensor,
+        pipeline_parallel_size=rollout.pipeline,
+        enable_expert_parallel=rollout.expert_parallel,
+        distributed_executor_backend="mp",
+    ).create_engine_config()
     # As an argument it would have the ranks look for each other.
     config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = rollout.data, data_rank
     return config
