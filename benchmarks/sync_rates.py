@@ -17,7 +17,7 @@ from megarl.family import ModelShape
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.sync.manifest import WeightManifest
-from megarl.sync.publish import SyncSettings, WeightSync
+from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -30,6 +30,9 @@ class _Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.seconds: list[float] = []
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
+        return [EngineFacts("here", 1)]
 
     def begin(self, manifest: WeightManifest) -> None:
         self._connection.send(manifest.as_dict())

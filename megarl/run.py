@@ -44,8 +44,9 @@ from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 
+logger = logging.getLogger(__name__)
 # `auto` takes the fastest transport that works here: engines and trainer share a machine, so shared memory.
-TRANSPORTS = {"auto": WeightSync, "shared_memory": WeightSync}
+TRANSPORTS = {"auto": "shared_memory", "shared_memory": "shared_memory", "gloo": "gloo"}
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
 
@@ -136,8 +137,11 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
         settings = SyncSettings(DTYPES[recipe.rollout_precision], RolloutLayout(recipe.rollout.tensor),
-                                recipe.rollout.engines, section.bucket_bytes, section.timeout_s)  # fmt: skip
-        weights = TRANSPORTS[section.transport](shape, place.layout, settings, recipe.run.name, place.rank, group)
+                                recipe.rollout.engines, section.bucket_bytes, section.timeout_s, section.mode,
+                                TRANSPORTS[section.transport], os.environ["MASTER_ADDR"])  # fmt: skip
+        if section.mode == "checkpoint" and place.rank == 0:
+            logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
+        weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
         stack.callback(weights.close)
     prompts = rollouts = rewards = dump = None
     if place.rank == 0:

@@ -101,10 +101,16 @@ class Publisher:
     """A trainer of one rank that publishes checkpoints; the layouts of many ranks are tested in `test_sync_shards`."""
 
     def __init__(
-        self, model: Path, tensor: int = 1, engines: int = 1, bucket_bytes: int = 1 << 16, timeout_s: float = 60.0
+        self,
+        model: Path,
+        tensor: int = 1,
+        engines: int = 1,
+        bucket_bytes: int = 1 << 16,
+        timeout_s: float = 60.0,
+        mode: str = "reshard",
     ) -> None:
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s)
+        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s, mode)
         self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
         self._last: tuple[int, dict[str, torch.Tensor], Any]
 

@@ -13,6 +13,7 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync.manifest import WeightManifest
+from megarl.sync.publish import EngineFacts
 from megarl.sync.read import StreamReader
 from tests.rollout_cases import checkpoint, cut
 
@@ -31,11 +32,15 @@ class ThreadEngines:
         self.versions = [0] * engines
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
+        self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._retries = retries
         self._threads = ThreadPoolExecutor(len(self.places))
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
         self._manifest: WeightManifest
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        return [EngineFacts(node, 0) for node in self.nodes]
 
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest = WeightManifest.from_dict(manifest.as_dict())

@@ -55,7 +55,8 @@ def _kill_engine_after(run, folder, name, steps):
 def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
     tiny_run(tmp_path, "qwen3")
     steps = 6
-    run = _start(tiny_recipe(tmp_path, "restarted", False, 1, 1, 1, steps, **LONG))
+    changes = LONG | {"weight_sync__transport": "gloo"}  # the other tests take shared memory
+    run = _start(tiny_recipe(tmp_path, "restarted", False, 2, 1, 2, steps, **changes))
     _kill_engine_after(run, tmp_path, "restarted", 2)
     output, _ = run.communicate(timeout=FINISH_DEADLINE_S)
     assert run.returncode == 0, output[-3000:]
@@ -63,6 +64,7 @@ def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert sum(line["rollout/num_restarts"] for line in lines) >= 1
     assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "the new engine has the synchronised weights"
+    assert all(line["sync/received_bytes"] == line["sync/bound_bytes"] for line in lines)
 
 
 def test_without_restarts_left_the_run_names_the_engine_and_resumes(tmp_path):

@@ -119,6 +119,21 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePo
 Running = tuple[EnginePool, Publisher, Path, Path]
 
 
+def test_checkpoint_mode_gives_the_engine_the_same_weights(running: Running) -> None:
+    """Whole tensors through vLLM's loader, and the parts of each worker by megarl's table, end in the same bits."""
+    pool, publisher, new, old = running
+    whole = Publisher(old, engines=2, mode="checkpoint")
+    before = samples(pool, 3)
+    whole.publish(7, old, pool)
+    loaded = samples(pool, 3)
+    assert not same(before, loaded)
+    publisher.publish(8, old, pool)
+    assert same(loaded, samples(pool, 3))
+    publisher.publish(9, new, pool)
+    assert same(before, samples(pool, 3))
+    whole.close()
+
+
 def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
     pool, _, new, _ = running
     batch = pool.generate(prompts(), 5)

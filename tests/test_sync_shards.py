@@ -21,6 +21,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.sync import segment
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.publish import SyncSettings, WeightSync
+from megarl.sync.ring import RingSender
 from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, corrupt, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -33,15 +34,25 @@ BUCKET_BYTES = 8192  # a tiny model is many buckets, and most boxes are cut
 
 
 def publish_and_read(
-    first: str, second: str, layout: Layout, rollout: RolloutLayout, engines: int, precision: str
+    first: str,
+    second: str,
+    layout: Layout,
+    rollout: RolloutLayout,
+    nodes: list[str],
+    precision: str,
+    transport: str = "shared_memory",
 ) -> list[dict[str, float]]:
     """Publish two versions; rank 0 has the engines."""
     dist.init_process_group("gloo")
     rank, dtype = dist.get_rank(), PRECISIONS[precision]
     shape = ModelShape.from_directory(first)
-    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0)
-    sync = WeightSync(shape, layout, settings, "test", rank, dist.group.WORLD)
+    engines = len(nodes)
+    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0, transport=transport)
+    run_id = Path(first).parent.name
+    sync = WeightSync(shape, layout, settings, run_id, rank, dist.group.WORLD)
     readers = ThreadEngines(shape, rollout, engines) if rank == 0 else None
+    if readers is not None:
+        readers.nodes = nodes
     figures = []
     for version, model in enumerate((first, second), start=1):
         figures.append(sync.publish(version, megatron_shards(Path(model), layout)[rank], readers))
@@ -71,12 +82,26 @@ def test_workers_receive_exactly_their_shards(
     tmp_path: Path, family: str, tied: bool, layout: Layout, rollout: RolloutLayout, engines: int, precision: str
 ) -> None:
     first, second = (str(save_tiny_model(tmp_path / str(seed), family, tied, seed)) for seed in (1, 2))
-    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, engines, precision)
+    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, ["here"] * engines, precision)
     for figures in answers[0]:
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         assert figures["sync/attempts"] == 1
     assert all(answer == answers[0] for answer in answers)
-    assert not [name for name in os.listdir(segment.ROOT) if name.startswith("megarl-test-")]
+    assert not [name for name in os.listdir(segment.ROOT) if name.startswith(f"megarl-{tmp_path.name}")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies"), [(["here"], 1), (["here", "here", "here"], 1), (["here", "there", "here", "there"], 2)]
+)
+def test_messages_bring_one_copy_to_each_node(tmp_path: Path, nodes: list[str], copies: int) -> None:
+    layout, rollout = Layout(1, 2, 1), RolloutLayout(2)
+    first, second = (str(save_tiny_model(tmp_path / str(seed), "qwen3", True, seed)) for seed in (1, 2))
+    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, nodes, "fp32", "gloo")
+    for figures in answers[0]:
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        one_copy = figures["sync/bound_bytes"] / len(nodes)
+        assert copies * one_copy <= figures["sync/sent_bytes"] < 1.1 * copies * one_copy
+    assert not [name for name in os.listdir(segment.ROOT) if name.startswith(f"megarl-{tmp_path.name}")]
 
 
 def publish_with_a_missing_parameter(model: str, layout: Layout) -> str:
@@ -163,7 +188,9 @@ def test_a_stalled_engine_is_given_up_and_holds_no_other_one_up(tmp_path: Path) 
     model = save_model(tmp_path / "m", "llama", False, 1)
     publisher = Publisher(model, engines=2, bucket_bytes=BUCKET_BYTES, timeout_s=0.5)
     engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2, retries=1)
-    (ring,) = publisher.sync._rings
+    sender = publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    (ring,) = sender._rings
 
     def stall(engine: int, worker: int, boxes: int) -> None:
         if engine == 1 and boxes == 7 and len(engines.served) == 1:

@@ -63,6 +63,13 @@ class Platform:
             event.wait()
         return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=True)
 
+    def point_to_point_group(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+        """A process group beside torch's default one, for messages between pairs of its members, from and to the host's
+        memory on every device. Raises RuntimeError where the other members do not come."""
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""
         if self.kind == "cuda":

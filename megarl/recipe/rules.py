@@ -552,7 +552,8 @@ def _bucket(recipe: Recipe, shape: ModelShape) -> Violations:
     """A matrix is cut by rows, so that a bucket must take the longest row."""
     if recipe.rollout.replay is not None or list(_rollout_tensor(recipe, shape)):
         return
-    sizes = vllm.parameter_sizes(shape, RolloutLayout(recipe.rollout.tensor), 0)
+    whole = recipe.weight_sync.mode == "checkpoint"
+    sizes = vllm.parameter_sizes(shape, RolloutLayout(1 if whole else recipe.rollout.tensor), 0)
     name = max(sizes, key=lambda parameter: sizes[parameter][1])
     needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
     if recipe.weight_sync.bucket_bytes < needed:

@@ -460,8 +460,12 @@ class DeviceSection(Section):
 
 
 class WeightSyncSection(Section):
-    transport: Literal["auto", "shared_memory"] = "auto"
-    """How new weights reach the engines; `auto` takes the fastest that works here."""
+    transport: Literal["auto", "shared_memory", "gloo"] = "auto"
+    """How new weights reach the engines. `shared_memory`: trainer and engines on one machine. `gloo`: messages between any
+    machines, one copy for all engines of a machine. `auto` is `shared_memory`."""
+    mode: Literal["reshard", "checkpoint"] = "reshard"
+    """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
+    the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
     bucket_bytes: Positive = 4194304
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""

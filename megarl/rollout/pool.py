@@ -21,6 +21,7 @@ from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.store import GroupStore, StoredPayload
 from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.publish import EngineFacts
 
 
 class EnginePool:
@@ -114,14 +115,13 @@ class EnginePool:
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
 
-    def begin(self, manifest: WeightManifest) -> None:
-        """Pause the manifest's engines and have them receive; their weights are unknown from here on. Raises RolloutError
-        for an engine that does not pause."""
-        if manifest.attempt == 1:
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        """Pause some engines for a version, with their weights unknown from here on; where every engine runs. One that is
+        dead is started again. Raises RolloutError for an engine that does not pause."""
+        if attempt == 1:
             self._reports, self._refusals = {}, {}
-        self._version, self._timeout_s, self._receiving = manifest.version, manifest.timeout_s, {}
-        chosen = [self._engines[index] for index in manifest.engines]
-        pausing = [(engine, engine.call("pause", manifest.version)) for engine in chosen]
+        self._version = version
+        pausing = [(self._engines[index], self._engines[index].call("pause", version)) for index in engines]
         for engine, call in pausing:
             while True:
                 try:
@@ -129,9 +129,14 @@ class EnginePool:
                     break
                 except EngineDied as error:
                     self._restart(engine, "weight_sync", error)
-                    call = engine.call("pause", manifest.version)
-        for engine in chosen:
-            self._receiving[engine.settings.index] = engine.call("receive", manifest.as_dict())
+                    call = engine.call("pause", version)
+        hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
+        return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Have the manifest's engines receive; does not wait for them."""
+        self._timeout_s = manifest.timeout_s
+        self._receiving = {index: self._engines[index].call("receive", manifest.as_dict()) for index in manifest.engines}
 
     def failed(self) -> list[int]:
         """Engines that received no more than a part of what is streamed; does not wait."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.engines import checkpoint_plan, engine_plan
+from megarl.reshard.plan import ReshardPlan
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
@@ -26,8 +29,11 @@ class WeightManifest:
     """One version on its way; plain types, so that it travels as JSON.
 
     `attempt` counts, from 1, how often it was sent; `session` is new with each attempt of any version. `engines` take part
-    in it, of `num_engines` in all, each cut as `rollout` says; `rings` has the transport's name for the stream of each
-    worker number. Checksums travel with the bytes.
+    in it, of `num_engines` in all, each cut as `rollout` says; `mode` and `transport` are the recipe's. `rings` names the
+    buckets of each worker number in shared memory.
+
+    Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number: `leaders`,
+    which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again.
     """
 
     version: int
@@ -36,12 +42,28 @@ class WeightManifest:
     plan_hash: str
     layout: Layout
     rollout: RolloutLayout
+    mode: str
     precision: str
     bucket_bytes: int
     timeout_s: float
     rings: tuple[str, ...]
     engines: tuple[int, ...]
     num_engines: int
+    transport: str
+    store: tuple[str, int]
+    leaders: tuple[int, ...]
+    meetings: tuple[int, ...]
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Engines that receive from the trainer ranks themselves."""
+        return tuple(sorted({self.leaders[engine] for engine in self.engines}))
+
+    @property
+    def followers(self) -> dict[int, tuple[int, ...]]:
+        """The engines that read what a leading one receives, itself not among them."""
+        pairs = [(self.leaders[engine], engine) for engine in self.engines]
+        return {leader: tuple(one for its, one in pairs if its == leader != one) for leader in self.leading}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,6 +73,11 @@ class WeightManifest:
         """Also takes what JSON or msgpack made of `as_dict` (lists for tuples)."""
         layout, rollout = Layout(**_tuples(values["layout"])), RolloutLayout(**values["rollout"])
         return cls(**_tuples(values) | {"layout": layout, "rollout": rollout})
+
+
+def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
+    """The plan of a sync; both ends compute it and compare `plan.hash`."""
+    return {"reshard": engine_plan, "checkpoint": checkpoint_plan}[mode](shape, layout, rollout)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

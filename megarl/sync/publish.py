@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.order import copy_order
-from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan
+from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
 from megarl.sync.stream import CHECKSUM_BYTES, Part, Stream, checksum
@@ -38,13 +38,34 @@ class SyncSettings:
     num_engines: int
     bucket_bytes: int
     timeout_s: float
+    mode: str = "reshard"
+    transport: str = "shared_memory"
+    host: str = "127.0.0.1"  # of rank 0, as engines reach it
+
+
+class Streamed(NamedTuple):
+    """What one rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up and why."""
+
+    pack_s: float
+    sent_bytes: int
+    lost: dict[int, str]
+
+
+class EngineFacts(NamedTuple):
+    """Where an engine runs, and how often it was started."""
+
+    node: str
+    starts: int
 
 
 class Engines(Protocol):
     """The engines, seen from rank 0."""
 
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
+        """Have some engines pause for a version; the facts of all."""
+
     def begin(self, manifest: WeightManifest) -> None:
-        """Have the manifest's engines pause and start to receive; does not wait for them to receive."""
+        """Have the manifest's engines receive; does not wait for them."""
 
     def failed(self) -> Sequence[int]:
         """Those that ended without success so far; does not wait."""
@@ -54,10 +75,10 @@ class Engines(Protocol):
 
 
 class WeightSync:
-    """Streams actor weights to rollout engines on the same machine. Every method but `close` is a collective.
+    """Streams actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
-    One ring of buckets for each worker number of an engine; all engines read the same rings. Rank 0 owns them, so they are
-    gone when it ends. No version is kept: an engine that missed one is streamed to again.
+    No version is kept: an engine that missed one is streamed to again. What rank 0 owns of a transport, shared memory or a
+    store, is gone when it ends.
     """
 
     def __init__(
@@ -79,18 +100,20 @@ class WeightSync:
         if settings.dtype not in PRECISIONS:
             raise ValueError(f"weight sync in {settings.dtype} is not supported; one of {list(PRECISIONS.values())} is")
         self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
-        self._plan = engine_plan(shape, layout, settings.rollout)
+        self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._held = {s.parameter for s in megatron_segments(shape, layout) if s.rank == rank}
         workers, itemsize = settings.rollout.workers, settings.dtype.itemsize
         orders = [copy_order(self._plan, worker, worker, workers) for worker in range(workers)]
         self._streams = [Stream.of(self._plan, order, itemsize, settings.bucket_bytes) for order in orders]
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
-        self._rings: list[Ring] = []
         self._sender: Sender
+        self._starts = [0] * settings.num_engines
+        self._meetings = [0] * settings.num_engines
         self._names = self._agree_on_names(run_id)
-        self._together("weight_sync: allocate shared memory", lambda: self._map(owner=True))
-        self._together("weight_sync: map shared memory", lambda: self._map(owner=False))
+        self._store_address = ("", 0)
+        self._store_address = self._together("weight_sync: open", lambda: self._open(owner=True))[0]
+        self._together("weight_sync: join", lambda: self._open(owner=False))
 
     def publish(
         self,
@@ -109,21 +132,25 @@ class WeightSync:
         self._together("weight_sync: begin", lambda: self._check_names(parameters))
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
         figures: dict[str, float] = {}
-        pack_s, attempt = 0.0, 0
+        pack_s, sent_bytes, attempt = 0.0, 0, 0
         while wanted:
             attempt += 1
             manifest = self._from_first(partial(self._begin, version, attempt, wanted))
-            pack_s += max(self._together("weight_sync: stream", partial(self._stream, manifest, parameters)))
-            wanted, figures = self._from_first(self._finish)
-            bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
-            figures |= {"sync/bound_bytes": bound, "sync/pack_s": pack_s, "sync/attempts": attempt}
-        return figures
+            done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
+            pack_s += max(streamed.pack_s for streamed in done)
+            sent_bytes += sum(streamed.sent_bytes for streamed in done)
+            wanted, figures = self._from_first(partial(self._finish, done))
+        bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
+        return figures | {
+            "sync/bound_bytes": bound,
+            "sync/sent_bytes": sent_bytes,
+            "sync/pack_s": pack_s,
+            "sync/attempts": attempt,
+        }
 
     def close(self) -> None:
-        """Give the shared memory back. Not a collective: it also runs on the way out of a failure."""
-        for ring in self._rings:
-            ring.close()
-        self._rings = []
+        """Give the transport back. Not a collective: it also runs on the way out of a failure."""
+        self._sender.close()
 
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
         """Rank 0 chooses names that no other run has; everyone must be on its machine and have its plan."""
@@ -135,20 +162,26 @@ class WeightSync:
         for rank, other in enumerate(everyone):
             if other["plan"] != everyone[0]["plan"]:
                 raise SyncError(f"weight_sync: rank {rank} computed another reshard plan than rank 0")
-            if other["machine"] != everyone[0]["machine"]:
+            if self._settings.transport == "shared_memory" and other["machine"] != everyone[0]["machine"]:
                 raise SyncError(f"weight_sync.transport = shared_memory: rank {rank} is on another machine than rank 0")
         return everyone[0]["names"]
 
-    def _map(self, owner: bool) -> None:
+    def _open(self, owner: bool) -> tuple[str, int]:
+        """This rank's end of the transport, first on rank 0; where the store is."""
+        address, settings = self._store_address, self._settings
         if owner != (self._rank == 0):
-            return
-        if owner:
-            sweep()
-        make, ranks = Ring.create if owner else Ring.open, self._layout.ranks
-        for name, stream in zip(self._names, self._streams, strict=True):
-            self._rings.append(make(name, ranks, self._settings.num_engines, stream.capacity))
-        watch = self._watch if self._rank == 0 else None
-        self._sender = RingSender(self._rings, self._streams, self._rank, self._settings.timeout_s, watch)
+            return address
+        if settings.transport == "shared_memory":
+            if owner:
+                sweep()
+            make, size = Ring.create if owner else Ring.open, (self._layout.ranks, settings.num_engines)
+            rings = [make(name, *size, s.capacity) for name, s in zip(self._names, self._streams, strict=True)]
+            watch = self._watch if owner else None
+            self._sender = RingSender(rings, self._streams, self._rank, settings.timeout_s, watch)
+            return address
+        store = open_store(settings.host, address[1], settings.timeout_s, owner)
+        self._sender = PointToPointSender(self._streams, self._rank, store)
+        return settings.host, store.port
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())
@@ -158,6 +191,13 @@ class WeightSync:
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> WeightManifest:
         """Rank 0: the next attempt, with the engines told."""
         self._session += 1
+        facts = [EngineFacts("", 0)] * self._settings.num_engines
+        if self._engines is not None:
+            facts = list(self._engines.pause(version, attempt, wanted))
+        for engine in wanted:
+            if attempt > 1 or facts[engine].starts != self._starts[engine] or not self._meetings[engine]:
+                self._meetings[engine] = self._session
+            self._starts[engine] = facts[engine].starts
         manifest = WeightManifest(
             version=version,
             attempt=attempt,
@@ -165,38 +205,46 @@ class WeightSync:
             plan_hash=self._plan.hash,
             layout=self._layout,
             rollout=self._settings.rollout,
+            mode=self._settings.mode,
             precision=PRECISIONS[self._settings.dtype],
             bucket_bytes=self._settings.bucket_bytes,
             timeout_s=self._settings.timeout_s,
             rings=self._names,
             engines=wanted,
             num_engines=self._settings.num_engines,
+            transport=self._settings.transport,
+            store=self._store_address,
+            leaders=_leaders(facts, wanted),
+            meetings=tuple(self._meetings),
         )
         if self._engines is not None:
             self._engines.begin(manifest)
         return manifest
 
-    def _finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+    def _finish(self, done: Sequence[Streamed]) -> tuple[tuple[int, ...], dict[str, float]]:
         """Rank 0: who must be served again, and the figures."""
+        for streamed in done:
+            for engine in streamed.lost:
+                self._meetings[engine] = 0
         if self._engines is None:
             return (), {}
         again, figures = self._engines.finish()
-        total_s = time.perf_counter() - self._begun
-        return again, figures | {"sync/total_s": total_s, "sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._rings[0])}
+        figures["sync/total_s"] = time.perf_counter() - self._begun
+        return again, figures | {"sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._sender.buckets)}
 
     def _watch(self) -> None:
         """Rank 0, while it waits: the others need not wait for an engine that has failed."""
         for engine in () if self._engines is None else self._engines.failed():
             self._sender.lose(engine)
 
-    def _stream(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> float:
-        """Write all parts of this rank, bucket after bucket over all destinations; seconds spent on it without waits.
+    def _stream(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
+        """Write all parts of this rank, bucket after bucket over all destinations.
 
         All ranks go in this one order, so that no two can wait for each other.
         """
         pack_s = 0.0
-        self._sender.begin(manifest.session, manifest.engines)
         try:
+            self._sender.begin(manifest)
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
                 for worker, stream in enumerate(self._streams):
                     part = stream.part(bucket, self._rank)
@@ -210,7 +258,7 @@ class WeightSync:
         except BaseException:
             self._sender.abort()
             raise
-        return pack_s
+        return Streamed(pack_s, self._sender.sent_bytes, dict(self._sender.lost))
 
     @torch.no_grad()
     def _pack(
@@ -278,9 +326,17 @@ class WeightSync:
         return everyone
 
 
-def memcpy_bytes_per_s(ring: Ring) -> float:
-    """Rate at which this process copies one bucket of an idle ring onto the other: what a transfer is measured by."""
-    first, second = ring.bucket(0), ring.bucket(1)
+def _leaders(facts: Sequence[EngineFacts], engines: Sequence[int]) -> tuple[int, ...]:
+    """The first of the engines on each node leads there; one that takes no part leads itself."""
+    first: dict[str, int] = {}
+    for engine in sorted(engines):
+        first.setdefault(facts[engine].node, engine)
+    return tuple(first[one.node] if engine in engines else engine for engine, one in enumerate(facts))
+
+
+def memcpy_bytes_per_s(buckets: torch.Tensor) -> float:
+    """Rate at which this process copies one idle bucket onto the other: what a transfer is measured by."""
+    first, second = buckets[0], buckets[1]
     begun = time.perf_counter()
     second.copy_(first)
     return len(first) / (time.perf_counter() - begun)

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from megarl.family import ModelShape
-from megarl.reshard.engines import engine_plan
 from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.sync.ring import Ring, RingReceiver
+from megarl.sync.link import Link
+from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
 from megarl.sync.stream import CHECKSUM_BYTES, Stream, checksum
 from megarl.sync.transport import Receiver
 
@@ -39,14 +38,15 @@ class ReadFigures:
 
 
 class StreamReader:
-    """Reads the stream of one worker number for one engine. Plan, stream and ring are made at the first version and kept."""
+    """Reads the stream of one worker number for one engine. Plan and stream are made at the first version and kept, and so
+    is what the transport needs."""
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
-        self._key: tuple[str, str, str, int] | None = None  # what the plan, the stream and the ring belong to
+        self._key: tuple[str, str, int] | None = None  # what the plan and the stream belong to
         self._plan: ReshardPlan
         self._stream: Stream
-        self._ring: Ring | None = None
+        self._link = Link()
         self.figures = ReadFigures()
 
     def boxes(self, manifest: WeightManifest, engine: int) -> Iterator[Box]:
@@ -57,8 +57,7 @@ class StreamReader:
         """
         self.figures = ReadFigures()
         self._prepare(manifest)
-        assert self._ring is not None
-        end = RingReceiver(self._ring, self._stream, manifest.session, engine, manifest.timeout_s)
+        end = self._link.open(manifest, self._stream, engine, self._worker)
         complete = False
         try:
             for bucket in range(self._stream.num_buckets):
@@ -70,9 +69,7 @@ class StreamReader:
                 end.give_up()
 
     def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = self._key = None
+        self._link.close()
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         begun = time.perf_counter()
@@ -103,12 +100,10 @@ class StreamReader:
                 raise SyncError(f"weight version {version}: wrong bytes in bucket {bucket} of {stream.num_buckets}, {box}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        name = manifest.rings[self._worker]
-        key = (manifest.plan_hash, name, manifest.precision, manifest.bucket_bytes)
+        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes)
         if self._key == key:
             return
-        self.close()
-        plan = engine_plan(self._shape, manifest.layout, manifest.rollout)
+        plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
         if plan.hash != manifest.plan_hash:
             raise SyncError(
                 f"weight version {manifest.version}: the trainer's reshard plan {manifest.plan_hash[:12]} is not "
@@ -117,5 +112,4 @@ class StreamReader:
         self._plan = plan
         order = copy_order(plan, self._worker, self._worker, manifest.rollout.workers)
         self._stream = Stream.of(plan, order, DTYPES[manifest.precision].itemsize, manifest.bucket_bytes)
-        self._ring = Ring.open(name, manifest.layout.ranks, manifest.num_engines, self._stream.capacity)
         self._key = key

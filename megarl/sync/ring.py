@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from megarl.sync.manifest import SyncAborted, SyncError
+from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
 from megarl.sync.transport import NUM_BUCKETS, wait_until
@@ -37,7 +37,7 @@ class Ring:
         self.written, self.read, self.gone = (counters[a:b] for a, b in zip([0, *ends], ends, strict=False))
         self.aborted = counters[ends[-1] : ends[-1] + 1]
         buckets = torch.from_numpy(segment.data[_control_bytes(num_ranks, num_engines) :])
-        self._buckets = buckets.view(NUM_BUCKETS, -1)
+        self.buckets = buckets.view(NUM_BUCKETS, -1)
 
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int) -> Ring:
@@ -64,12 +64,12 @@ class Ring:
 
     def bucket(self, number: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity]."""
-        return self._buckets[number % NUM_BUCKETS]
+        return self.buckets[number % NUM_BUCKETS]
 
     def close(self) -> None:
         empty = np.empty(0, dtype=np.uint64)
         self.written = self.read = self.gone = self.aborted = empty
-        self._buckets = torch.empty(0, dtype=torch.uint8)
+        self.buckets = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
 
 
@@ -89,9 +89,20 @@ class RingSender:
     ) -> None:
         self._rings, self._streams, self._rank, self._timeout_s, self._watch = rings, streams, rank, timeout_s, watch
         self._session, self._engines = 0, np.empty(0, dtype=np.int64)
+        self.sent_bytes = 0
+        self.lost: dict[int, str] = {}
 
-    def begin(self, session: int, engines: Sequence[int]) -> None:
+    @property
+    def buckets(self) -> torch.Tensor:
+        return self._rings[0].buckets
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self.begin_for(manifest.session, manifest.engines)
+
+    def begin_for(self, session: int, engines: Sequence[int]) -> None:
+        """Start over for readers that are not all engines of a manifest."""
         self._session, self._engines = session, np.array(engines, dtype=np.int64)
+        self.sent_bytes, self.lost = 0, {}
 
     def has_room(self, worker: int, bucket: int) -> bool:
         """Whether every engine has read what lies in a bucket's memory."""
@@ -102,12 +113,15 @@ class RingSender:
         report says so."""
         if not wait_until(partial(self.has_room, worker, bucket), self._timeout_s, self._look):
             for engine in self._behind(worker, bucket + 1 - NUM_BUCKETS):
+                self.lost[int(engine)] = f"room: bucket {bucket} of worker {worker} was not read"
                 self.lose(int(engine))
         self._look()
         return self._rings[worker].bucket(bucket)
 
     def send(self, worker: int, bucket: int) -> None:
         self._rings[worker].written[self._rank] = _mark(self._session, bucket + 1)
+        part = self._streams[worker].part(bucket, self._rank)
+        self.sent_bytes += 0 if part is None else part.end - part.start
 
     def finish(self) -> None:
         """What is in a ring has left this rank's memory. The rank that looks after the engines does so until every other
@@ -152,15 +166,20 @@ class RingSender:
 class RingReceiver:
     """An engine's end, in the worker of that number."""
 
-    def __init__(self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float) -> None:
+    def __init__(
+        self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float, relayed: bool = False
+    ) -> None:
+        """`relayed` buckets come whole, from the engine that leads on this node, and not from trainer ranks."""
         self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
-        self._sources = [np.array([part.source_rank for part in parts], dtype=np.int64) for parts in stream.parts]
+        self._who = "the engine that leads, rank" if relayed else "trainer rank"
+        sources = [[0] if relayed else [part.source_rank for part in parts] for parts in stream.parts]
+        self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
         if not wait_until(lambda: not len(self._missing(bucket)), self._timeout_s, self._look):
             late = ", ".join(map(str, self._missing(bucket)))
             raise SyncError(
-                f"take: bucket {bucket} of {len(self._sources)} has nothing from trainer rank {late} within "
+                f"take: bucket {bucket} of {len(self._sources)} has nothing from {self._who} {late} within "
                 f"weight_sync.timeout_s = {self._timeout_s:g}"
             )
         return self._ring.bucket(bucket)
@@ -171,9 +190,6 @@ class RingReceiver:
 
     def give_up(self) -> None:
         self._ring.gone[self._engine] = _mark(self._session)
-
-    def close(self) -> None:
-        self._ring.close()
 
     def _missing(self, bucket: int) -> np.ndarray:
         sources = self._sources[bucket]

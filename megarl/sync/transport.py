@@ -7,10 +7,12 @@ has a receiver of it. A bucket is used again once it has arrived, so neither end
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from megarl.sync.manifest import WeightManifest
 
 # One is written while the other is read.
 NUM_BUCKETS = 2
@@ -23,8 +25,15 @@ WATCH_S = 0.05
 class Sender(Protocol):
     """A trainer rank's end of the streams to all workers."""
 
-    def begin(self, session: int, engines: Sequence[int]) -> None:
-        """Start over, for these engines alone. `session` is a number that never comes back."""
+    sent_bytes: int  # since `begin`, with checksums
+    lost: dict[int, str]  # engines that this rank gave up since `begin`, and why
+
+    @property
+    def buckets(self) -> torch.Tensor:
+        """The memory of all buckets, uint8 [NUM_BUCKETS, bytes]."""
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Start over, for the manifest's engines alone."""
 
     def room(self, worker: int, bucket: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity], once it may be written. Raises SyncAborted where another rank failed."""
@@ -56,9 +65,6 @@ class Receiver(Protocol):
 
     def give_up(self) -> None:
         """Read no more, so that nobody waits for this worker."""
-
-    def close(self) -> None:
-        """Give everything back."""
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None) -> bool:

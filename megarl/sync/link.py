@@ -1,0 +1,70 @@
+"""What a worker keeps of a transport between two syncs: mapped rings, and its group with the trainer ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.sync.manifest import WeightManifest
+from megarl.sync.point_to_point import PointToPointReceiver, open_group, open_store
+from megarl.sync.ring import Ring, RingReceiver
+from megarl.sync.segment import PREFIX, ROOT, sweep
+from megarl.sync.stream import Stream
+from megarl.sync.transport import Receiver, wait_until
+
+
+class Link:
+    """Opens a worker's end of its stream, by the transport that the manifest names."""
+
+    def __init__(self) -> None:
+        self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
+        self._group: tuple[tuple[int, int], Any] | None = None  # engine and meeting
+        self._store: tuple[tuple[str, int], dist.Store] | None = None
+
+    def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
+        """Raises SyncError where the other end is not there in time."""
+        name, timeout_s = manifest.rings[worker], manifest.timeout_s
+        if manifest.transport == "shared_memory":
+            ring = self._mapped(name, manifest.layout.ranks, manifest, stream, owner=False)
+            return RingReceiver(ring, stream, manifest.session, engine, timeout_s)
+        leader = manifest.leaders[engine]
+        # A leader that was started again makes a ring of its own: nothing that is left of the old one is taken for news.
+        name = f"{name}-{leader}-{manifest.meetings[leader]}"
+        if leader != engine:
+            wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s)
+            ring = self._mapped(name, 1, manifest, stream, owner=False)
+            return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
+        ring = self._mapped(name, 1, manifest, stream, owner=True)
+        group = self._met(manifest, engine, manifest.layout.ranks + worker)
+        return PointToPointReceiver(ring, stream, group, manifest, manifest.followers[engine], self._part)
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring[1].close()
+        self._ring = self._group = self._store = None
+
+    def _mapped(self, name: str, num_writers: int, manifest: WeightManifest, stream: Stream, owner: bool) -> Ring:
+        key = (name, stream.capacity, manifest.num_engines)
+        if self._ring is None or self._ring[0] != key:
+            if self._ring is not None:
+                self._ring[1].close()
+                self._ring = None
+            if owner:
+                sweep()
+            make = Ring.create if owner else Ring.open
+            self._ring = key, make(name, num_writers, manifest.num_engines, stream.capacity)
+        return self._ring[1]
+
+    def _met(self, manifest: WeightManifest, engine: int, member: int) -> Any:
+        if self._store is None or self._store[0] != manifest.store:
+            self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
+        key = (engine, manifest.meetings[engine])
+        if self._group is None or self._group[0] != key:
+            self._group = None  # the old one first: its other ends see it go
+            self._group = key, open_group(self._store[1], manifest, engine, member)
+        return self._group[1]
+
+    def _part(self) -> None:
+        """Let go of the group: its other ends wait in vain."""
+        self._group = None

@@ -1,0 +1,191 @@
+"""The point-to-point transport: parts travel as messages from trainer ranks to workers, on any machines.
+
+Each engine that takes part directly has a process group of its own, the trainer ranks and then its workers, so that one that
+dies breaks no other group. The groups know nothing of torch's default group, and meet over a store of rank 0. One engine of
+a node *leads*: it receives, and the other engines of its node read the buckets of its shared memory (see `ring.py`). So a
+node gets one copy.
+
+A group that failed is not used again: both ends let go of it, which the other end sees at once, and meet in a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.platform import current as platform
+from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.ring import Ring, RingSender
+from megarl.sync.stream import Part, Stream
+from megarl.sync.transport import NUM_BUCKETS
+
+
+def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
+    """The store that groups meet over. Rank 0 owns it; with port 0 it takes a free one."""
+    return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def open_group(store: dist.Store, manifest: WeightManifest, engine: int, member: int) -> Any:
+    """Meet in an engine's group; `member` is a trainer rank, or the number of trainer ranks plus a worker's. Raises
+    SyncError where the others do not come in time."""
+    size = manifest.layout.ranks + manifest.rollout.workers
+    meeting = dist.PrefixStore(f"engine-{engine}-{manifest.meetings[engine]}", store)
+    try:
+        return platform.point_to_point_group(meeting, member, size, manifest.timeout_s)
+    except RuntimeError as error:
+        raise SyncError(
+            f"meet: no group of the trainer ranks and engine {engine} within "
+            f"weight_sync.timeout_s = {manifest.timeout_s:g}: {error}"
+        ) from error
+
+
+class PointToPointSender:
+    """A trainer rank's end, in two buckets for all streams."""
+
+    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.Store) -> None:
+        self._streams, self._rank, self._store = streams, rank, store
+        self.buckets = torch.zeros(NUM_BUCKETS, max(stream.capacity for stream in streams), dtype=torch.uint8)
+        self._sending: list[list[tuple[int, str, Any]]] = [[] for _ in range(NUM_BUCKETS)]  # engine, what, and work of each
+        self._turn = 0
+        self._groups: dict[int, tuple[int, Any]] = {}  # by engine: which meeting, and the group
+        self._manifest: WeightManifest
+        self.lost: dict[int, str] = {}
+        self.sent_bytes = 0
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
+        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        for engine in manifest.leading:
+            meeting, _ = self._groups.get(engine, (0, None))
+            if meeting != manifest.meetings[engine]:
+                self._groups.pop(engine, None)
+                try:
+                    self._groups[engine] = manifest.meetings[engine], open_group(self._store, manifest, engine, self._rank)
+                except SyncError as error:
+                    self._lose(engine, str(error))
+
+    def room(self, worker: int, bucket: int) -> torch.Tensor:
+        self._turn = (self._turn + 1) % NUM_BUCKETS
+        self._wait(self._turn)
+        return self.buckets[self._turn, : self._streams[worker].capacity]
+
+    def send(self, worker: int, bucket: int) -> None:
+        part = self._streams[worker].part(bucket, self._rank)
+        assert part is not None, f"rank {self._rank} has nothing in bucket {bucket} of worker {worker}"
+        content = self.buckets[self._turn, part.start : part.end]
+        for engine in self._manifest.leading:
+            if engine in self._groups and engine not in self.lost:
+                member = self._manifest.layout.ranks + worker
+                what = f"send: bucket {bucket} to worker {worker}"
+                try:
+                    work = self._groups[engine][1].send([content], member, bucket)
+                except RuntimeError as error:
+                    self._lose(engine, f"{what}: {error}")
+                    continue
+                self._sending[self._turn].append((engine, what, work))
+                self.sent_bytes += len(content)
+
+    def finish(self) -> None:
+        for turn in range(NUM_BUCKETS):
+            self._wait(turn)
+
+    def lose(self, engine: int) -> None:
+        self._lose(engine, "it failed")
+
+    def abort(self) -> None:
+        """Without their groups the workers' waits fail at once."""
+        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        self._groups.clear()
+
+    def close(self) -> None:
+        self.abort()
+
+    def _wait(self, turn: int) -> None:
+        for engine, what, work in self._sending[turn]:
+            if engine in self.lost:
+                continue
+            try:
+                work.wait(timedelta(seconds=self._manifest.timeout_s))
+            except RuntimeError as error:
+                self._lose(engine, f"{what}: {error}")
+        self._sending[turn] = []
+
+    def _lose(self, engine: int, why: str) -> None:
+        self.lost.setdefault(engine, why)
+        self._groups.pop(engine, None)
+
+
+class PointToPointReceiver:
+    """A leading engine's end in one worker: messages arrive in the buckets of a ring, from where `followers`, the other
+    engines of the node, read them as this one does."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        stream: Stream,
+        group: Any,
+        manifest: WeightManifest,
+        followers: Sequence[int],
+        part: Callable[[], None],
+    ) -> None:
+        """`part` lets go of the group where else it is kept."""
+        self._ring, self._stream, self._group, self._manifest, self._part = ring, stream, group, manifest, part
+        self._relay = RingSender([ring], [stream], 0, manifest.timeout_s, None)
+        self._relay.begin_for(manifest.session, followers)
+        self._released = 0
+        self._posted: list[list[tuple[Part, Any]]] = []  # of each bucket that messages may come into
+
+    def take(self, bucket: int) -> torch.Tensor:
+        if bucket == len(self._posted):
+            self._relay.room(0, bucket)
+            self._post()
+        for part, work in self._posted[bucket]:
+            self._finished(part, work, bucket)
+        self._posted[bucket] = []
+        self._relay.send(0, bucket)
+        self._post_ahead()
+        return self._ring.bucket(bucket)
+
+    def release(self, bucket: int) -> None:
+        self._released = bucket + 1
+        self._post_ahead()
+
+    def give_up(self) -> None:
+        """Without the group the trainer ranks' waits fail at once."""
+        self._relay.abort()
+        self._posted, self._group = [], None
+        self._part()
+
+    def _post_ahead(self) -> None:
+        """Let messages come into every bucket that has been read."""
+        while len(self._posted) < min(self._released + NUM_BUCKETS, self._stream.num_buckets):
+            if not self._relay.has_room(0, len(self._posted)):
+                return
+            self._post()
+
+    def _post(self) -> None:
+        bucket = len(self._posted)
+        memory = self._ring.bucket(bucket)
+        works = []
+        for part in self._stream.parts[bucket]:
+            try:
+                works.append((part, self._group.recv([memory[part.start : part.end]], part.source_rank, bucket)))
+            except RuntimeError as error:
+                raise self._failure(part, bucket, error) from error
+        self._posted.append(works)
+
+    def _finished(self, part: Part, work: Any, bucket: int) -> None:
+        try:
+            work.wait(timedelta(seconds=self._manifest.timeout_s))
+        except RuntimeError as error:
+            raise self._failure(part, bucket, error) from error
+
+    def _failure(self, part: Part, bucket: int, error: RuntimeError) -> SyncError:
+        return SyncError(
+            f"take: bucket {bucket} of {self._stream.num_buckets} did not come from trainer rank {part.source_rank} within "
+            f"weight_sync.timeout_s = {self._manifest.timeout_s:g}: {error}"
+        )
