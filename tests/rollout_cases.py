@@ -108,9 +108,10 @@ class Publisher:
         bucket_bytes: int = 1 << 16,
         timeout_s: float = 60.0,
         mode: str = "reshard",
+        transport: str = "shared_memory",
     ) -> None:
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s, mode)
+        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s, mode, transport)
         self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
         self._last: tuple[int, dict[str, torch.Tensor], Any]
 

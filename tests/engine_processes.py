@@ -1,0 +1,159 @@
+"""Engines without vLLM whose workers are processes, so that they can die and hang at any state of a sync."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard.vllm import parameter_sizes
+from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.publish import EngineFacts
+from megarl.sync.read import StreamReader
+
+# Where in a sync a worker can meet its fault.
+STATES = ("pause", "begin", "first", "middle", "last", "commit", "resume")
+SIGNALS = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP}
+START_S = 120.0
+
+Fault = tuple[str, str]  # a key of SIGNALS, and one of STATES
+Answer = tuple[int, dict[str, torch.Tensor]]  # version and parameters
+
+
+class ProcessEngines:
+    """What rank 0 knows the engines by; each has one worker. A dead or silent one is started again."""
+
+    def __init__(self, shape: ModelShape, num_engines: int, timeout_s: float) -> None:
+        self._shape, self._timeout_s = shape, timeout_s
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.preload"])
+        self._workers: list[Any] = [None] * num_engines
+        self.connections: list[Connection] = [None] * num_engines  # type: ignore[list-item]
+        self.starts = [0] * num_engines
+        self.served: list[tuple[int, ...]] = []
+        self.faults: dict[int, Fault] = {}  # by engine: what it meets in the next sync
+        self._manifest: WeightManifest
+        for engine in range(num_engines):
+            self._start(engine)
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        for engine in engines:
+            if self._ask(engine, ("pause", self.faults.pop(engine, None))) is None:
+                self._start(engine)
+                assert self._ask(engine, ("pause", None)) is not None
+        return [EngineFacts("here", starts) for starts in self.starts]
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self.served.append(manifest.engines)
+        for engine in manifest.engines:
+            self.connections[engine].send(("receive", manifest.as_dict(), engine))
+
+    def failed(self) -> Sequence[int]:
+        return [engine for engine in self._manifest.engines if not self._workers[engine].is_alive()]
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        again = []
+        for engine in self._manifest.engines:
+            report = self._hear(engine)
+            if report is None:
+                self._start(engine)
+            if report != "received":
+                again.append(engine)
+        if len(self.served) > 4:
+            raise SyncError("no end to it")
+        return tuple(again), {}
+
+    def answer(self, engine: int) -> Answer | str:
+        """What an engine would answer from: its version and its parameters, or why it does not."""
+        answer = self._ask(engine, ("answer",))
+        assert answer is not None, f"engine {engine} says nothing"
+        return answer
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+
+    def _start(self, engine: int) -> None:
+        if self._workers[engine] is not None:
+            self._workers[engine].kill()
+            self._workers[engine].join()
+        ours, theirs = self._context.Pipe()
+        self._workers[engine] = self._context.Process(target=_serve, args=(theirs, self._shape), daemon=True)
+        self._workers[engine].start()
+        theirs.close()
+        self.connections[engine] = ours
+        self.starts[engine] += 1
+        assert ours.poll(START_S) and ours.recv() == "started"
+
+    def _ask(self, engine: int, question: tuple[Any, ...]) -> Any:
+        self.connections[engine].send(question)
+        return self._hear(engine)
+
+    def _hear(self, engine: int) -> Any:
+        """What a worker says; None where it is dead or silent."""
+        try:
+            return self.connections[engine].recv() if self.connections[engine].poll(3 * self._timeout_s) else None
+        except (EOFError, OSError):
+            return None
+
+
+def _serve(connection: Connection, shape: ModelShape) -> None:
+    """A worker: it answers only from a version that it has taken whole, as an engine does."""
+    torch.set_num_threads(1)
+    reader, answer, fault = StreamReader(shape, 0), "takes no version yet", None
+    taken: Any = None
+    connection.send("started")
+    while True:
+        call, *arguments = connection.recv()
+        if call == "answer":
+            connection.send(taken if taken is not None else answer)
+        elif call == "pause":
+            (fault,), taken, answer = arguments, None, "paused"
+            _meet(fault, "pause")
+            connection.send("paused")
+        else:
+            manifest = WeightManifest.from_dict(arguments[0])
+            try:
+                _meet(fault, "begin")
+                parameters = _take(reader, manifest, arguments[1], shape, fault)
+                _meet(fault, "commit")
+            except SyncError as error:
+                answer = f"dirty: {error}"
+                connection.send(answer)
+                continue
+            taken = manifest.version, parameters
+            _meet(fault, "resume")
+            connection.send("received")
+
+
+def _take(
+    reader: StreamReader, manifest: WeightManifest, engine: int, shape: ModelShape, fault: Fault | None
+) -> dict[str, torch.Tensor]:
+    parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
+    boxes = _count_boxes(reader, manifest)
+    states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
+    for number, box in enumerate(reader.boxes(manifest, engine)):
+        _meet(fault, states.get(number, ""))
+        rows, cols = box.content.shape
+        parameters[box.parameter][box.row : box.row + rows, box.col : box.col + cols] = box.content
+    return parameters
+
+
+def _count_boxes(reader: StreamReader, manifest: WeightManifest) -> int:
+    """How many boxes a version has."""
+    reader._prepare(manifest)
+    return len(reader._stream.copy)
+
+
+def _meet(fault: Fault | None, state: str) -> None:
+    if fault is not None and fault[1] == state:
+        os.kill(os.getpid(), SIGNALS[fault[0]])

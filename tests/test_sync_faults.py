@@ -1,0 +1,150 @@
+"""Whatever breaks at whatever state of a sync, an engine answers from a whole version or not at all.
+
+Workers and trainers are processes without vLLM: they take their parts as vLLM's workers do, and can be killed and stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard.vllm import vllm_segments
+from megarl.sync.manifest import WeightManifest
+from megarl.sync.publish import EngineFacts
+from tests.engine_processes import STATES, ProcessEngines
+from tests.rollout_cases import Publisher, checkpoint, corrupt, cut, save_model
+
+pytestmark = [pytest.mark.sync, pytest.mark.hang]
+
+TRANSPORTS = ["shared_memory", "gloo"]
+TIMEOUT_S = 1.5
+BUCKET_BYTES = 16384
+# Of two engines the first leads where messages travel, and the other one follows. A stall costs its deadline.
+BREAKDOWNS = [(0, "kill", state) for state in STATES]
+BREAKDOWNS += [(1, "kill", state) for state in ("first", "last", "resume")]
+BREAKDOWNS += [(0, "stall", "begin"), (1, "stall", "middle")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama", False, 1)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Publisher, ProcessEngines]]:
+    """A trainer of one rank with two engines that live through all cases; a case begins with version 1 in both."""
+    publisher = Publisher(model, 1, 2, BUCKET_BYTES, TIMEOUT_S, transport=request.param)
+    engines = ProcessEngines(ModelShape.from_directory(model), 2, TIMEOUT_S)
+    yield publisher, engines
+    engines.close()
+    publisher.close()
+
+
+def assert_answers_from(engines: ProcessEngines, version: int, model: Path) -> None:
+    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    for engine in (0, 1):
+        answer = engines.answer(engine)
+        assert not isinstance(answer, str), answer
+        assert answer[0] == version
+        for name, content in expected.items():
+            rows, cols = content.shape
+            assert torch.equal(answer[1][name][:rows, :cols], content), name
+
+
+@pytest.mark.parametrize(("engine", "fault", "state"), BREAKDOWNS)
+def test_an_engine_that_breaks_is_started_again_and_served_alone(
+    trainer: tuple[Publisher, ProcessEngines], model: Path, engine: int, fault: str, state: str
+) -> None:
+    publisher, engines = trainer
+    engines.served.clear()
+    starts = engines.starts[engine]
+    engines.faults = {engine: (fault, state)}
+    publisher.publish(2, model, engines)
+    assert engines.starts[engine] == starts + 1
+    assert engines.served[0] == (0, 1)
+    if state != "pause":
+        assert engine in engines.served[1]
+    assert_answers_from(engines, 2, model)
+
+
+@pytest.mark.parametrize("bucket", [0, 9, -1])
+def test_a_corrupt_bucket_is_never_answered_from(
+    trainer: tuple[Publisher, ProcessEngines], model: Path, bucket: int
+) -> None:
+    publisher, engines = trainer
+    engines.served.clear()
+    send = publisher.sync._sender.send
+    corrupt(publisher, bucket % publisher.sync._streams[0].num_buckets, times=1)
+    try:
+        publisher.publish(3, model, engines)
+    finally:
+        publisher.sync._sender.send = send  # type: ignore[method-assign]
+    assert engines.served == [(0, 1), (0, 1)]
+    assert_answers_from(engines, 3, model)
+
+
+class Told:
+    """What a trainer in a process of its own knows the engines by."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        for connection in self._connections:
+            connection.send(("pause", None))
+            connection.recv()
+        return [EngineFacts("here", 1)] * len(self._connections)
+
+    def begin(self, manifest: WeightManifest) -> None:
+        for engine, connection in enumerate(self._connections):
+            connection.send(("receive", manifest.as_dict(), engine))
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        raise AssertionError("it should be dead by now")
+
+
+def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str) -> None:
+    torch.set_num_threads(1)
+    publisher = Publisher(model, 1, 2, BUCKET_BYTES, TIMEOUT_S, transport=transport)
+    sender, buckets = publisher.sync._sender, publisher.sync._streams[0].num_buckets
+    dies_before = {"begin": 0, "first": 1, "middle": buckets // 2, "last": buckets - 1}[state]
+    send = sender.send
+
+    def send_or_die(worker: int, bucket: int) -> None:
+        if bucket == dies_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(worker, bucket)
+
+    sender.send = send_or_die  # type: ignore[method-assign]
+    publisher.publish(9, model, Told(connections))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(model: Path, transport: str) -> None:
+    engines = ProcessEngines(ModelShape.from_directory(model), 2, TIMEOUT_S)
+    context = multiprocessing.get_context("forkserver")
+    try:
+        for state in ("begin", "first", "middle", "last"):
+            process = context.Process(target=publish_and_die, args=(model, transport, engines.connections, state))
+            process.start()
+            process.join(60)
+            assert process.exitcode == -signal.SIGKILL
+            for engine in (0, 1):
+                report = engines._hear(engine)
+                assert report is not None and report.startswith("dirty"), (state, report)
+                assert "trainer rank" in report or engine == 1
+                assert engines.answer(engine) == report
+    finally:
+        engines.close()
