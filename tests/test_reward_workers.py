@@ -154,7 +154,7 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         # Long enough for the process that died to start again on a busy machine.
-    section = RewardPhaseSection(sequences=3, timeout_s=8.0)
+        section = RewardPhaseSection(sequences=3, timeout_s=8.0)
         workers = RewardWorkers(own_rewards, model, section, local=False)
         check_batch(workers, model)
         workers.close()
