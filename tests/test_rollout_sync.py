@@ -87,19 +87,26 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
 
 def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "qwen3_moe", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new, tensor=2)
+    publisher, whole = (Publisher(new, tensor=2, mode=mode) for mode in ("reshard", "checkpoint"))
     pool = open_engines(old, tensor=2)
     assert pool._engines[0].process is not None
     shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
-        assert distance(old, samples(pool, 1)) < 1e-4
+        before = samples(pool, 1)
+        assert distance(old, before) < 1e-4
         figures = publisher.publish(1, new, pool)
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-        assert distance(new, samples(pool, 1)) < 1e-4
+        after = samples(pool, 1)
+        assert distance(new, after) < 1e-4
+        assert whole.publish(2, old, pool)["sync/received_bytes"] > figures["sync/received_bytes"]
+        assert same(before, samples(pool, 1)), "checkpoint mode did not bring the first weights back"
+        publisher.publish(3, new, pool)
+        assert same(after, samples(pool, 1)), "parts after whole tensors differ from parts alone"
         assert shared_files and all(file.exists() for file in shared_files)
     finally:
         pool.shutdown()
         publisher.close()
+        whole.close()
     assert not [file for file in shared_files if file.exists()]
 
 
