@@ -8,6 +8,7 @@ globals. A function that changes a module puts it back itself.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -24,6 +25,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 DEADLINE_S = 300.0
 SETTLE_S = 0.5  # between the order to write where a rank hangs and reading it
@@ -102,7 +105,7 @@ class RankPool:
             return
         for process, connection in zip(self._processes, self._connections, strict=True):
             if at_once:
-                process.kill()
+                _kill_with_children(process.pid)
             else:
                 connection.send_bytes(END)
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -113,6 +116,15 @@ class RankPool:
             connection.close()
         self._processes.clear()
         self._connections.clear()
+
+
+def _kill_with_children(pid: int) -> None:
+    """A rank that saved a checkpoint has a process of its own for that, which would live on."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(pid)
+        for one in (*rank.children(recursive=True), rank):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def _free_port() -> int:

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +50,10 @@ def _die(which):
     dist.init_process_group("gloo")
 
 
+def _start_a_process():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
 def _hang(which):
     while int(os.environ["RANK"]) == which:
         time.sleep(0.1)
@@ -82,3 +89,12 @@ def test_a_rank_that_fails_dies_or_hangs_is_named_and_the_next_case_runs(functio
         run_ranks(function, 2, 1, deadline_s=deadline_s)
     after = run_ranks(_who, 2)
     assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}, "new processes"
+
+
+def test_no_process_of_a_rank_outlives_a_failure():
+    started = run_ranks(_start_a_process, 2)
+    assert all(psutil.pid_exists(pid) for pid in started)
+    with pytest.raises(AssertionError):
+        run_ranks(_fail, 2, 0)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
+    assert not alive or all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
