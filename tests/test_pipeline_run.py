@@ -1,7 +1,10 @@
 """Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
 under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
 
+import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +58,17 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
     assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
+
+
+def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
+    folder, _, _ = run
+    page = (Path(__file__).resolve().parents[1] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
+    rows = "".join(row for row in page.splitlines() if row.startswith("| `sync/"))
+    for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        assert {key for key in line if key.startswith("sync/")} == set(re.findall(r"`(sync/\w+)`", rows))
+        assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0 and line["sync/attempts"] == 1
+        assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(run):

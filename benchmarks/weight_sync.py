@@ -1,0 +1,305 @@
+"""How fast do new weights get from Megatron ranks into a real vLLM engine on this machine, and against what else?
+
+    python benchmarks/weight_sync.py [--model DIRECTORY] [--rounds 7] [--bucket-bytes 4194304] [--json PATH] [--check]
+
+Through shared memory, for each model: one rank to an engine of one worker, and four ranks (tensor 2, pipeline 2) to one of
+two tensor ranks. Without --model: SmolLM2-135M and random weights of a Llama of 330 MB in bf16. Of each are measured, in
+turns, so that all see the same machine:
+
+- megarl: the sync of a run, from pause to resume. `transfer` is what the slowest worker takes without vLLM's own packing of
+  what was written (`repack`, which every way has in common).
+- memcpy: copying the same bytes from tensor to tensor with one thread, memory that was touched before.
+- checkpoint: what others do. Rank 0 gathers every tensor from all ranks, then every worker receives the whole model, through
+  the same buckets, for vLLM's own loader.
+- disk: rank 0 gathers, writes a safetensors file, and the engine reloads its weights from there.
+
+Medians of the rounds; the first one warms up. Targets (--check: exit 1 when one is missed): one rank to one worker,
+transfer at least 0.8 times the rate of memcpy and the whole sync at most 1.3 times transfer and repack; four ranks to two,
+megarl's data movement (transfer) at least 5 times faster than checkpoint's (gather and transfer), its whole sync at least 2
+times faster than checkpoint's and 5 times faster than disk's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests' models and rank processes
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from megarl.engine.export import copy_model_files  # noqa: E402
+from megarl.family import ModelShape  # noqa: E402
+from megarl.recipe.recipe import Recipe  # noqa: E402
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment  # noqa: E402
+from megarl.reshard.megatron import megatron_segments  # noqa: E402
+from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
+from tests.memory_cases import write_model  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+from tests.rollout_cases import checkpoint, cut, recipe  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 14, "hidden_size": 896, "intermediate_size": 2688, "vocab_size": 24000,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
+    "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CUTS = {"1 to 1": (Layout(), 1), "4 to 2": (Layout(tensor=2, pipeline=2), 2)}
+DEADLINE_S = 900.0
+Times = dict[str, float]
+
+
+class Trainer:
+    """A trainer rank with its shards, and on rank 0 an engine and the means to give it weights in three ways."""
+
+    def __init__(self, model: str, layout: Layout, rollout: int, precision: str, bucket_bytes: int) -> None:
+        self.rank, self.layout, self.dtype = int(os.environ["RANK"]), layout, DTYPES[precision]
+        self.model = Path(model)
+        self.shape = ModelShape.from_directory(model)
+        self.segments = megatron_segments(self.shape, layout)
+        shards = cut(self.segments, checkpoint(self.model))
+        self.shards = {name: shard.to(self.dtype) for name, shard in shards[self.rank].items()}
+        self.sizes = {rank: {name: tuple(shard.shape) for name, shard in own.items()} for rank, own in shards.items()}
+        cuts = RolloutLayout(tensor=rollout)
+        settings = SyncSettings(self.dtype, cuts, 1, bucket_bytes, DEADLINE_S)
+        group = None if layout.ranks == 1 else dist.group.WORLD
+        self.sync = WeightSync(self.shape, layout, settings, "benchmark", self.rank, group)
+        self.version = 0
+        self.whole: WeightSync | None = None
+        self.pool: Any = None
+        if self.rank == 0:
+            # vLLM takes the last folder that it loaded from for its model's, so it stays until the end.
+            self.folder = tempfile.mkdtemp()
+            copy_model_files(self.model, self.folder)
+            whole = SyncSettings(self.dtype, cuts, 1, bucket_bytes, DEADLINE_S, mode="checkpoint")
+            self.whole = WeightSync(self.shape, Layout(), whole, "benchmark-whole", 0, None)
+            self.pool = self._open(rollout, precision)
+
+    def _open(self, rollout: int, precision: str) -> Any:
+        from megarl.rollout.pool import EnginePool
+
+        base = recipe(self.model, tensor=rollout).model_dump()
+        base["trainer"]["precision"] = precision
+        pool = EnginePool(Recipe.model_validate(base), str(self.model), (1,), seed=0)
+        pool.start()
+        return pool
+
+    def reshard(self) -> Times:
+        """megarl's own way."""
+        self.version += 1
+        figures = self.sync.publish(self.version, self.shards, self.pool)
+        return {
+            name: figures[f"sync/{name}"] for name in ("total_s", "transfer_s", "repack_s", "received_bytes", "bound_bytes")
+        }
+
+    def memcpy(self) -> Times:
+        """Copy what all workers receive, on rank 0."""
+        if self.rank:
+            return {}
+        sources = [shard for shard in self.everything().values()]
+        targets = [torch.empty_like(source) for source in sources]
+        for _ in range(2):  # the first touch of the targets is not measured
+            began = time.perf_counter()
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+        num_bytes = sum(source.nbytes for source in sources)
+        return {"bytes_per_s": num_bytes / (time.perf_counter() - began)}
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Tensors as large as all of the model."""
+        if not hasattr(self, "_everything"):
+            self._everything = {name: one.to(self.dtype) for name, one in checkpoint(self.model).items()}
+        return self._everything
+
+    def checkpoint(self) -> Times:
+        """Gather, then the whole model to every worker."""
+        began = time.perf_counter()
+        tensors = self._gather()
+        gathered = time.perf_counter()
+        if self.whole is None:
+            self.version += 1
+            return {}
+        (own,) = cut_in(megatron_segments(self.shape, Layout()), tensors, self.dtype)
+        self.version += 1
+        begun = time.perf_counter()
+        figures = self.whole.publish(self.version, own, self.pool)
+        gather_s = gathered - began
+        return {
+            "total_s": gather_s + time.perf_counter() - begun,
+            "transfer_s": gather_s + figures["sync/transfer_s"],
+            "repack_s": figures["sync/repack_s"],
+        }
+
+    def disk(self) -> Times:
+        """Gather, write a file, have the engine read it."""
+        began = time.perf_counter()
+        tensors = self._gather()
+        if self.pool is None:
+            return {}
+        save_file(tensors, f"{self.folder}/model.safetensors")
+        self._reload(self.folder)
+        return {"total_s": time.perf_counter() - began}
+
+    def _reload(self, folder: str) -> None:
+        import ray
+
+        def reload(engine: Any) -> None:
+            call = engine._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            loop = engine._engine.output_handler.get_loop()  # the actor's; this function runs beside it
+            asyncio.run_coroutine_threadsafe(call, loop).result(DEADLINE_S)
+
+        ray.get(self.pool._engines[0]._actor.__ray_call__.remote(reload), timeout=DEADLINE_S)
+
+    def _gather(self) -> dict[str, torch.Tensor]:
+        """On rank 0 every checkpoint tensor, from the shards of all ranks."""
+        if self.rank:
+            for name in sorted(self.shards):
+                dist.send(self.shards[name], 0)
+            return {}
+        held = {0: self.shards}
+        for rank in range(1, self.layout.ranks):
+            held[rank] = {name: torch.empty(self.sizes[rank][name], dtype=self.dtype) for name in self.sizes[rank]}
+            for name in sorted(held[rank]):
+                dist.recv(held[rank][name], rank)
+        ends: dict[str, tuple[int, int]] = {}
+        for part in self.segments:
+            rows, columns = ends.get(part.name, (0, 0))
+            ends[part.name] = (max(rows, part.row1), max(columns, part.col1))
+        tensors = {name: torch.empty(size, dtype=self.dtype) for name, size in ends.items()}
+        for part in self.segments:
+            rows, columns = part.row1 - part.row0, part.col1 - part.col0
+            box = held[part.rank][part.parameter][part.local_row :, part.local_col :][:rows, :columns]
+            tensors[part.name][part.row0 : part.row1, part.col0 : part.col1] = box
+        shapes = {name: one.shape for name, one in self.everything().items()}
+        return {name: one.view(shapes[name]) for name, one in tensors.items() if name in shapes}
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+            shutil.rmtree(self.folder)
+        if self.whole is not None:
+            self.whole.close()
+        self.sync.close()
+
+
+def cut_in(segments: list[Segment], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """The local parameters of all ranks that segments describe, in a number format."""
+    return [{name: one.to(dtype) for name, one in own.items()} for own in cut(segments, tensors).values()]
+
+
+def measure(
+    model: str, layout: Layout, rollout: int, precision: str, bucket_bytes: int, rounds: int
+) -> list[dict[str, Times]]:
+    """On one rank: every round's times of each way; empty ones on ranks other than 0."""
+    torch.set_num_threads(1)
+    if layout.ranks > 1:
+        dist.init_process_group("gloo")
+    trainer = Trainer(model, layout, rollout, precision, bucket_bytes)
+    ways = {"megarl": trainer.reshard, "memcpy": trainer.memcpy, "checkpoint": trainer.checkpoint, "disk": trainer.disk}
+    measured = []
+    try:
+        for _ in range(rounds + 1):
+            times = {}
+            for name, way in ways.items():
+                if layout.ranks > 1:
+                    dist.barrier()
+                times[name] = way()
+            measured.append(times)
+    finally:
+        trainer.close()
+    return measured[1:]
+
+
+def medians(rounds: list[dict[str, Times]]) -> dict[str, Times]:
+    return {way: {key: statistics.median(one[way][key] for one in rounds) for key in rounds[0][way]} for way in rounds[0]}
+
+
+def judge(case: str, found: dict[str, Times]) -> dict[str, tuple[float, float, bool]]:
+    """Each target by its name: value, limit, and whether it is reached."""
+    megarl, others = found["megarl"], found["checkpoint"]
+    if case == "1 to 1":
+        rate = megarl["received_bytes"] / megarl["transfer_s"] / found["memcpy"]["bytes_per_s"]
+        whole = megarl["total_s"] / (megarl["transfer_s"] + megarl["repack_s"])
+        return {"transfer / memcpy": (rate, 0.8, rate >= 0.8), "whole / (transfer + repack)": (whole, 1.3, whole <= 1.3)}
+    ratios = {
+        "checkpoint's movement / megarl's": (others["transfer_s"] / megarl["transfer_s"], 5.0),
+        "checkpoint's whole / megarl's": (others["total_s"] / megarl["total_s"], 2.0),
+        "disk's whole / megarl's": (found["disk"]["total_s"] / megarl["total_s"], 5.0),
+    }
+    return {name: (value, limit, value >= limit) for name, (value, limit) in ratios.items()}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="milliseconds, medians")
+    for column in ("model", "ranks to workers", "way", "movement", "repack", "whole"):
+        table.add_column(column, justify="left" if column in ("model", "way") else "right")
+    for row in rows:
+        for way, times in row["medians"].items():
+            if way == "memcpy":
+                shown = [f"{1e3 * row['medians']['megarl']['received_bytes'] / times['bytes_per_s']:.0f}", "", ""]
+            else:
+                shown = [f"{1e3 * times[key]:.0f}" if key in times else "" for key in ("transfer_s", "repack_s", "total_s")]
+            table.add_row(row["model"], row["case"], way, *shown)
+    console = Console(width=110)
+    console.print(table)
+    for row in rows:
+        for name, (value, limit, reached) in row["targets"].items():
+            console.print(
+                f"{row['model']}, {row['case']}: {name} {value:.2f} (target {limit}) {'' if reached else 'MISSED'}"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bucket-bytes", type=int, default=4 << 20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    if arguments.model is None:
+        write_model(LLAMA, folder / "llama-330MB")
+        models = [ROOT / "models" / "SmolLM2-135M-Instruct", folder / "llama-330MB"]
+    else:
+        models = [arguments.model]
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        for case, (layout, rollout) in CUTS.items():
+            if ModelShape.from_directory(model).heads % rollout:
+                continue  # SmolLM2 has 9 heads
+            work = (str(model), layout, rollout, arguments.precision, arguments.bucket_bytes, arguments.rounds)
+            found = medians(run_ranks(measure, layout.ranks, *work, deadline_s=2 * DEADLINE_S)[0])
+            rows.append({"model": model.name, "case": case, "medians": found, "targets": judge(case, found)})
+    shutil.rmtree(folder)
+    show(rows)
+    if arguments.json is not None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        config = {key: str(value) for key, value in vars(arguments).items()}
+        arguments.json.write_text(json.dumps({"commit": commit, "device": device, "config": config, "rows": rows}, indent=2))
+    missed = sum(not reached for row in rows for _, _, reached in row["targets"].values())
+    print(f"weight sync: {sum(len(row['targets']) for row in rows)} targets, {missed} missed")
+    return 1 if arguments.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
