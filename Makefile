@@ -21,7 +21,8 @@ quickstart: setup
 
 # Two streams, as these files need one process and the others several: without it one of two cores would often have nothing to do.
 LIGHT := $(wildcard $(patsubst %,tests/test_%_*.py,algorithm data family planner recipe reshard schedule)) \
-	tests/test_estimate_attention.py tests/test_estimate_flops.py tests/test_estimate_rollout.py tests/test_telemetry.py
+	$(patsubst %,tests/test_estimate_%.py,attention flops rollout) tests/test_telemetry.py \
+	$(patsubst %,tests/test_sync_%.py,checkpoint_mode codec conformance docs mutations scale stream whole)
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup

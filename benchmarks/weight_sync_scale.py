@@ -60,7 +60,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout  # noqa: E402
 from megarl.reshard.engines import engine_plan  # noqa: E402
 from megarl.reshard.order import copy_order  # noqa: E402
 from megarl.reshard.plan import ReshardPlan  # noqa: E402
-from megarl.reshard.vllm import vllm_boxes  # noqa: E402
+from megarl.reshard.sides import vllm_boxes  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15

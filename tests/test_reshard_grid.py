@@ -18,15 +18,15 @@ from megarl.family import FAMILIES, ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.columns import Boxes
 from megarl.reshard.engines import engine_match, engine_plan
-from megarl.reshard.megatron import megatron_boxes, megatron_segments, rank_segments
+from megarl.reshard.megatron import megatron_segments, rank_segments
 from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.sides import megatron_boxes, vllm_boxes
 from megarl.reshard.vllm import (
     fixed_tensors,
     held_experts,
     idle_parameters,
     parameter_sizes,
     stage_layers,
-    vllm_boxes,
     vllm_segments,
 )
 from tests.test_family_table import fill, layouts, shape_of

@@ -13,7 +13,8 @@ from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.order import copy_order, layer_starts, start_share
 from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.vllm import parameter_sizes, vllm_boxes, vllm_segments
+from megarl.reshard.sides import vllm_boxes
+from megarl.reshard.vllm import parameter_sizes, vllm_segments
 
 
 def model(family: str, layers: int, heads: int, groups: int, head_dim: int, ffn: int, vocab: int, tied: bool) -> ModelShape:

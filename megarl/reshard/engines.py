@@ -10,9 +10,10 @@ from megarl.family.blocks import head
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.columns import Boxes
 from megarl.reshard.match import Match, match_boxes
-from megarl.reshard.megatron import checkpoint_sizes, megatron_boxes
+from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.plan import ReshardPlan, plan_match, plan_reshard
-from megarl.reshard.vllm import fixed_tensors, vllm_boxes
+from megarl.reshard.sides import megatron_boxes, vllm_boxes
+from megarl.reshard.vllm import fixed_tensors
 
 
 def engine_plan(

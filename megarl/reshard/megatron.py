@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 
 from megarl.family import FAMILIES, ModelShape, Weight
 from megarl.family.blocks import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.reshard.boxes import Layout, Segment
-from megarl.reshard.columns import Boxes, Repeat, stack
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:
@@ -56,23 +54,6 @@ def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -
     ]
 
 
-def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """`megatron_segments` of a language model as columns, those of the weights to keep."""
-    first = [
-        layout.rank(t, 0, d, c) for d in range(layout.data) for c in range(layout.context) for t in range(layout.tensor)
-    ]
-    held = cache(lambda weight: Boxes.of(box for r in first for box in _weight_segments(layout, r, "", "", weight)))
-    return stack(
-        [
-            Repeat(held(weight), name_prefix, chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
-            for stage in range(layout.pipeline)
-            for chunk in range(layout.virtual_pipeline)
-            for name_prefix, prefix, weight in chunk_weights(shape, layout, stage, chunk, critic=False)
-            if keep(weight)
-        ]
-    )
-
-
 def rank_segments(
     shape: ModelShape,
     layout: Layout,
@@ -95,7 +76,7 @@ def _chunk_segments(
 ) -> Iterator[Segment]:
     """The boxes of one chunk, by the parameter names of its own model."""
     for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-        yield from _weight_segments(layout, rank, name_prefix, parameter_prefix, weight)
+        yield from weight_segments(layout, rank, name_prefix, parameter_prefix, weight)
 
 
 def chunk_weights(
@@ -116,9 +97,8 @@ def chunk_weights(
         yield "", "", head(shape)
 
 
-def _weight_segments(
-    layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight
-) -> Iterator[Segment]:
+def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Segment]:
+    """What a rank holds of one row of the table, with what stands before its two names."""
     parameter, cut = weight.megatron
     if not weight.experts:
         t = layout.coordinates(rank)[0]

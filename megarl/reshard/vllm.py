@@ -6,14 +6,12 @@ its environment says otherwise), and experts are dealt or cut as its `FusedMoEPa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.family import FAMILIES, ModelShape, Weight
 from megarl.family.blocks import VLLM_VOCABULARY, embedding, final_norm, head
 from megarl.reshard.boxes import RolloutLayout, Segment
-from megarl.reshard.columns import Boxes, Repeat, stack
 
 
 class Share(NamedTuple):
@@ -53,10 +51,11 @@ def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> d
 def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
     """The boxes of one worker, in the order of the model's forward pass."""
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
-        yield from _weight_segments(prefix, weight, rollout, worker)
+        yield from weight_segments(prefix, weight, rollout, worker)
 
 
-def _weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
+def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
+    """What a worker holds of one row of the table; `prefix` stands before both of its names."""
     parameter, cut = weight.vllm
     ranks, rank, experts = weight_share(weight, rollout, worker)
     pieces = list(cut.pieces(weight.rows, weight.columns, ranks, rank))
@@ -66,21 +65,6 @@ def _weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker
         for row0, row1, col0, col1, local_row, local_col in pieces:
             local_row += local * stride
             yield Segment(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
-
-
-def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """`vllm_segments` as columns, those of the weights to keep. Raises ValueError as that does."""
-    check_layout(shape, rollout)
-    first = [rollout.worker(t, 0, d) for d in range(rollout.data) for t in range(rollout.tensor)]
-    held = cache(lambda weight: Boxes.of(box for w in first for box in _weight_segments("", weight, rollout, w)))
-    return stack(
-        [
-            Repeat(held(weight), prefix, prefix, rollout.worker(0, stage))
-            for stage in range(rollout.pipeline)
-            for prefix, weight in stage_weights(shape, rollout, stage)
-            if keep(weight)
-        ]
-    )
 
 
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
