@@ -38,7 +38,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -154,7 +153,9 @@ def _plan_cost(case: Case, cluster: Cluster) -> tuple[float, int]:
     began = time.process_time()
     made = list(plans(case, cluster))
     assert len({plan.hash for plan in made}) > 0
-    return time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not the peak of getrusage, which a new process has from the one that started it.
+    (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return time.process_time() - began, int(peak) * 1024
 
 
 @dataclass(frozen=True)

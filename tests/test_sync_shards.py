@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -201,7 +202,7 @@ def test_a_stalled_engine_is_given_up_and_holds_no_other_one_up(tmp_path: Path) 
     engines.before = stall
     publisher.publish(1, model, engines)
     assert engines.served == [(0, 1), (1,)] and engines.versions == [1, 1]
-    assert "given up by the trainer: nothing was read for weight_sync.timeout_s = 3" in str(engines.failures[0])
+    assert re.search(r"given up: .* read nothing for weight_sync.timeout_s = 3", str(engines.failures[0]))
     engines.close()
     publisher.close()
 

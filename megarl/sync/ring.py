@@ -199,7 +199,11 @@ class RingReceiver:
         """A worker that was given up must not go on: its bucket may be overwritten under its hands."""
         _raise_aborted(self._ring, self._session, None)
         if self._ring.gone[self._engine] == _mark(self._session):
-            raise SyncError(f"given up by the trainer: nothing was read for weight_sync.timeout_s = {self._timeout_s:g}")
+            # vLLM shows the failure of one worker alone, so this one says where else to look.
+            raise SyncAborted(
+                "given up: another worker of this engine failed (the engine's log says why), or this one read nothing for "
+                f"weight_sync.timeout_s = {self._timeout_s:g}"
+            )
 
 
 def _raise_aborted(ring: Ring, session: int, own_rank: int | None) -> None:
