@@ -470,6 +470,7 @@ class WeightSyncSection(Section):
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""
     timeout_s: Seconds = 120.0
-    """How long a sync waits for the next bucket, on either side, before the engine or the rank that is late is named."""
+    """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits twice
+    as long for a rank."""
     retries: Count = 1
     """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""

@@ -176,11 +176,12 @@ class RingReceiver:
         self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
-        if not wait_until(lambda: not len(self._missing(bucket)), self._timeout_s, self._look):
+        # Twice the deadline: while another engine stalls nothing comes, and the trainer gives that one up after once.
+        if not wait_until(lambda: not len(self._missing(bucket)), 2 * self._timeout_s, self._look):
             late = ", ".join(map(str, self._missing(bucket)))
             raise SyncError(
                 f"take: bucket {bucket} of {len(self._sources)} has nothing from {self._who} {late} within "
-                f"weight_sync.timeout_s = {self._timeout_s:g}"
+                f"twice weight_sync.timeout_s = {self._timeout_s:g}"
             )
         return self._ring.bucket(bucket)
 
