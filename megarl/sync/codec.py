@@ -1,6 +1,6 @@
 """What weights become on the wire: FP8 blocks for engines that serve FP8, differences to the last version for slow links.
 
-Pure functions of tensors. A cast to a shorter float needs none: `Tensor.copy_` does it.
+Pure functions of tensors; no transport calls them yet. A cast to a shorter float needs none: `Tensor.copy_` does it.
 """
 
 from __future__ import annotations
