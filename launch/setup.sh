@@ -71,6 +71,8 @@ install_system_libraries() {
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=(python3.11-dev)
     # For trainer.compile alone: without it torch.compile fails, and the run says so and goes on.
     command -v g++ >/dev/null || install_debian g++ || say "no g++: trainer.compile = true will fall back"
+    # For one test alone, which is skipped without it.
+    command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }

@@ -17,21 +17,24 @@ from megarl.reshard.vllm import parameter_sizes
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.read import StreamReader
+from tests.networks import Network
 
 # Where in a sync a worker can meet its fault.
 STATES = ("pause", "begin", "first", "middle", "last", "commit", "resume")
 SIGNALS = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP}
+CUT = "cut"  # the worker's network is taken down
 START_S = 120.0
 
-Fault = tuple[str, str]  # a key of SIGNALS, and one of STATES
+Fault = tuple[str, str]  # a key of SIGNALS or CUT, and one of STATES
 Answer = tuple[int, dict[str, torch.Tensor]]  # version and parameters
 
 
 class ProcessEngines:
     """What rank 0 knows the engines by; each has one worker. A dead or silent one is started again."""
 
-    def __init__(self, shape: ModelShape, num_engines: int, timeout_s: float) -> None:
-        self._shape, self._timeout_s = shape, timeout_s
+    def __init__(self, shape: ModelShape, num_engines: int, timeout_s: float, network: Network | None = None) -> None:
+        """The workers run in a network of their own where one is given."""
+        self._shape, self._timeout_s, self._network = shape, timeout_s, network
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preload"])
         self._workers: list[Any] = [None] * num_engines
@@ -87,7 +90,7 @@ class ProcessEngines:
             self._workers[engine].kill()
             self._workers[engine].join()
         ours, theirs = self._context.Pipe()
-        self._workers[engine] = self._context.Process(target=_serve, args=(theirs, self._shape), daemon=True)
+        self._workers[engine] = self._context.Process(target=_serve, args=(theirs, self._shape, self._network), daemon=True)
         self._workers[engine].start()
         theirs.close()
         self.connections[engine] = ours
@@ -106,9 +109,11 @@ class ProcessEngines:
             return None
 
 
-def _serve(connection: Connection, shape: ModelShape) -> None:
+def _serve(connection: Connection, shape: ModelShape, network: Network | None) -> None:
     """A worker: it answers only from a version that it has taken whole, as an engine does."""
     torch.set_num_threads(1)
+    if network is not None:
+        network.enter()
     reader, answer, fault = StreamReader(shape, 0), "takes no version yet", None
     taken: Any = None
     connection.send("started")
@@ -118,31 +123,36 @@ def _serve(connection: Connection, shape: ModelShape) -> None:
             connection.send(taken if taken is not None else answer)
         elif call == "pause":
             (fault,), taken, answer = arguments, None, "paused"
-            _meet(fault, "pause")
+            _meet(fault, "pause", network)
             connection.send("paused")
         else:
             manifest = WeightManifest.from_dict(arguments[0])
             try:
-                _meet(fault, "begin")
-                parameters = _take(reader, manifest, arguments[1], shape, fault)
-                _meet(fault, "commit")
+                _meet(fault, "begin", network)
+                parameters = _take(reader, manifest, arguments[1], shape, fault, network)
+                _meet(fault, "commit", network)
             except SyncError as error:
                 answer = f"dirty: {error}"
                 connection.send(answer)
                 continue
             taken = manifest.version, parameters
-            _meet(fault, "resume")
+            _meet(fault, "resume", network)
             connection.send("received")
 
 
 def _take(
-    reader: StreamReader, manifest: WeightManifest, engine: int, shape: ModelShape, fault: Fault | None
+    reader: StreamReader,
+    manifest: WeightManifest,
+    engine: int,
+    shape: ModelShape,
+    fault: Fault | None,
+    network: Network | None,
 ) -> dict[str, torch.Tensor]:
     parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
     boxes = _count_boxes(reader, manifest)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     for number, box in enumerate(reader.boxes(manifest, engine)):
-        _meet(fault, states.get(number, ""))
+        _meet(fault, states.get(number, ""), network)
         rows, cols = box.content.shape
         parameters[box.parameter][box.row : box.row + rows, box.col : box.col + cols] = box.content
     return parameters
@@ -154,6 +164,11 @@ def _count_boxes(reader: StreamReader, manifest: WeightManifest) -> int:
     return len(reader._stream.copy)
 
 
-def _meet(fault: Fault | None, state: str) -> None:
-    if fault is not None and fault[1] == state:
+def _meet(fault: Fault | None, state: str, network: Network | None) -> None:
+    if fault is None or fault[1] != state:
+        return
+    if fault[0] == CUT:
+        assert network is not None, "no network of its own to take down"
+        network.switch("down")
+    else:
         os.kill(os.getpid(), SIGNALS[fault[0]])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.platform import cpu_megatron
+from megarl.platform import cpu_megatron, messages
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,11 @@ class Platform:
             event.wait()
         return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=True)
 
-    def point_to_point_group(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    def point_to_point_group(self, store: dist.Store, member: int, size: int, timeout_s: float, host: str) -> Any:
         """A process group beside torch's default one, for messages between pairs of its members, from and to the host's
-        memory on every device. Raises RuntimeError where the other members do not come."""
-        timeout = timedelta(seconds=timeout_s)
-        store.set_timeout(timeout)
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        memory on every device; `host` is the store's machine. Raises RuntimeError where the other members do not come."""
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return messages.gloo_group(store, member, size, timeout_s, host)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

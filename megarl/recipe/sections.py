@@ -462,7 +462,7 @@ class DeviceSection(Section):
 class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory", "gloo"] = "auto"
     """How new weights reach the engines. `shared_memory`: trainer and engines on one machine. `gloo`: messages,
-    one copy for all engines of a machine; not yet run on more than one machine. `auto` is `shared_memory`."""
+    one copy for all engines of a machine. `auto` is `shared_memory`."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""

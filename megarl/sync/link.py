@@ -20,7 +20,7 @@ class Link:
     def __init__(self) -> None:
         self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
         self._group: tuple[tuple[int, int], Any] | None = None  # engine and meeting
-        self._store: tuple[tuple[str, int], dist.Store] | None = None
+        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
 
     def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
         """Raises SyncError where the other end is not there in time."""

@@ -25,17 +25,23 @@ from megarl.sync.transport import NUM_BUCKETS
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
-    """The store that groups meet over. Rank 0 owns it; with port 0 it takes a free one."""
-    return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """The store that groups meet over. Rank 0 owns it; with port 0 it takes a free one. Raises SyncError."""
+    try:
+        return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise SyncError(
+            f"meet: no way to the store of trainer rank 0 at {host}:{port} within "
+            f"weight_sync.timeout_s = {timeout_s:g}: {error}"
+        ) from error
 
 
-def open_group(store: dist.Store, manifest: WeightManifest, engine: int, member: int) -> Any:
+def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> Any:
     """Meet in an engine's group; `member` is a trainer rank, or the number of trainer ranks plus a worker's. Raises
     SyncError where the others do not come in time."""
     size = manifest.layout.ranks + manifest.rollout.workers
     meeting = dist.PrefixStore(f"engine-{engine}-{manifest.meetings[engine]}", store)
     try:
-        return platform.point_to_point_group(meeting, member, size, manifest.timeout_s)
+        return platform.point_to_point_group(meeting, member, size, manifest.timeout_s, store.host)
     except RuntimeError as error:
         raise SyncError(
             f"meet: no group of the trainer ranks and engine {engine} within "
@@ -46,7 +52,7 @@ def open_group(store: dist.Store, manifest: WeightManifest, engine: int, member:
 class PointToPointSender:
     """A trainer rank's end, in two buckets for all streams."""
 
-    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.Store) -> None:
+    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.TCPStore) -> None:
         self._streams, self._rank, self._store = streams, rank, store
         self.buckets = torch.zeros(NUM_BUCKETS, max(stream.capacity for stream in streams), dtype=torch.uint8)
         self._sending: list[list[tuple[int, str, Any]]] = [[] for _ in range(NUM_BUCKETS)]  # engine, what, and work of each
@@ -80,7 +86,7 @@ class PointToPointSender:
         for engine in self._manifest.leading:
             if engine in self._groups and engine not in self.lost:
                 member = self._manifest.layout.ranks + worker
-                what = f"send: bucket {bucket} to worker {worker}"
+                what = f"send: bucket {bucket} to worker {worker} of engine {engine}"
                 try:
                     work = self._groups[engine][1].send([content], member, bucket)
                 except RuntimeError as error:
@@ -111,7 +117,7 @@ class PointToPointSender:
             try:
                 work.wait(timedelta(seconds=self._manifest.timeout_s))
             except RuntimeError as error:
-                self._lose(engine, f"{what}: {error}")
+                self._lose(engine, f"{what} within weight_sync.timeout_s = {self._manifest.timeout_s:g}: {error}")
         self._sending[turn] = []
 
     def _lose(self, engine: int, why: str) -> None:

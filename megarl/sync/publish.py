@@ -223,12 +223,18 @@ class WeightSync:
 
     def _finish(self, done: Sequence[Streamed]) -> tuple[tuple[int, ...], dict[str, float]]:
         """Rank 0: who must be served again, and the figures."""
-        for streamed in done:
-            for engine in streamed.lost:
-                self._meetings[engine] = 0
+        lost = [(rank, engine, why) for rank, streamed in enumerate(done) for engine, why in streamed.lost.items()]
+        for _, engine, _ in lost:
+            self._meetings[engine] = 0
         if self._engines is None:
             return (), {}
-        again, figures = self._engines.finish()
+        try:
+            again, figures = self._engines.finish()
+        except Exception as error:
+            self._meetings = [0] * len(self._meetings)  # a failed engine has let go of its group
+            for rank, engine, why in lost:
+                error.add_note(f"trainer rank {rank} gave up engine {engine}: {why}")
+            raise
         figures["sync/total_s"] = time.perf_counter() - self._begun
         return again, figures | {"sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._sender.buckets)}
 
