@@ -31,7 +31,7 @@ BUCKET_BYTES = 16384
 # Of two engines the first leads where messages travel, and the other one follows. A stall costs its deadline.
 BREAKDOWNS = [(0, "kill", state) for state in STATES]
 BREAKDOWNS += [(1, "kill", state) for state in ("first", "last", "resume")]
-BREAKDOWNS += [(0, "stall", "middle")]
+BREAKDOWNS += [(0, "stall", "middle"), (1, "stall", "middle")]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,8 @@ def test_an_engine_that_breaks_is_started_again_and_served_alone(
     assert engines.served[0] == (0, 1)
     if state != "pause":
         assert engine in engines.served[1]
+    if (engine, fault) == (1, "stall"):
+        assert engines.served[1] == (1,), "the engine that waited was given up, not the one that stalled"
     assert_answers_from(engines, 2, model)
 
 

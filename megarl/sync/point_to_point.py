@@ -21,7 +21,7 @@ from megarl.platform import current as platform
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.stream import Part, Stream
-from megarl.sync.transport import NUM_BUCKETS
+from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
@@ -115,9 +115,10 @@ class PointToPointSender:
             if engine in self.lost:
                 continue
             try:
-                work.wait(timedelta(seconds=self._manifest.timeout_s))
+                work.wait(timedelta(seconds=SENDER_WAITS * self._manifest.timeout_s))
             except RuntimeError as error:
-                self._lose(engine, f"{what} within weight_sync.timeout_s = {self._manifest.timeout_s:g}: {error}")
+                rule = f"within {SENDER_WAITS} times weight_sync.timeout_s = {self._manifest.timeout_s:g}"
+                self._lose(engine, f"{what} {rule}: {error}")
         self._sending[turn] = []
 
     def _lose(self, engine: int, why: str) -> None:
@@ -186,12 +187,12 @@ class PointToPointReceiver:
 
     def _finished(self, part: Part, work: Any, bucket: int) -> None:
         try:
-            work.wait(timedelta(seconds=self._manifest.timeout_s))
+            work.wait(timedelta(seconds=LEADER_WAITS * self._manifest.timeout_s))
         except RuntimeError as error:
             raise self._failure(part, bucket, error) from error
 
     def _failure(self, part: Part, bucket: int, error: RuntimeError) -> SyncError:
         return SyncError(
             f"take: bucket {bucket} of {self._stream.num_buckets} did not come from trainer rank {part.source_rank} within "
-            f"weight_sync.timeout_s = {self._manifest.timeout_s:g}: {error}"
+            f"{LEADER_WAITS} times weight_sync.timeout_s = {self._manifest.timeout_s:g}: {error}"
         )

@@ -17,7 +17,7 @@ import torch
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
-from megarl.sync.transport import NUM_BUCKETS, wait_until
+from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
@@ -172,16 +172,16 @@ class RingReceiver:
         """`relayed` buckets come whole, from the engine that leads on this node, and not from trainer ranks."""
         self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
         self._who = "the engine that leads, rank" if relayed else "trainer rank"
+        self._waits = FOLLOWER_WAITS if relayed else ENGINE_WAITS
         sources = [[0] if relayed else [part.source_rank for part in parts] for parts in stream.parts]
         self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
-        # Twice the deadline: while another engine stalls nothing comes, and the trainer gives that one up after once.
-        if not wait_until(lambda: not len(self._missing(bucket)), 2 * self._timeout_s, self._look):
+        if not wait_until(lambda: not len(self._missing(bucket)), self._waits * self._timeout_s, self._look):
             late = ", ".join(map(str, self._missing(bucket)))
             raise SyncError(
                 f"take: bucket {bucket} of {len(self._sources)} has nothing from {self._who} {late} within "
-                f"twice weight_sync.timeout_s = {self._timeout_s:g}"
+                f"{self._waits} times weight_sync.timeout_s = {self._timeout_s:g}"
             )
         return self._ring.bucket(bucket)
 

@@ -16,6 +16,15 @@ from megarl.sync.manifest import WeightManifest
 
 # One is written while the other is read.
 NUM_BUCKETS = 2
+# How many times `weight_sync.timeout_s` an end waits. Who waits for one that may itself be waiting must wait longer: else
+# both give up at once, and the wrong engine is started again. In shared memory a trainer rank waits once for the engines.
+ENGINE_WAITS = 2  # an engine for a trainer rank's part of a bucket
+# Where messages travel a leading engine waits once for its followers.
+SENDER_WAITS = 2  # a trainer rank for a leading engine
+LEADER_WAITS = 3  # a leading engine for a trainer rank, which may be waiting for another one
+FOLLOWER_WAITS = 4  # a follower for the engine that leads
+# Rank 0 for what an engine says at the end of a sync, by transport.
+REPORT_WAITS = {"shared_memory": 1 + ENGINE_WAITS, "gloo": 1 + FOLLOWER_WAITS}
 # How long a wait sleeps between two looks: at first not at all, as most waits are short.
 EAGER_LOOKS = 20
 LOOK_S = 0.0002
