@@ -80,6 +80,12 @@ class ProcessEngines:
         assert answer is not None, f"engine {engine} says nothing"
         return answer
 
+    def end(self) -> None:
+        """Have the workers give back what they hold, and end; `close` kills them."""
+        for worker, connection in zip(self._workers, self.connections, strict=True):
+            connection.send(("end",))
+            worker.join(self._timeout_s)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
@@ -121,6 +127,9 @@ def _serve(connection: Connection, shape: ModelShape, network: Network | None) -
         call, *arguments = connection.recv()
         if call == "answer":
             connection.send(taken if taken is not None else answer)
+        elif call == "end":
+            reader.close()
+            return
         elif call == "pause":
             (fault,), taken, answer = arguments, None, "paused"
             _meet(fault, "pause", network)

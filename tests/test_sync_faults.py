@@ -25,7 +25,7 @@ from tests.rollout_cases import Publisher, checkpoint, corrupt, cut, save_model
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
 
-TRANSPORTS = ["shared_memory", "gloo"]
+TRANSPORTS = ["shared_memory", "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5
 BUCKET_BYTES = 16384
 # Of two engines the first leads where messages travel, and the other one follows. A stall costs its deadline.

@@ -83,6 +83,7 @@ def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -
     finally:
         sync.close()
         if engines is not None:
+            engines.end()
             engines.close()
     return told
 

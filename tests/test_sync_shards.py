@@ -68,22 +68,41 @@ def publish_and_read(
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "layout", "rollout", "engines", "precision"),
+    ("family", "tied", "layout", "rollout", "engines", "precision", "transport"),
     [
-        ("qwen3", True, Layout(2, 2, 1), RolloutLayout(2), 1, "fp32"),
-        ("qwen2", False, Layout(4, 1, 1), RolloutLayout(1), 3, "bf16"),
-        ("llama", True, Layout(1, 2, 2), RolloutLayout(4), 1, "fp32"),
-        ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), RolloutLayout(2), 2, "fp32"),
-        ("qwen3", False, Layout(2, 1, 1, context=2), RolloutLayout(1, 2), 1, "fp32"),
-        ("qwen3_moe", False, Layout(2, 1, 2, expert=4, expert_tensor=1), RolloutLayout(2, 1, 2, True), 1, "fp32"),
-        ("mixtral", True, Layout(1, 2, 2, expert=2, stages=(1, 3)), RolloutLayout(1), 1, "bf16"),
+        ("qwen3", True, Layout(2, 2, 1), RolloutLayout(2), 1, "fp32", "shared_memory"),
+        ("qwen2", False, Layout(4, 1, 1), RolloutLayout(1), 3, "bf16", "shared_memory"),
+        ("llama", True, Layout(1, 2, 2), RolloutLayout(4), 1, "fp32", "shared_memory"),
+        ("qwen3", True, Layout(1, 2, 1, virtual_pipeline=2), RolloutLayout(2), 2, "fp32", "shared_memory"),
+        ("qwen3", False, Layout(2, 1, 1, context=2), RolloutLayout(1, 2), 1, "fp32", "shared_memory"),
+        (
+            "qwen3_moe",
+            False,
+            Layout(2, 1, 2, expert=4, expert_tensor=1),
+            RolloutLayout(2, 1, 2, True),
+            1,
+            "fp32",
+            "shared_memory",
+        ),
+        ("mixtral", True, Layout(1, 2, 2, expert=2, stages=(1, 3)), RolloutLayout(1), 1, "bf16", "shared_memory"),
+        # A file without a name stands in for the memory of the leading engine's device.
+        ("qwen3", True, Layout(2, 2, 1), RolloutLayout(2), 3, "bf16", "cuda_ipc"),
     ],
 )
 def test_workers_receive_exactly_their_shards(
-    tmp_path: Path, family: str, tied: bool, layout: Layout, rollout: RolloutLayout, engines: int, precision: str
+    tmp_path: Path,
+    family: str,
+    tied: bool,
+    layout: Layout,
+    rollout: RolloutLayout,
+    engines: int,
+    precision: str,
+    transport: str,
 ) -> None:
     first, second = (str(save_tiny_model(tmp_path / str(seed), family, tied, seed)) for seed in (1, 2))
-    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, ["here"] * engines, precision)
+    answers = run_ranks(
+        publish_and_read, layout.ranks, first, second, layout, rollout, ["here"] * engines, precision, transport
+    )
     for figures in answers[0]:
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         assert figures["sync/attempts"] == 1
@@ -92,12 +111,19 @@ def test_workers_receive_exactly_their_shards(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "copies"), [(["here"], 1), (["here", "here", "here"], 1), (["here", "there", "here", "there"], 2)]
+    ("nodes", "copies", "transport"),
+    [
+        (["here"], 1, "gloo"),
+        (["here", "here", "here"], 1, "gloo"),
+        (["here", "there", "here", "there"], 2, "gloo"),
+        # Gloo without numbers and a file without a name stand in for NCCL and the memory of a device.
+        (["here", "there", "here", "there"], 2, "nccl"),
+    ],
 )
-def test_messages_bring_one_copy_to_each_node(tmp_path: Path, nodes: list[str], copies: int) -> None:
+def test_messages_bring_one_copy_to_each_node(tmp_path: Path, nodes: list[str], copies: int, transport: str) -> None:
     layout, rollout = Layout(1, 2, 1), RolloutLayout(2)
     first, second = (str(save_tiny_model(tmp_path / str(seed), "qwen3", True, seed)) for seed in (1, 2))
-    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, nodes, "fp32", "gloo")
+    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, nodes, "fp32", transport)
     for figures in answers[0]:
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         one_copy = figures["sync/bound_bytes"] / len(nodes)

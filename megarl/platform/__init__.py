@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.platform import cpu_megatron, messages
+from megarl.platform import cpu_megatron, device_memory
+from megarl.platform.messages import GlooMessages, NcclMessages
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,33 @@ class Platform:
             event.wait()
         return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=True)
 
-    def point_to_point_group(self, store: dist.Store, member: int, size: int, timeout_s: float, host: str) -> Any:
-        """A process group beside torch's default one, for messages between pairs of its members, from and to the host's
-        memory on every device; `host` is the store's machine. Raises RuntimeError where the other members do not come."""
+    def device_bytes(self, size: int) -> torch.Tensor:
+        """Zeroed memory of this process's device, uint8 [size]."""
+        return torch.zeros(size, dtype=torch.uint8, device="cuda" if self.kind == "cuda" else "cpu")
+
+    def shared_device_bytes(self, size: int) -> tuple[torch.Tensor, bytes]:
+        """The same, and a handle by which other processes of this machine reach it, with `reach_device_bytes`. On a CPU a
+        file without a name stands in. Not yet run on a GPU."""
+        return device_memory.share_on_cuda(size) if self.kind == "cuda" else device_memory.share_on_cpu(size)
+
+    def reach_device_bytes(self, handle: bytes) -> torch.Tensor:
+        """Memory that another process shares. Raises RuntimeError where it cannot be reached."""
+        return device_memory.reach_on_cuda(handle) if self.kind == "cuda" else device_memory.reach_on_cpu(handle)
+
+    def settle(self) -> None:
+        """Wait until what this process has the device do, in its current stream, is done and seen by every process."""
+        if self.kind == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def message_group(
+        self, store: dist.Store, member: int, size: int, timeout_s: float, host: str, on_device: bool
+    ) -> GlooMessages | NcclMessages:
+        """Meet in a group of processes, to exchange messages between the memory of their devices or of their hosts; `host`
+        is the store's machine. On a CPU gloo stands in for NCCL. Raises RuntimeError where others do not come in time."""
         store.set_timeout(timedelta(seconds=timeout_s))
-        return messages.gloo_group(store, member, size, timeout_s, host)
+        if on_device and self.kind == "cuda":
+            return NcclMessages(store, member, size, timeout_s)
+        return GlooMessages(store, member, size, timeout_s, host, numbered=not on_device)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

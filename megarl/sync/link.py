@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.point_to_point import PointToPointReceiver, open_group, open_store
+from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
 from megarl.sync.ring import Ring, RingReceiver
 from megarl.sync.segment import PREFIX, ROOT, sweep
 from megarl.sync.stream import Stream
-from megarl.sync.transport import Receiver, wait_until
+from megarl.sync.transport import TRANSPORTS, Receiver, wait_until
 
 
 class Link:
@@ -19,30 +17,33 @@ class Link:
 
     def __init__(self) -> None:
         self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
-        self._group: tuple[tuple[int, int], Any] | None = None  # engine and meeting
+        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and meeting
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
 
     def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
         """Raises SyncError where the other end is not there in time."""
         name, timeout_s = manifest.rings[worker], manifest.timeout_s
-        if manifest.transport == "shared_memory":
+        if not TRANSPORTS[manifest.transport].messages:
             ring = self._mapped(name, manifest.layout.ranks, manifest, stream, owner=False)
+            _begin(ring, manifest, engine, manifest.leading[0])
             return RingReceiver(ring, stream, manifest.session, engine, timeout_s)
         leader = manifest.leaders[engine]
         # A leader that was started again makes a ring of its own: nothing that is left of the old one is taken for news.
         name = f"{name}-{leader}-{manifest.meetings[leader]}"
         if leader != engine:
             wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s)
-            ring = self._mapped(name, 1, manifest, stream, owner=False)
+        ring = self._mapped(name, 1, manifest, stream, owner=leader == engine)
+        _begin(ring, manifest, engine, leader)
+        if leader != engine:
             return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
-        ring = self._mapped(name, 1, manifest, stream, owner=True)
         group = self._met(manifest, engine, manifest.layout.ranks + worker)
         return PointToPointReceiver(ring, stream, group, manifest, manifest.followers[engine], self._part)
 
     def close(self) -> None:
         if self._ring is not None:
             self._ring[1].close()
-        self._ring = self._group = self._store = None
+        self._part()
+        self._ring = self._store = None
 
     def _mapped(self, name: str, num_writers: int, manifest: WeightManifest, stream: Stream, owner: bool) -> Ring:
         key = (name, stream.capacity, manifest.num_engines)
@@ -53,18 +54,33 @@ class Link:
             if owner:
                 sweep()
             make = Ring.create if owner else Ring.open
-            self._ring = key, make(name, num_writers, manifest.num_engines, stream.capacity)
+            on_device = TRANSPORTS[manifest.transport].on_device
+            self._ring = key, make(name, num_writers, manifest.num_engines, stream.capacity, on_device)
         return self._ring[1]
 
-    def _met(self, manifest: WeightManifest, engine: int, member: int) -> Any:
+    def _met(self, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
         if self._store is None or self._store[0] != manifest.store:
             self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
         key = (engine, manifest.meetings[engine])
         if self._group is None or self._group[0] != key:
-            self._group = None  # the old one first: its other ends see it go
+            self._part()  # from the old one first: its other ends see it go
             self._group = key, open_group(self._store[1], manifest, engine, member)
         return self._group[1]
 
     def _part(self) -> None:
-        """Let go of the group: its other ends wait in vain."""
-        self._group = None
+        """Leave the group: its other ends wait in vain."""
+        if self._group is not None:
+            self._group[1].leave()
+            self._group = None
+
+
+def _begin(ring: Ring, manifest: WeightManifest, engine: int, leader: int) -> None:
+    """Buckets on a device are those of the worker of the engine that leads."""
+    session = manifest.session
+    if ring.on_device and engine == leader:
+        ring.offer(session)
+    wait_until(lambda: ring.reached(session) or ring.is_gone(leader, session), manifest.timeout_s)
+    if not ring.reached(session):
+        raise SyncError(
+            f"begin: engine {leader}, which leads, offered no buckets within weight_sync.timeout_s = {manifest.timeout_s:g}"
+        )

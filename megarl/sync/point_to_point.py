@@ -5,7 +5,13 @@ dies breaks no other group. The groups know nothing of torch's default group, an
 a node *leads*: it receives, and the other engines of its node read the buckets of its shared memory (see `ring.py`). So a
 node gets one copy.
 
-A group that failed is not used again: both ends let go of it, which the other end sees at once, and meet in a new one.
+A group that failed is not used again: both ends leave it, which the other end sees at once (with NCCL at its deadline), and
+meet in a new one.
+
+Messages of a pair arrive in the order in which they were sent, with or without numbers. A rank begins its messages in the
+order of (bucket, worker), a worker posts its own in that of (bucket, rank): both agree with the one order of (bucket,
+worker, rank). So where a member's messages wait for each other, as NCCL's do, the first that is not through is the next one
+at both of its ends, and goes through as soon as its bucket is read.
 """
 
 from __future__ import annotations
@@ -17,11 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.stream import Part, Stream
-from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS
+from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANSPORTS
+
+MessageGroup = GlooMessages | NcclMessages
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
@@ -35,13 +44,14 @@ def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPS
         ) from error
 
 
-def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> Any:
+def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
     """Meet in an engine's group; `member` is a trainer rank, or the number of trainer ranks plus a worker's. Raises
     SyncError where the others do not come in time."""
     size = manifest.layout.ranks + manifest.rollout.workers
     meeting = dist.PrefixStore(f"engine-{engine}-{manifest.meetings[engine]}", store)
     try:
-        return platform.point_to_point_group(meeting, member, size, manifest.timeout_s, store.host)
+        on_device = TRANSPORTS[manifest.transport].on_device
+        return platform.message_group(meeting, member, size, manifest.timeout_s, store.host, on_device)
     except RuntimeError as error:
         raise SyncError(
             f"meet: no group of the trainer ranks and engine {engine} within "
@@ -52,12 +62,14 @@ def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, memb
 class PointToPointSender:
     """A trainer rank's end, in two buckets for all streams."""
 
-    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.TCPStore) -> None:
+    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.TCPStore, on_device: bool) -> None:
         self._streams, self._rank, self._store = streams, rank, store
-        self.buckets = torch.zeros(NUM_BUCKETS, max(stream.capacity for stream in streams), dtype=torch.uint8)
+        size = NUM_BUCKETS * max(stream.capacity for stream in streams)
+        memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
+        self.buckets = memory.view(NUM_BUCKETS, -1)
         self._sending: list[list[tuple[int, str, Any]]] = [[] for _ in range(NUM_BUCKETS)]  # engine, what, and work of each
         self._turn = 0
-        self._groups: dict[int, tuple[int, Any]] = {}  # by engine: which meeting, and the group
+        self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine: which meeting, and the group
         self._manifest: WeightManifest
         self.lost: dict[int, str] = {}
         self.sent_bytes = 0
@@ -66,9 +78,8 @@ class PointToPointSender:
         self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         for engine in manifest.leading:
-            meeting, _ = self._groups.get(engine, (0, None))
-            if meeting != manifest.meetings[engine]:
-                self._groups.pop(engine, None)
+            if engine not in self._groups or self._groups[engine][0] != manifest.meetings[engine]:
+                self._leave(engine)
                 try:
                     self._groups[engine] = manifest.meetings[engine], open_group(self._store, manifest, engine, self._rank)
                 except SyncError as error:
@@ -88,7 +99,7 @@ class PointToPointSender:
                 member = self._manifest.layout.ranks + worker
                 what = f"send: bucket {bucket} to worker {worker} of engine {engine}"
                 try:
-                    work = self._groups[engine][1].send([content], member, bucket)
+                    work = self._groups[engine][1].send(content, member, bucket)
                 except RuntimeError as error:
                     self._lose(engine, f"{what}: {error}")
                     continue
@@ -105,7 +116,8 @@ class PointToPointSender:
     def abort(self) -> None:
         """Without their groups the workers' waits fail at once."""
         self._sending = [[] for _ in range(NUM_BUCKETS)]
-        self._groups.clear()
+        for engine in list(self._groups):
+            self._leave(engine)
 
     def close(self) -> None:
         self.abort()
@@ -115,7 +127,7 @@ class PointToPointSender:
             if engine in self.lost:
                 continue
             try:
-                work.wait(timedelta(seconds=SENDER_WAITS * self._manifest.timeout_s))
+                self._groups[engine][1].finish(work, SENDER_WAITS * self._manifest.timeout_s)
             except RuntimeError as error:
                 rule = f"within {SENDER_WAITS} times weight_sync.timeout_s = {self._manifest.timeout_s:g}"
                 self._lose(engine, f"{what} {rule}: {error}")
@@ -123,7 +135,11 @@ class PointToPointSender:
 
     def _lose(self, engine: int, why: str) -> None:
         self.lost.setdefault(engine, why)
-        self._groups.pop(engine, None)
+        self._leave(engine)
+
+    def _leave(self, engine: int) -> None:
+        if engine in self._groups:
+            self._groups.pop(engine)[1].leave()
 
 
 class PointToPointReceiver:
@@ -134,12 +150,12 @@ class PointToPointReceiver:
         self,
         ring: Ring,
         stream: Stream,
-        group: Any,
+        group: MessageGroup,
         manifest: WeightManifest,
         followers: Sequence[int],
         part: Callable[[], None],
     ) -> None:
-        """`part` lets go of the group where else it is kept."""
+        """`part` leaves the group."""
         self._ring, self._stream, self._group, self._manifest, self._part = ring, stream, group, manifest, part
         self._relay = RingSender([ring], [stream], 0, manifest.timeout_s, None)
         self._relay.begin_for(manifest.session, followers)
@@ -164,7 +180,7 @@ class PointToPointReceiver:
     def give_up(self) -> None:
         """Without the group the trainer ranks' waits fail at once."""
         self._relay.abort()
-        self._posted, self._group = [], None
+        self._posted = []
         self._part()
 
     def _post_ahead(self) -> None:
@@ -180,14 +196,14 @@ class PointToPointReceiver:
         works = []
         for part in self._stream.parts[bucket]:
             try:
-                works.append((part, self._group.recv([memory[part.start : part.end]], part.source_rank, bucket)))
+                works.append((part, self._group.receive(memory[part.start : part.end], part.source_rank, bucket)))
             except RuntimeError as error:
                 raise self._failure(part, bucket, error) from error
         self._posted.append(works)
 
     def _finished(self, part: Part, work: Any, bucket: int) -> None:
         try:
-            work.wait(timedelta(seconds=LEADER_WAITS * self._manifest.timeout_s))
+            self._group.finish(work, LEADER_WAITS * self._manifest.timeout_s)
         except RuntimeError as error:
             raise self._failure(part, bucket, error) from error
 

@@ -24,7 +24,7 @@ from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
 from megarl.sync.stream import CHECKSUM_BYTES, Part, Stream, checksum
-from megarl.sync.transport import Sender
+from megarl.sync.transport import TRANSPORTS, Sender
 
 Value = TypeVar("Value")
 
@@ -162,8 +162,9 @@ class WeightSync:
         for rank, other in enumerate(everyone):
             if other["plan"] != everyone[0]["plan"]:
                 raise SyncError(f"weight_sync: rank {rank} computed another reshard plan than rank 0")
-            if self._settings.transport == "shared_memory" and other["machine"] != everyone[0]["machine"]:
-                raise SyncError(f"weight_sync.transport = shared_memory: rank {rank} is on another machine than rank 0")
+            if not TRANSPORTS[self._settings.transport].messages and other["machine"] != everyone[0]["machine"]:
+                transport = self._settings.transport
+                raise SyncError(f"weight_sync.transport = {transport}: rank {rank} is on another machine than rank 0")
         return everyone[0]["names"]
 
     def _open(self, owner: bool) -> tuple[str, int]:
@@ -171,16 +172,17 @@ class WeightSync:
         address, settings = self._store_address, self._settings
         if owner != (self._rank == 0):
             return address
-        if settings.transport == "shared_memory":
+        messages, on_device = TRANSPORTS[settings.transport]
+        if not messages:
             if owner:
                 sweep()
             make, size = Ring.create if owner else Ring.open, (self._layout.ranks, settings.num_engines)
-            rings = [make(name, *size, s.capacity) for name, s in zip(self._names, self._streams, strict=True)]
+            rings = [make(name, *size, s.capacity, on_device) for name, s in zip(self._names, self._streams, strict=True)]
             watch = self._watch if owner else None
             self._sender = RingSender(rings, self._streams, self._rank, settings.timeout_s, watch)
             return address
         store = open_store(settings.host, address[1], settings.timeout_s, owner)
-        self._sender = PointToPointSender(self._streams, self._rank, store)
+        self._sender = PointToPointSender(self._streams, self._rank, store, on_device)
         return settings.host, store.port
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:

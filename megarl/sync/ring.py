@@ -1,9 +1,13 @@
-"""The shared-memory transport: buckets in /dev/shm that are used again and again, with counters beside them.
+"""Buckets that processes of one machine share and use again and again, with counters beside them.
 
-Trainer ranks and engines are on one machine. All engines read the same buckets: K engines cost one copy. A counter holds a
-session in its upper half, so that what is left of an earlier sync, or of a process that should be dead, is never taken for
-news. A reader sees a counter only after the bytes it stands for: stores keep their order on x86, and elsewhere a bucket that
-was read too early fails its checksums.
+Counters are in /dev/shm, and so are the buckets, or these are in the memory of a device (`on_device`). Then one worker owns
+them, that of the engine that leads, on whose device they are: a trainer rank casts and writes a box to where it is read in
+one step over NVLink, and no other process needs room for it. Who owns them says so anew in each session, and gives a handle.
+
+All engines read the same buckets: K engines cost one copy. A counter holds a session in its upper half, so that what is left
+of an earlier sync, or of a process that should be dead, is never taken for news. A reader sees a counter only after the
+bytes it stands for: stores keep their order on x86, and elsewhere a bucket that was read too early fails its checksums; a
+device has finished (`platform.settle`) before a counter is raised.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from megarl.platform import current as platform
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
@@ -21,55 +26,97 @@ from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, wai
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
+HANDLE_BYTES = 1024
 
 
 class Ring:
     """One stream's buckets and counters, mapped into this process.
 
     `written` [trainer ranks]: buckets that a rank has completed. `read` [engines]: buckets that an engine's worker has read.
-    `gone` [engines]: nobody waits for this one. `aborted` [1]: the trainer rank that failed, from 1.
+    `gone` [engines]: nobody waits for this one. `aborted` [1]: the trainer rank that failed, from 1. `offered` [1]: the
+    session for which the handle of the buckets holds. Buckets on a device are empty until they are offered, or reached.
     """
 
-    def __init__(self, segment: SharedSegment, num_ranks: int, num_engines: int) -> None:
-        self._segment = segment
-        counters = segment.data[: _control_bytes(num_ranks, num_engines)].view(np.uint64)
-        ends = np.cumsum([num_ranks, num_engines, num_engines])
-        self.written, self.read, self.gone = (counters[a:b] for a, b in zip([0, *ends], ends, strict=False))
-        self.aborted = counters[ends[-1] : ends[-1] + 1]
-        buckets = torch.from_numpy(segment.data[_control_bytes(num_ranks, num_engines) :])
+    def __init__(self, segment: SharedSegment, num_ranks: int, num_engines: int, capacity: int, on_device: bool) -> None:
+        self._segment, self._capacity, self.on_device = segment, capacity, on_device
+        control = _control_bytes(num_ranks, num_engines)
+        counters = segment.data[:control].view(np.uint64)
+        ends = np.cumsum([num_ranks, num_engines, num_engines, 1, 1])
+        parts = (counters[a:b] for a, b in zip([0, *ends], ends, strict=False))
+        self.written, self.read, self.gone, self.aborted, self.offered = parts
+        self._shown = segment.data[control : control + HANDLE_BYTES]
+        self._handle = b""  # of the buckets that this process has
+        self._owned: tuple[torch.Tensor, bytes] | None = None  # its own ones and their handle
+        buckets = torch.empty(0, dtype=torch.uint8) if on_device else torch.from_numpy(segment.data[control:])
         self.buckets = buckets.view(NUM_BUCKETS, -1)
 
     @classmethod
-    def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int) -> Ring:
+    def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
         """Raises ValueError where shared memory is too small."""
-        size = _control_bytes(num_ranks, num_engines) + NUM_BUCKETS * capacity
-        return cls(SharedSegment.create(name, size), num_ranks, num_engines)
+        segment = SharedSegment.create(name, _segment_bytes(num_ranks, num_engines, capacity, on_device))
+        return cls(segment, num_ranks, num_engines, capacity, on_device)
 
     @classmethod
-    def open(cls, name: str, num_ranks: int, num_engines: int, capacity: int) -> Ring:
+    def open(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
         """Map a ring of this machine. Raises SyncError where there is none, or one of another size."""
         try:
             segment = SharedSegment.open(name)
         except FileNotFoundError as error:
             raise SyncError(
-                f"no shared memory {name!r} on this machine; with weight_sync.transport = shared_memory engines and "
-                "trainer must share one"
+                f"no shared memory {name!r} on this machine; with weight_sync.transport = shared_memory or cuda_ipc engines "
+                "and trainer must share one"
             ) from error
-        size = _control_bytes(num_ranks, num_engines) + NUM_BUCKETS * capacity
+        size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
         if segment.num_bytes != size:
             found = segment.num_bytes
             segment.close()
             raise SyncError(f"shared memory {name!r} of {found} bytes, not {size}")
-        return cls(segment, num_ranks, num_engines)
+        return cls(segment, num_ranks, num_engines, capacity, on_device)
+
+    def offer(self, session: int) -> None:
+        """This process owns the buckets of a session: memory of its device, made at the first one."""
+        if self._owned is None:
+            self._owned = platform.shared_device_bytes(NUM_BUCKETS * self._capacity)
+        memory, self._handle = self._owned
+        assert len(self._handle) < HANDLE_BYTES, f"a handle of {len(self._handle)} bytes"
+        self.buckets = memory.view(NUM_BUCKETS, -1)
+        self._shown[:] = 0
+        self._shown[: len(self._handle)] = np.frombuffer(self._handle, dtype=np.uint8)
+        self.offered[0] = _mark(session)
+
+    def reached(self, session: int) -> bool:
+        """Whether this process has the buckets of a session. Raises SyncError for memory that it cannot reach."""
+        if not self.on_device:
+            return True
+        if self.offered[0] != _mark(session):
+            return False
+        handle = self._shown.tobytes().rstrip(b"\0")
+        if handle != self._handle:
+            try:
+                memory = platform.reach_device_bytes(handle)
+            except RuntimeError as error:
+                raise SyncError(f"cannot reach the buckets of {self._segment.name!r}: {error}") from error
+            if len(memory) != NUM_BUCKETS * self._capacity:
+                raise SyncError(f"buckets of {len(memory)} bytes, not {NUM_BUCKETS * self._capacity}")
+            self.buckets, self._handle = memory.view(NUM_BUCKETS, -1), handle
+        return True
 
     def bucket(self, number: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity]."""
         return self.buckets[number % NUM_BUCKETS]
 
+    def is_gone(self, engine: int, session: int) -> bool:
+        return bool(self.gone[engine] == _mark(session))
+
+    def make_do(self) -> None:
+        """Buckets of this process's own, which nobody reads: for a rank to fill where nobody offered any."""
+        self.buckets, self._handle = platform.device_bytes(NUM_BUCKETS * self._capacity).view(NUM_BUCKETS, -1), b""
+
     def close(self) -> None:
         empty = np.empty(0, dtype=np.uint64)
-        self.written = self.read = self.gone = self.aborted = empty
-        self.buckets = torch.empty(0, dtype=torch.uint8)
+        self.written = self.read = self.gone = self.aborted = self.offered = empty
+        self._shown = np.empty(0, dtype=np.uint8)
+        self.buckets, self._owned = torch.empty(0, dtype=torch.uint8), None
         self._segment.close()
 
 
@@ -97,7 +144,24 @@ class RingSender:
         return self._rings[0].buckets
 
     def begin(self, manifest: WeightManifest) -> None:
+        """Where the buckets are an engine's own and it does not offer them in time, it is given up, and with it all that
+        read there."""
         self.begin_for(manifest.session, manifest.engines)
+        leader = manifest.leading[0]
+        for worker, ring in enumerate(self._rings):
+            why = f"begin: engine {leader} offered no buckets for worker {worker}"
+            try:
+                wait_until(partial(self._can_begin, ring, leader), self._timeout_s, self._look)
+                reached = ring.reached(self._session)
+            except SyncAborted:
+                raise
+            except SyncError as error:  # it died in between, or no other process reaches its memory
+                reached, why = False, f"begin: worker {worker} of engine {leader}: {error}"
+            if not reached:
+                ring.make_do()
+                for engine in manifest.engines:
+                    self.lost[engine] = why
+                    self.lose(engine)
 
     def begin_for(self, session: int, engines: Sequence[int]) -> None:
         """Start over for readers that are not all engines of a manifest."""
@@ -119,6 +183,7 @@ class RingSender:
         return self._rings[worker].bucket(bucket)
 
     def send(self, worker: int, bucket: int) -> None:
+        platform.settle()
         self._rings[worker].written[self._rank] = _mark(self._session, bucket + 1)
         part = self._streams[worker].part(bucket, self._rank)
         self.sent_bytes += 0 if part is None else part.end - part.start
@@ -145,6 +210,9 @@ class RingSender:
     def close(self) -> None:
         for ring in self._rings:
             ring.close()
+
+    def _can_begin(self, ring: Ring, leader: int) -> bool:
+        return ring.reached(self._session) or ring.is_gone(leader, self._session)
 
     def _behind(self, worker: int, num_read: int) -> np.ndarray:
         """Engines that have to read on before there is room."""
@@ -187,6 +255,7 @@ class RingReceiver:
 
     def release(self, bucket: int) -> None:
         self._look()
+        platform.settle()
         self._ring.read[self._engine] = _mark(self._session, bucket + 1)
 
     def give_up(self) -> None:
@@ -199,7 +268,7 @@ class RingReceiver:
     def _look(self) -> None:
         """A worker that was given up must not go on: its bucket may be overwritten under its hands."""
         _raise_aborted(self._ring, self._session, None)
-        if self._ring.gone[self._engine] == _mark(self._session):
+        if self._ring.is_gone(self._engine, self._session):
             # vLLM shows the failure of one worker alone, so this one says where else to look.
             raise SyncAborted(
                 "given up: another worker of this engine failed (the engine's log says why), or this one read nothing for "
@@ -220,4 +289,8 @@ def _mark(session: int, count: int = 0) -> np.uint64:
 
 
 def _control_bytes(num_ranks: int, num_engines: int) -> int:
-    return -(-(num_ranks + 2 * num_engines + 1) * COUNTER_BYTES // ALIGNMENT) * ALIGNMENT
+    return -(-(num_ranks + 2 * num_engines + 2) * COUNTER_BYTES // ALIGNMENT) * ALIGNMENT
+
+
+def _segment_bytes(num_ranks: int, num_engines: int, capacity: int, on_device: bool) -> int:
+    return _control_bytes(num_ranks, num_engines) + (HANDLE_BYTES if on_device else NUM_BUCKETS * capacity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,11 +24,33 @@ SENDER_WAITS = 2  # a trainer rank for a leading engine
 LEADER_WAITS = 3  # a leading engine for a trainer rank, which may be waiting for another one
 FOLLOWER_WAITS = 4  # a follower for the engine that leads
 # Rank 0 for what an engine says at the end of a sync, by transport.
-REPORT_WAITS = {"shared_memory": 1 + ENGINE_WAITS, "gloo": 1 + FOLLOWER_WAITS}
+# Once more where an engine may wait for the one that leads to offer its device's memory.
+REPORT_WAITS = {
+    "shared_memory": 1 + ENGINE_WAITS,
+    "cuda_ipc": 2 + ENGINE_WAITS,
+    "gloo": 1 + FOLLOWER_WAITS,
+    "nccl": 2 + FOLLOWER_WAITS,
+}
 # How long a wait sleeps between two looks: at first not at all, as most waits are short.
 EAGER_LOOKS = 20
 LOOK_S = 0.0002
 WATCH_S = 0.05
+
+
+class Means(NamedTuple):
+    """What a transport is made of: whether parts travel in messages, or trainer ranks write them where engines read; and
+    whether buckets lie in the memory of devices, or of hosts."""
+
+    messages: bool
+    on_device: bool
+
+
+TRANSPORTS = {
+    "shared_memory": Means(messages=False, on_device=False),
+    "cuda_ipc": Means(messages=False, on_device=True),
+    "gloo": Means(messages=True, on_device=False),
+    "nccl": Means(messages=True, on_device=True),
+}
 
 
 class Sender(Protocol):
