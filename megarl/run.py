@@ -39,14 +39,13 @@ from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import join_cluster  # noqa: E402
 from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.pool import open_pool  # noqa: E402
+from megarl.sync.choice import choose_transport  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 
 logger = logging.getLogger(__name__)
-# `auto` takes the fastest transport that works here: engines and trainer share a machine, so shared memory.
-TRANSPORTS = {"auto": "shared_memory", "shared_memory": "shared_memory", "gloo": "gloo"}
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
 
@@ -136,9 +135,12 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     weights = None
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
+        # Engines are on rank 0's host: a run starts its own Ray there.
+        one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        transport = choose_transport(section.transport, platform.kind, one_host)
         settings = SyncSettings(DTYPES[recipe.rollout_precision], RolloutLayout(recipe.rollout.tensor),
                                 recipe.rollout.engines, section.bucket_bytes, section.timeout_s, section.mode,
-                                TRANSPORTS[section.transport], os.environ["MASTER_ADDR"])  # fmt: skip
+                                transport, os.environ["MASTER_ADDR"])  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
         weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)

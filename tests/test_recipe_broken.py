@@ -399,6 +399,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("weight_sync", {"bucket_bytes": 300})),
         {"weight_sync.bucket_bytes": "must hold a row"},
     ),
+    "a transport between GPUs without one": (
+        edited(("weight_sync", {"transport": "nccl"})),
+        {"weight_sync.transport": "the torch that is installed here knows none"},
+    ),
     "unknown kinds": (
         edited(("data.prompts.kind", "json"), ("reward.0.kind", "last_numbers"), ("reward.1.kind", ...)),
         {"data.prompts.kind": "jsonl", "reward.0.kind": "last_number", "reward.1.kind": "required"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ import torch.distributed as dist
 from megarl.family import ModelShape
 from megarl.platform import NcclMessages, messages
 from megarl.platform import current as platform
+from megarl.recipe.feature_rules import DEVICE_TRANSPORTS
+from megarl.recipe.sections import WeightSyncSection
 from megarl.reshard.boxes import RolloutLayout
+from megarl.sync.choice import choose_transport
 from megarl.sync.manifest import WeightManifest
+from megarl.sync.transport import TRANSPORTS
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -83,6 +88,38 @@ def test_an_engine_that_offers_no_buckets_is_given_up_at_the_deadline(publisher:
     assert all("begin: engine 0, which leads, offered no buckets" in text for text in followers)
     assert not lost[1]
     engines.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "one_host", "chosen"),
+    [
+        ("auto", "cpu", True, "shared_memory"),
+        ("auto", "cpu", False, "gloo"),
+        ("auto", "cuda", True, "cuda_ipc"),
+        ("auto", "cuda", False, "nccl"),
+        ("gloo", "cuda", True, "gloo"),
+        ("shared_memory", "cuda", True, "shared_memory"),
+        ("nccl", "cuda", True, "nccl"),
+        ("cuda_ipc", "cpu", True, "needs GPUs"),
+        ("nccl", "cpu", False, "needs GPUs"),
+        ("cuda_ipc", "cuda", False, "needs all trainer ranks on one host"),
+        ("shared_memory", "cpu", False, "needs all trainer ranks on one host"),
+    ],
+)
+def test_a_run_takes_the_transport_that_fits_or_says_why_it_cannot(
+    wanted: str, device: str, one_host: bool, chosen: str
+) -> None:
+    if chosen in TRANSPORTS:
+        assert choose_transport(wanted, device, one_host) == chosen
+    else:
+        with pytest.raises(ValueError, match=f"weight_sync.transport = {wanted} {chosen}.*; use auto"):
+            choose_transport(wanted, device, one_host)
+
+
+def test_the_recipe_offers_every_transport() -> None:
+    offered = get_args(WeightSyncSection.model_fields["transport"].annotation)
+    assert set(offered) == {"auto", *TRANSPORTS} and set(DEVICE_TRANSPORTS) < set(TRANSPORTS)
+    assert all(TRANSPORTS[name].on_device == (name in DEVICE_TRANSPORTS) for name in TRANSPORTS)
 
 
 def test_device_memory_is_one_for_all_who_have_its_handle_and_no_other_has_its_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ Violations = Iterator[Violation]
 
 # Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
 FP8_MULTIPLE = 16
+# Of `weight_sync.transport`: those whose buckets lie on GPUs.
+DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
 
 
 def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:
@@ -34,6 +37,14 @@ def fp8(recipe: Recipe) -> Violations:
     elif importlib.util.find_spec("transformer_engine") is None:
         rule = "FP8 needs Transformer Engine, which is not installed here"
         yield Violation("trainer.fp8", name, rule, "pip install transformer-engine[pytorch], or remove trainer.fp8")
+
+
+def device_transport(recipe: Recipe) -> Violations:
+    """A torch that was built for CPUs alone says so in its version; one for GPUs may check a recipe where there is none."""
+    transport = recipe.weight_sync.transport
+    if transport in DEVICE_TRANSPORTS and importlib.metadata.version("torch").endswith("+cpu"):
+        rule = "weights travel between GPUs, and the torch that is installed here knows none"
+        yield Violation("weight_sync.transport", transport, rule, "auto")
 
 
 def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:

@@ -594,6 +594,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _warmup,
     _compile_deadline,
     feature_rules.fp8,
+    feature_rules.device_transport,
     feature_rules.read_by_nothing,
     feature_rules.overlap,
     feature_rules.frozen_head,

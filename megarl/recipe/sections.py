@@ -460,9 +460,12 @@ class DeviceSection(Section):
 
 
 class WeightSyncSection(Section):
-    transport: Literal["auto", "shared_memory", "gloo"] = "auto"
-    """How new weights reach the engines. `shared_memory`: trainer and engines on one machine. `gloo`: messages,
-    one copy for all engines of a machine. `auto` is `shared_memory`."""
+    transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
+    """How new weights reach the engines. On one machine: `shared_memory`, of the host; or `cuda_ipc`, where trainer ranks
+    write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
+    `nccl` from GPU to GPU, where each trainer rank and each worker needs a GPU of its own. `auto` takes `shared_memory` or
+    `cuda_ipc` where all trainer ranks are on one machine, else `gloo` or `nccl`, by what the trainer runs on. `cuda_ipc` and
+    `nccl` were not yet run on a GPU."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
