@@ -6,8 +6,8 @@ Through shared memory, for each model: one rank to an engine of one worker, and 
 two tensor ranks. Without --model: SmolLM2-135M and random weights of a Llama of 330 MB in bf16. Of each are measured, in
 turns, so that all see the same machine:
 
-- megarl: the sync of a run, from pause to resume. `transfer` is what the slowest worker takes without vLLM's own packing of
-  what was written (`repack`, which every way has in common).
+- megarl: the sync of a run, from pause to resume. `transfer` is what the slowest worker takes until the bytes have come and
+  are written, without checksums and without vLLM's own packing of what was written (`repack`, common to every way).
 - memcpy: copying the same bytes from tensor to tensor with one thread, memory that was touched before.
 - checkpoint: what others do. Rank 0 gathers every tensor from all ranks, then every worker receives the whole model, through
   the same buckets, for vLLM's own loader.

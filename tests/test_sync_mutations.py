@@ -46,9 +46,9 @@ class Case(NamedTuple):
         """Bring a model as the next version; `mutation` changes what worker 0 gets. Raises what the worker raised."""
         sync, pack = self.publisher.sync, type(self.publisher.sync)._pack
 
-        def pack_wrong(version: int, stream: Stream, bucket: int, part: Any, parameters: Any, memory: torch.Tensor) -> None:
-            pack(sync, version, stream, bucket, part, parameters, memory)
-            if mutation is not None and stream is self.streams[0]:
+        def pack_wrong(version: int, worker: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
+            pack(sync, version, worker, part, matrices, bucket, memory)
+            if mutation is not None and worker == 0:
                 mutation(bucket, memory)
 
         sync._pack = pack_wrong  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.routing import Recorded, RoutingRecorder
+from megarl.rollout.spare import SpareMemory
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
@@ -67,7 +68,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         )
         self._reader: StreamReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._apply_s = self._repack_s = 0.0
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._spare = SpareMemory()
+        self._repack_s = 0.0
         self.report: dict[str, float] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -93,23 +96,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._reader is None:
             self._reader = StreamReader(self._shape, self._worker())
         started = time.perf_counter()
-        self._apply_s = self._repack_s = 0.0
+        self._repack_s = 0.0
         boxes = self._reader.boxes(manifest, update_info.engine)
         if manifest.mode == "checkpoint":
             tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
             load_checkpoint_tensors(self.model, self.model_config, tensors)
         else:
-            self._load(boxes, DTYPES[manifest.precision])
+            try:
+                self._load(boxes, DTYPES[manifest.precision])
+            finally:
+                self._spare.clear()
         received_s, figures = time.perf_counter() - started, self._reader.figures
-        if manifest.mode == "checkpoint":  # vLLM's loader does both
-            self._apply_s = received_s - figures.wait_s - figures.verify_s
         self.report = {
             "received_bytes": float(figures.received_bytes),
             "wait_s": figures.wait_s,
             "verify_s": figures.verify_s,
-            "apply_s": self._apply_s,
-            "repack_s": self._repack_s,
-            "transfer_s": received_s - self._repack_s,
+            "apply_s": received_s - self._repack_s - figures.wait_s - figures.verify_s,
+            "repack_s": self._repack_s,  # in checkpoint mode vLLM's loader does both
+            "transfer_s": received_s - self._repack_s - figures.verify_s,
         }
 
     def shutdown(self) -> None:
@@ -148,22 +152,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if not self._sizes:
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
-        module_name: str | None = None
+            self._modules = dict(self.model.named_modules())
+        owner: str | None = None
         targets: dict[str, torch.Tensor] = {}
         for box in boxes:
-            owner, _, name = box.parameter.rpartition(".")
-            if owner != module_name:  # boxes come module by module
-                self._process(module_name)
-                module_name, targets = owner, {}
-            begun = time.perf_counter()
-            if name not in targets:
-                targets[name] = self._target(owner, name, dtype)
-            target, (rows, cols) = targets[name], box.content.shape
-            # A vector is one column; experts stand one below the other.
-            matrix = target.unsqueeze(1) if target.dim() == 1 else target.view(-1, target.shape[-1])
-            matrix[box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
-            self._apply_s += time.perf_counter() - begun
-        self._process(module_name)
+            if box.parameter not in targets:
+                module_name, _, name = box.parameter.rpartition(".")
+                if module_name != owner:  # boxes come module by module
+                    self._process(owner)
+                    owner, targets = module_name, {}
+                targets[box.parameter] = self._target(module_name, name, dtype)
+            rows, cols = box.content.shape
+            targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+        self._process(owner)
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
@@ -174,34 +175,39 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._repack_s += time.perf_counter() - begun
 
     def _target(self, owner: str, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where to write a parameter: the live one, or a new one where only the packed form lives."""
-        module = self.model.get_submodule(owner)
+        """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
+        A vector is one column; experts stand one below the other."""
+        module = self._modules[owner]
         live = getattr(module, name)
         if live.dtype != dtype:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = self._sizes[f"{owner}.{name}"]
         packed = live.numel() == 0 or (live.dim() == 3 and self.device.type == "cpu")
         if not packed and live.numel() == rows * cols:
-            return live.data
+            return live.data.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         size = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
-        target = torch.zeros(size, dtype=dtype, device=self.device)
+        target = self._spare.take(size, dtype, self.device)
+        assert self._reader is not None  # it gave the box
+        if self._reader.elements(f"{owner}.{name}") < rows * cols:
+            target.zero_()  # padding is never sent
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
-        return target
+        return target.view(rows, cols)
 
     def _process(self, owner: str | None) -> None:
         """Let vLLM pack what was written, as it does after load."""
         if owner is None:
             return
         begun = time.perf_counter()
-        module = self.model.get_submodule(owner)
+        module = self._modules[owner]
         quant_method = getattr(module, "quant_method", None)
         if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
             # With a kernel of an earlier load it takes the weights for packed ones.
             quant_method.moe_kernel = None
         if quant_method is not None:
             quant_method.process_weights_after_loading(module)
+        self._spare.take_back()
         self._repack_s += time.perf_counter() - begun
 
 

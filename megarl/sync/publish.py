@@ -23,10 +23,11 @@ from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManif
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
-from megarl.sync.stream import CHECKSUM_BYTES, Part, Stream, checksum
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece, Stream, checksum
 from megarl.sync.transport import TRANSPORTS, Sender
 
 Value = TypeVar("Value")
+Matrices = Mapping[str, torch.Tensor]  # local parameters, each [rows, columns]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class WeightSync:
         workers, itemsize = settings.rollout.workers, settings.dtype.itemsize
         orders = [copy_order(self._plan, worker, worker, workers) for worker in range(workers)]
         self._streams = [Stream.of(self._plan, order, itemsize, settings.bucket_bytes) for order in orders]
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}  # of this rank, by worker and bucket
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
@@ -251,6 +253,7 @@ class WeightSync:
         All ranks go in this one order, so that no two can wait for each other.
         """
         pack_s = 0.0
+        matrices = {name: own.detach().view(own.shape[0], -1) for name, own in parameters.items()}  # a vector is one column
         try:
             self._sender.begin(manifest)
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
@@ -259,7 +262,7 @@ class WeightSync:
                     if part is not None:
                         memory = self._sender.room(worker, bucket)
                         begun = time.perf_counter()
-                        self._pack(manifest.version, stream, bucket, part, parameters, memory)
+                        self._pack(manifest.version, worker, part, matrices, bucket, memory)
                         pack_s += time.perf_counter() - begun
                         self._sender.send(worker, bucket)
             self._sender.finish()
@@ -269,27 +272,21 @@ class WeightSync:
         return Streamed(pack_s, self._sender.sent_bytes, dict(self._sender.lost))
 
     @torch.no_grad()
-    def _pack(
-        self,
-        version: int,
-        stream: Stream,
-        bucket: int,
-        part: Part,
-        parameters: Mapping[str, torch.Tensor],
-        memory: torch.Tensor,
-    ) -> None:
+    def _pack(self, version: int, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor) -> None:
         """Cast and copy a part's boxes into the bucket, each with its checksum."""
-        plan, content = self._plan, memory.numpy()
-        for piece in part.pieces.tolist():
-            copy, rows = stream.copy[piece], int(stream.rows[piece])
-            source = parameters[plan.source_parameters[plan.source_parameter[copy]]]
-            source = source.view(source.shape[0], -1)  # a vector is one column
-            row, col = int(plan.source_row[copy] + stream.row[piece]), int(plan.source_col[copy])
-            box = source[row : row + rows, col : col + int(plan.cols[copy])]
-            start, check = int(stream.offset[piece]), int(stream.check[piece])
-            end = start + int(stream.size[piece])
-            memory[start:end].view(self._settings.dtype).view(box.shape).copy_(box)
-            content[check : check + CHECKSUM_BYTES].view(np.uint64)[0] = checksum(content[start:end], version, bucket)
+        pieces = self._pieces.get((worker, bucket))
+        if pieces is None:
+            pieces = self._pieces[worker, bucket] = self._streams[worker].at_source(self._plan, part)
+        content, checks = memory.numpy(), []
+        elements, itemsize = memory.view(self._settings.dtype), self._settings.dtype.itemsize
+        for _, parameter, row, col, rows, cols, start, end, _ in pieces:
+            box = matrices[parameter][row : row + rows]
+            if box.shape[1] != cols:
+                box = box[:, col : col + cols]
+            elements[start // itemsize : end // itemsize].view(rows, cols).copy_(box)
+            checks.append(checksum(content[start:end], version, bucket))
+        table = pieces[0].check  # one behind the other
+        content[table : table + CHECKSUM_BYTES * len(checks)].view(np.uint64)[:] = checks
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
-from megarl.sync.stream import CHECKSUM_BYTES, Stream, checksum
+from megarl.sync.stream import CHECKSUM_BYTES, Piece, Stream, checksum
 from megarl.sync.transport import Receiver
 
 
@@ -46,6 +47,8 @@ class StreamReader:
         self._key: tuple[str, str, int] | None = None  # what the plan and the stream belong to
         self._plan: ReshardPlan
         self._stream: Stream
+        self._elements: dict[str, int] = {}
+        self._boxes: dict[int, list[tuple[Piece, list[Piece]]]] = {}  # by bucket; and what each is made of
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -68,36 +71,35 @@ class StreamReader:
             if not complete:
                 end.give_up()
 
+    def elements(self, parameter: str) -> int:
+        """Elements of a local parameter that come with a version; the others are padding."""
+        return self._elements[parameter]
+
     def close(self) -> None:
         self._link.close()
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
+        """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
         begun = time.perf_counter()
-        content = end.take(bucket)
-        taken = time.perf_counter()
-        pieces = self._stream.pieces(bucket)
-        self._verify(manifest.version, bucket, pieces, content.numpy())
-        self.figures.wait_s += taken - begun
-        self.figures.verify_s += time.perf_counter() - taken
-        plan, stream, dtype = self._plan, self._stream, DTYPES[manifest.precision]
-        for piece in pieces:
-            copy, start, size = stream.copy[piece], int(stream.offset[piece]), int(stream.size[piece])
-            self.figures.received_bytes += size
-            yield Box(
-                plan.destination_parameters[plan.destination_parameter[copy]],
-                int(plan.destination_row[copy] + stream.row[piece]),
-                int(plan.destination_col[copy]),
-                content[start : start + size].view(dtype).view(int(stream.rows[piece]), int(plan.cols[copy])),
-            )
-
-    def _verify(self, version: int, bucket: int, pieces: range, content: np.ndarray) -> None:
-        stream = self._stream
-        for piece in pieces:
-            start, check = int(stream.offset[piece]), int(stream.check[piece])
-            sent = int(content[check : check + CHECKSUM_BYTES].view(np.uint64)[0])
-            if checksum(content[start : start + int(stream.size[piece])], version, bucket) != sent:
-                box = self._plan.describe(stream.copy[piece])
-                raise SyncError(f"weight version {version}: wrong bytes in bucket {bucket} of {stream.num_buckets}, {box}")
+        memory = end.take(bucket)
+        figures, dtype = self.figures, DTYPES[manifest.precision]
+        elements, content = memory.view(dtype), memory.numpy()
+        boxes = self._boxes.get(bucket)
+        if boxes is None:
+            boxes = self._boxes[bucket] = self._stream.at_destination(self._plan, bucket)
+        figures.wait_s += time.perf_counter() - begun
+        for whole, parts in boxes:
+            begun = time.perf_counter()
+            for piece in parts:
+                sent = int.from_bytes(content[piece.check : piece.check + CHECKSUM_BYTES].data, sys.byteorder)
+                if checksum(content[piece.start : piece.end], manifest.version, bucket) != sent:
+                    box = self._plan.describe(self._stream.copy[piece.number])
+                    where = f"bucket {bucket} of {self._stream.num_buckets}"
+                    raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {box}")
+            figures.verify_s += time.perf_counter() - begun
+            figures.received_bytes += sum(piece.end - piece.start for piece in parts)
+            memory = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
+            yield Box(whole.parameter, whole.row, whole.col, memory.view(whole.rows, whole.cols))
 
     def _prepare(self, manifest: WeightManifest) -> None:
         key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes)
@@ -112,4 +114,7 @@ class StreamReader:
         self._plan = plan
         order = copy_order(plan, self._worker, self._worker, manifest.rollout.workers)
         self._stream = Stream.of(plan, order, DTYPES[manifest.precision].itemsize, manifest.bucket_bytes)
+        covered = np.bincount(plan.destination_parameter[order], plan.sizes[order], len(plan.destination_parameters))
+        self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
+        self._boxes = {}
         self._key = key

@@ -32,6 +32,21 @@ class Part(NamedTuple):
     pieces: np.ndarray
 
 
+class Piece(NamedTuple):
+    """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter on, which
+    are the bytes `[start, end)` of a bucket; its checksum is at byte `check`. `number` is its position in the stream."""
+
+    number: int
+    parameter: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    start: int
+    end: int
+    check: int
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """The pieces of one destination, as int64 columns [pieces].
@@ -95,6 +110,38 @@ class Stream:
     def pieces(self, bucket: int) -> range:
         """Positions of a bucket's pieces."""
         return range(int(self.starts[bucket]), int(self.starts[bucket + 1]))
+
+    def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
+        """A part's pieces as its source rank sees them."""
+        copy = self.copy[part.pieces]
+        place = plan.source_row[copy] + self.row[part.pieces], plan.source_col[copy]
+        return self._seen(plan, part.pieces, [plan.source_parameters[i] for i in plan.source_parameter[copy]], place)
+
+    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[tuple[Piece, list[Piece]]]:
+        """What their worker sees of a bucket's pieces: pieces that follow each other in a parameter and in the bucket count
+        as one, which stands before those that it was made of."""
+        numbers = np.array(self.pieces(bucket), dtype=np.int64)
+        copy = self.copy[numbers]
+        place = plan.destination_row[copy] + self.row[numbers], plan.destination_col[copy]
+        parameters = [plan.destination_parameters[i] for i in plan.destination_parameter[copy]]
+        joined: list[tuple[Piece, list[Piece]]] = []
+        for piece in self._seen(plan, numbers, parameters, place):
+            whole, parts = joined[-1] if joined else (piece, [])
+            follows = whole.start < piece.start == whole.end and whole.row + whole.rows == piece.row
+            if follows and (whole.parameter, whole.col, whole.cols) == (piece.parameter, piece.col, piece.cols):
+                joined[-1] = whole._replace(rows=whole.rows + piece.rows, end=piece.end), [*parts, piece]
+            else:
+                joined.append((piece, [piece]))
+        return joined
+
+    def _seen(
+        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], place: tuple[np.ndarray, np.ndarray]
+    ) -> list[Piece]:
+        """Plain integers: what is done for each piece must cost less than copying it."""
+        start, (row, col) = self.offset[pieces], place
+        columns = (row, col, self.rows[pieces], plan.cols[self.copy[pieces]], start, start + self.size[pieces])
+        numbers = [column.tolist() for column in (*columns, self.check[pieces])]
+        return list(map(Piece, pieces.tolist(), parameters, *numbers))
 
 
 def checksum(content: np.ndarray, version: int, bucket: int) -> int:

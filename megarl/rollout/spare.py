@@ -1,0 +1,42 @@
+"""Memory that a worker lends to one module after the other while it takes new weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class SpareMemory:
+    """Memory for parameters that are packed right after they were written, the same for one module after the other: the
+    first touch of fresh memory takes several times longer than every later one."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []  # uint8; one for each parameter of a module
+        self._taken = 0
+
+    def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor with unknown content, which nobody uses after `take_back`."""
+        num_bytes = math.prod(size) * dtype.itemsize
+        if self._taken == len(self._blocks):
+            self._blocks.append(torch.empty(0, dtype=torch.uint8, device=device))
+        if len(self._blocks[self._taken]) < num_bytes:
+            self._blocks[self._taken] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        block = self._blocks[self._taken]
+        self._taken += 1
+        return block[:num_bytes].view(dtype).view(size)
+
+    def take_back(self) -> None:
+        """What was taken may be given out again, but for blocks that somebody still refers to: vLLM kept its weights
+        there."""
+        self._blocks = [block for block in self._blocks if _num_references(block) == 1]
+        self._taken = 0
+
+    def clear(self) -> None:
+        self._blocks, self._taken = [], 0
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's storage, itself among them."""
+    storage = tensor.untyped_storage()  # one more reference
+    return torch._C._storage_Use_Count(storage._cdata) - 1
