@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -134,7 +134,11 @@ class Publisher:
         self.sync.close()
 
 
-def corrupt(publisher: Publisher, bucket: int, times: int) -> None:
+class HasSync(Protocol):
+    sync: WeightSync
+
+
+def corrupt(publisher: HasSync, bucket: int, times: int) -> None:
     """From here on one byte of a bucket is wrong when it is sent, that many times."""
     sender = publisher.sync._sender
     send, left = sender.send, [times]

@@ -28,23 +28,34 @@ class ThreadEngines:
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
         self.readers = {place: StreamReader(shape, place[1]) for place in self.places}
+        self.starts = [0] * engines
         self.taken: dict[tuple[int, int], Parameters] = {}
         self.versions = [0] * engines
         self.served: list[tuple[int, ...]] = []  # of each attempt
+        self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
-        self._retries = retries
+        self._shape, self._retries = shape, retries
         self._threads = ThreadPoolExecutor(len(self.places))
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
         self._manifest: WeightManifest
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        return [EngineFacts(node, 0) for node in self.nodes]
+        return [EngineFacts(node, starts) for node, starts in zip(self.nodes, self.starts, strict=True)]
+
+    def restart(self, engine: int) -> None:
+        """An engine in place of one that died."""
+        self.starts[engine] += 1
+        for place in self.places:
+            if place[0] == engine:
+                self.readers[place].close()
+                self.readers[place] = StreamReader(self._shape, place[1])
 
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest = WeightManifest.from_dict(manifest.as_dict())
         self.served.append(manifest.engines)
+        self.bases.append(manifest.base)
         chosen = [place for place in self.places if place[0] in manifest.engines]
         self._reading = {place: self._threads.submit(self._read, *place) for place in chosen}
 

@@ -55,7 +55,7 @@ def _kill_engine_after(run, folder, name, steps):
 def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
     tiny_run(tmp_path, "qwen3")
     steps = 6
-    changes = LONG | {"weight_sync__transport": "gloo"}  # the other tests take shared memory
+    changes = LONG | {"weight_sync": {"transport": "gloo", "wire": "delta"}}  # the other tests take shared memory
     run = _start(tiny_recipe(tmp_path, "restarted", False, 2, 1, 2, steps, **changes))
     _kill_engine_after(run, tmp_path, "restarted", 2)
     output, _ = run.communicate(timeout=FINISH_DEADLINE_S)
@@ -65,6 +65,8 @@ def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
     assert sum(line["rollout/num_restarts"] for line in lines) >= 1
     assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "the new engine has the synchronised weights"
     assert all(line["sync/received_bytes"] == line["sync/bound_bytes"] for line in lines)
+    whole = [line["sync/changed_share"] for line in lines].count(1.0)
+    assert 1 <= whole <= 2, "all but the first sync, and maybe one after the restart, bring differences"
 
 
 def test_without_restarts_left_the_run_names_the_engine_and_resumes(tmp_path):

@@ -403,6 +403,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("weight_sync", {"transport": "nccl"})),
         {"weight_sync.transport": "the torch that is installed here knows none"},
     ),
+    "differences over a fast transport": (
+        edited(("weight_sync", {"transport": "shared_memory", "wire": "delta"})),
+        {"weight_sync.wire": "weight_sync.transport: gloo"},
+    ),
     "unknown kinds": (
         edited(("data.prompts.kind", "json"), ("reward.0.kind", "last_numbers"), ("reward.1.kind", ...)),
         {"data.prompts.kind": "jsonl", "reward.0.kind": "last_number", "reward.1.kind": "required"},

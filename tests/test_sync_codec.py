@@ -15,6 +15,7 @@ from megarl.sync.codec import (
     BITS,
     BLOCK,
     GAPS,
+    HEADER_BYTES,
     RAW,
     check_blocks,
     decode_delta,
@@ -54,9 +55,18 @@ def test_a_delta_gives_back_every_bit(case: tuple[torch.Tensor, torch.Tensor, in
     assert torch.equal(old, kept), "encoding changed the old content"
     decode_delta(delta.payload, old)
     assert torch.equal(old, new)
-    assert delta.payload.numel() <= new.numel() + 40
+    assert delta.payload.numel() <= new.numel() + HEADER_BYTES
     changed = int((kept.view(-1, element_bytes) != new.view(-1, element_bytes)).any(dim=1).sum())
     assert delta.changed_bytes == changed * element_bytes and delta.num_bytes == new.numel()
+
+
+def test_without_an_old_content_the_new_one_travels() -> None:
+    new = as_bytes(np.arange(60, dtype=np.uint16))
+    delta = encode_delta(None, new, 2)
+    assert int(delta.payload[FORM]) == RAW and delta.changed_share == 1.0
+    content = torch.zeros_like(new)
+    decode_delta(torch.cat([delta.payload, new]), content)  # a message may lie in a longer memory
+    assert torch.equal(content, new)
 
 
 def test_patterns_that_floats_do_not_tell_apart_come_back() -> None:
@@ -89,7 +99,7 @@ def test_a_small_step_takes_a_small_delta(share: float, form: int, bytes_an_elem
 def test_a_delta_that_does_not_pay_is_the_content() -> None:
     noise = torch.randint(0, 256, (2, 10_000), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     delta = encode_delta(noise[0], noise[1], 2)
-    assert int(delta.payload[FORM]) == RAW and torch.equal(delta.payload[40:], noise[1])
+    assert int(delta.payload[FORM]) == RAW and torch.equal(delta.payload[HEADER_BYTES:], noise[1])
     assert delta.changed_share > 0.99
 
 

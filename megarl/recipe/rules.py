@@ -21,7 +21,7 @@ from megarl.estimate.adapters import adapted_sizes
 from megarl.estimate.attention import cache_width
 from megarl.estimate.roles import BYTES
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import feature_rules, layout_rules
+from megarl.recipe import feature_rules, layout_rules, wire_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
 from megarl.recipe.nearest import closest_number
@@ -599,6 +599,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     feature_rules.overlap,
     feature_rules.frozen_head,
     feature_rules.adapters,
+    wire_rules.delta,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -469,6 +469,10 @@ class WeightSyncSection(Section):
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
+    wire: Literal["full", "delta"] = "full"
+    """`full` sends weights as they are. `delta` sends what changed since the version before, bit for bit: for links slower
+    than a core finds the differences, about 1 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what it
+    sends, and a worker of what it receives, in the host's memory."""
     bucket_bytes: Positive = 4194304
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""

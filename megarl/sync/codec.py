@@ -1,6 +1,6 @@
 """What weights become on the wire: FP8 blocks for engines that serve FP8, differences to the last version for slow links.
 
-Pure functions of tensors; no transport calls them yet. A cast to a shorter float needs none: `Tensor.copy_` does it.
+Pure functions of tensors. A cast to a shorter float needs none: `Tensor.copy_` does it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def _place(owner: str, box: Segment) -> str:
 
 
 # A delta begins with: form, bytes of an element, whether the rest is deflated, bytes of the content, changed elements,
-# bytes of their places, and bytes of the rest before it was deflated.
-_HEADER = struct.Struct("<BBBxxxxxQQQQ")
+# bytes of their places, bytes of the rest before it was deflated, and as it follows.
+_HEADER = struct.Struct("<BBBxxxxxQQQQQ")
+HEADER_BYTES = _HEADER.size
 # How the changed elements are told apart: not at all, one bit for each element, or one byte for each changed one, which is
 # the number of equal elements before it; 255 of them make a byte of their own.
 RAW, BITS, GAPS = range(3)
@@ -105,17 +106,21 @@ class Delta(NamedTuple):
         return self.changed_bytes / max(1, self.num_bytes)
 
 
-def encode_delta(old: torch.Tensor, new: torch.Tensor, element_bytes: int, level: int = 1) -> Delta:
-    """`new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU.
+def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int, level: int = 1) -> Delta:
+    """`new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU. With
+    `old` None it is the content itself, all of which counts as changed.
 
     Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2, 4 or 8), so every bit pattern comes back,
     NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
     small numbers and then zeros: `level` (zlib's, 1 fast to 9, 0 for none) of deflation takes them to a half. Where all that
-    does not pay, the content itself travels, in 40 bytes more.
+    does not pay, the content itself travels, in `HEADER_BYTES` more.
 
     Raises ValueError for contents of other sizes.
     """
-    before, after = _words(old, element_bytes), _words(new, element_bytes)
+    after = _words(new, element_bytes)
+    if old is None:
+        return Delta(_payload(RAW, element_bytes, False, new.numel(), 0, 0, new.numel(), after), new.numel(), new.numel())
+    before = _words(old, element_bytes)
     if len(before) != len(after):
         raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
     changed = before != after
@@ -129,15 +134,15 @@ def encode_delta(old: torch.Tensor, new: torch.Tensor, element_bytes: int, level
         shorter = zlib.compress(body, level)
         deflated = len(shorter) < size
         body = shorter if deflated else body
+    rest = np.frombuffer(body, np.uint8)
     if not may_pay or len(body) >= new.numel():
-        form, deflated, table, body, size = RAW, False, table[:0], after.tobytes(), new.numel()
-    header = _HEADER.pack(form, element_bytes, deflated, new.numel(), len(places), table.nbytes, size)
-    payload = torch.frombuffer(bytearray(header + body), dtype=torch.uint8)
+        form, deflated, table, rest, size = RAW, False, table[:0], after, new.numel()
+    payload = _payload(form, element_bytes, deflated, new.numel(), len(places), table.nbytes, size, rest)
     return Delta(payload, len(places) * element_bytes, new.numel())
 
 
 def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
-    """Make the old `content`, uint8 [bytes], the new one, in place.
+    """Make the old `content`, uint8 [bytes], the new one, in place. What follows the delta in `payload` is not looked at.
 
     Raises ValueError for a payload that is no delta of such a content, before anything is written. A delta of another old
     content is not seen here: the checksum of the result tells.
@@ -145,12 +150,15 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
     data = payload.numpy()
     if data.size < _HEADER.size:
         raise ValueError(f"a delta of {data.size} bytes is torn: its header has {_HEADER.size}")
-    form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    header = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size, length = header
     if form > GAPS or element_bytes not in _WORDS or num_bytes != content.numel():
         raise ValueError(
             f"no delta of {content.numel()} bytes: form {form} of {num_bytes} bytes, {element_bytes} an element"
         )
-    body = data[_HEADER.size :]
+    body = data[_HEADER.size : _HEADER.size + length]
+    if body.size != length:
+        raise ValueError(f"a delta is torn: {body.size} bytes instead of {length}")
     if deflated:
         body = _inflated(body, size)
     if body.size != size or (form == RAW and size != num_bytes):
@@ -165,6 +173,21 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
     if len(places) != num_changed or (num_changed and places[-1] >= len(words)):
         raise ValueError(f"a delta is torn: {len(places)} places for {num_changed} elements of {len(words)}")
     words[places] += _differences(body[table_bytes:], words.dtype)
+
+
+def _payload(
+    form: int,
+    element_bytes: int,
+    deflated: bool,
+    num_bytes: int,
+    num_changed: int,
+    table_bytes: int,
+    size: int,
+    rest: np.ndarray,
+) -> torch.Tensor:
+    """The header's numbers and what follows them, uint8 [bytes]."""
+    header = _HEADER.pack(form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size, rest.nbytes)
+    return torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), rest.view(np.uint8)]))
 
 
 def _words(content: torch.Tensor, element_bytes: int) -> np.ndarray:

@@ -1,9 +1,11 @@
-"""What a worker keeps of a transport between two syncs: mapped rings, and its group with the trainer ranks."""
+"""What a worker keeps of a transport between two syncs: mapped rings, its group with the trainer ranks, and what a
+difference is added to."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from megarl.sync.delta import TakenParts
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
 from megarl.sync.ring import Ring, RingReceiver
@@ -19,6 +21,7 @@ class Link:
         self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
         self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and meeting
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
+        self._parts: TakenParts | None = None
 
     def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
         """Raises SyncError where the other end is not there in time."""
@@ -37,13 +40,21 @@ class Link:
         if leader != engine:
             return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
         group = self._met(manifest, engine, manifest.layout.ranks + worker)
-        return PointToPointReceiver(ring, stream, group, manifest, manifest.followers[engine], self._part)
+        if manifest.wire == "delta" and (self._parts is None or self._parts.stream is not stream):
+            self._parts = TakenParts(stream)
+        followers = manifest.followers[engine]
+        return PointToPointReceiver(ring, stream, group, manifest, followers, self._part, self._parts)
+
+    def completed(self, version: int) -> None:
+        """All of a version has been read and verified."""
+        if self._parts is not None:
+            self._parts.version = version
 
     def close(self) -> None:
         if self._ring is not None:
             self._ring[1].close()
         self._part()
-        self._ring = self._store = None
+        self._ring = self._store = self._parts = None
 
     def _mapped(self, name: str, num_writers: int, manifest: WeightManifest, stream: Stream, owner: bool) -> Ring:
         key = (name, stream.capacity, manifest.num_engines)

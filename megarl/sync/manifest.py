@@ -33,7 +33,8 @@ class WeightManifest:
     buckets of each worker number in shared memory.
 
     Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number: `leaders`,
-    which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again.
+    which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
+    `wire` "delta" messages are differences to version `base`, which every leading engine took, or whole where it is None.
     """
 
     version: int
@@ -53,6 +54,8 @@ class WeightManifest:
     store: tuple[str, int]
     leaders: tuple[int, ...]
     meetings: tuple[int, ...]
+    wire: str
+    base: int | None
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -12,6 +12,9 @@ Messages of a pair arrive in the order in which they were sent, with or without 
 order of (bucket, worker), a worker posts its own in that of (bucket, rank): both agree with the one order of (bucket,
 worker, rank). So where a member's messages wait for each other, as NCCL's do, the first that is not through is the next one
 at both of its ends, and goes through as soon as its bucket is read.
+
+With `wire = delta` a message is a part's difference to the last one (see `delta.py`): as a rule much shorter than the memory
+that the receiver has ready for it, which gloo allows.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch.distributed as dist
 
 from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
+from megarl.sync.delta import SentParts, TakenParts
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.stream import Part, Stream
@@ -62,12 +66,16 @@ def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, memb
 class PointToPointSender:
     """A trainer rank's end, in two buckets for all streams."""
 
-    def __init__(self, streams: Sequence[Stream], rank: int, store: dist.TCPStore, on_device: bool) -> None:
-        self._streams, self._rank, self._store = streams, rank, store
+    def __init__(
+        self, streams: Sequence[Stream], rank: int, store: dist.TCPStore, on_device: bool, parts: SentParts | None = None
+    ) -> None:
+        """`parts` makes differences of what is sent."""
+        self._streams, self._rank, self._store, self._parts = streams, rank, store, parts
         size = NUM_BUCKETS * max(stream.capacity for stream in streams)
         memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
         self.buckets = memory.view(NUM_BUCKETS, -1)
-        self._sending: list[list[tuple[int, str, Any]]] = [[] for _ in range(NUM_BUCKETS)]  # engine, what, and work of each
+        # Engine, what, work and memory of each message: gloo does not hold the memory.
+        self._sending: list[list[tuple[int, str, Any, torch.Tensor]]] = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0
         self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine: which meeting, and the group
         self._manifest: WeightManifest
@@ -77,6 +85,8 @@ class PointToPointSender:
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
         self._sending = [[] for _ in range(NUM_BUCKETS)]
+        if self._parts is not None:
+            self._parts.begin(manifest)
         for engine in manifest.leading:
             if engine not in self._groups or self._groups[engine][0] != manifest.meetings[engine]:
                 self._leave(engine)
@@ -88,12 +98,17 @@ class PointToPointSender:
     def room(self, worker: int, bucket: int) -> torch.Tensor:
         self._turn = (self._turn + 1) % NUM_BUCKETS
         self._wait(self._turn)
-        return self.buckets[self._turn, : self._streams[worker].capacity]
+        memory = self.buckets[self._turn, : self._streams[worker].capacity]
+        if self._parts is not None:
+            memory.zero_()  # what lies between pieces is no difference
+        return memory
 
     def send(self, worker: int, bucket: int) -> None:
         part = self._streams[worker].part(bucket, self._rank)
         assert part is not None, f"rank {self._rank} has nothing in bucket {bucket} of worker {worker}"
         content = self.buckets[self._turn, part.start : part.end]
+        if self._parts is not None:
+            content = self._parts.message(worker, bucket, part, content)
         for engine in self._manifest.leading:
             if engine in self._groups and engine not in self.lost:
                 member = self._manifest.layout.ranks + worker
@@ -103,7 +118,7 @@ class PointToPointSender:
                 except RuntimeError as error:
                     self._lose(engine, f"{what}: {error}")
                     continue
-                self._sending[self._turn].append((engine, what, work))
+                self._sending[self._turn].append((engine, what, work, content))
                 self.sent_bytes += len(content)
 
     def finish(self) -> None:
@@ -123,7 +138,7 @@ class PointToPointSender:
         self.abort()
 
     def _wait(self, turn: int) -> None:
-        for engine, what, work in self._sending[turn]:
+        for engine, what, work, _ in self._sending[turn]:
             if engine in self.lost:
                 continue
             try:
@@ -154,21 +169,26 @@ class PointToPointReceiver:
         manifest: WeightManifest,
         followers: Sequence[int],
         part: Callable[[], None],
+        parts: TakenParts | None = None,
     ) -> None:
-        """`part` leaves the group."""
+        """`part` leaves the group; `parts` makes the content of messages that are differences."""
+        self._parts = parts
         self._ring, self._stream, self._group, self._manifest, self._part = ring, stream, group, manifest, part
         self._relay = RingSender([ring], [stream], 0, manifest.timeout_s, None)
         self._relay.begin_for(manifest.session, followers)
         self._released = 0
-        self._posted: list[list[tuple[Part, Any]]] = []  # of each bucket that messages may come into
+        # Of each bucket that messages may come into: its parts, and the memory and the work of each message.
+        self._posted: list[list[tuple[Part, torch.Tensor, Any]]] = []
 
     def take(self, bucket: int) -> torch.Tensor:
+        if self._parts is not None and bucket == 0:
+            self._parts.begin(self._manifest)
         if bucket == len(self._posted):
             self._relay.room(0, bucket)
             self._post()
-        for part, work in self._posted[bucket]:
-            self._finished(part, work, bucket)
-        self._posted[bucket] = []
+        for number, message in enumerate(self._messages(bucket)):
+            if self._parts is not None:
+                self._parts.put(message, bucket, number, self._ring.bucket(bucket))
         self._relay.send(0, bucket)
         self._post_ahead()
         return self._ring.bucket(bucket)
@@ -194,12 +214,20 @@ class PointToPointReceiver:
         bucket = len(self._posted)
         memory = self._ring.bucket(bucket)
         works = []
-        for part in self._stream.parts[bucket]:
+        for number, part in enumerate(self._stream.parts[bucket]):
+            message = memory[part.start : part.end] if self._parts is None else self._parts.room(bucket, number)
             try:
-                works.append((part, self._group.receive(memory[part.start : part.end], part.source_rank, bucket)))
+                works.append((part, message, self._group.receive(message, part.source_rank, bucket)))
             except RuntimeError as error:
                 raise self._failure(part, bucket, error) from error
         self._posted.append(works)
+
+    def _messages(self, bucket: int) -> list[torch.Tensor]:
+        """The messages of a bucket, once they are there; their works are let go, which would keep a group alive."""
+        posted, self._posted[bucket] = self._posted[bucket], []
+        for part, _, work in posted:
+            self._finished(part, work, bucket)
+        return [message for _, message, _ in posted]
 
     def _finished(self, part: Part, work: Any, bucket: int) -> None:
         try:

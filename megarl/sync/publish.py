@@ -19,6 +19,7 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.order import copy_order
+from megarl.sync.delta import Bases, SentParts
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
@@ -42,14 +43,18 @@ class SyncSettings:
     mode: str = "reshard"
     transport: str = "shared_memory"
     host: str = "127.0.0.1"  # of rank 0, as engines reach it
+    wire: str = "full"  # or "delta", with transport "gloo"
 
 
 class Streamed(NamedTuple):
-    """What one rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up and why."""
+    """What one rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up and why; and
+    where differences travel, how many of the bytes before that were others than the last time."""
 
     pack_s: float
     sent_bytes: int
     lost: dict[int, str]
+    changed_bytes: int = 0
+    content_bytes: int = 0
 
 
 class EngineFacts(NamedTuple):
@@ -110,6 +115,8 @@ class WeightSync:
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
+        self._parts = SentParts(self._streams) if settings.wire == "delta" else None
+        self._bases = Bases()
         self._starts = [0] * settings.num_engines
         self._meetings = [0] * settings.num_engines
         self._names = self._agree_on_names(run_id)
@@ -135,14 +142,19 @@ class WeightSync:
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
         figures: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
+        changed_bytes = content_bytes = 0
         while wanted:
             attempt += 1
             manifest = self._from_first(partial(self._begin, version, attempt, wanted))
             done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
             pack_s += max(streamed.pack_s for streamed in done)
             sent_bytes += sum(streamed.sent_bytes for streamed in done)
-            wanted, figures = self._from_first(partial(self._finish, done))
+            changed_bytes += sum(streamed.changed_bytes for streamed in done)
+            content_bytes += sum(streamed.content_bytes for streamed in done)
+            wanted, figures = self._from_first(partial(self._finish, manifest, done))
         bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
+        if self._parts is not None:
+            figures["sync/changed_share"] = changed_bytes / content_bytes
         return figures | {
             "sync/bound_bytes": bound,
             "sync/sent_bytes": sent_bytes,
@@ -184,7 +196,7 @@ class WeightSync:
             self._sender = RingSender(rings, self._streams, self._rank, settings.timeout_s, watch)
             return address
         store = open_store(settings.host, address[1], settings.timeout_s, owner)
-        self._sender = PointToPointSender(self._streams, self._rank, store, on_device)
+        self._sender = PointToPointSender(self._streams, self._rank, store, on_device, self._parts)
         return settings.host, store.port
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -202,6 +214,8 @@ class WeightSync:
             if attempt > 1 or facts[engine].starts != self._starts[engine] or not self._meetings[engine]:
                 self._meetings[engine] = self._session
             self._starts[engine] = facts[engine].starts
+        leaders = _leaders(facts, wanted)
+        leading = sorted({leaders[engine] for engine in wanted})
         manifest = WeightManifest(
             version=version,
             attempt=attempt,
@@ -218,14 +232,16 @@ class WeightSync:
             num_engines=self._settings.num_engines,
             transport=self._settings.transport,
             store=self._store_address,
-            leaders=_leaders(facts, wanted),
+            leaders=leaders,
             meetings=tuple(self._meetings),
+            wire=self._settings.wire,
+            base=self._bases.begin(attempt, leading, self._starts),
         )
         if self._engines is not None:
             self._engines.begin(manifest)
         return manifest
 
-    def _finish(self, done: Sequence[Streamed]) -> tuple[tuple[int, ...], dict[str, float]]:
+    def _finish(self, manifest: WeightManifest, done: Sequence[Streamed]) -> tuple[tuple[int, ...], dict[str, float]]:
         """Rank 0: who must be served again, and the figures."""
         lost = [(rank, engine, why) for rank, streamed in enumerate(done) for engine, why in streamed.lost.items()]
         for _, engine, _ in lost:
@@ -239,6 +255,8 @@ class WeightSync:
             for rank, engine, why in lost:
                 error.add_note(f"trainer rank {rank} gave up engine {engine}: {why}")
             raise
+        received = [engine for engine in manifest.leading if engine not in again]
+        self._bases.finish(manifest.version, received, self._starts)
         figures["sync/total_s"] = time.perf_counter() - self._begun
         return again, figures | {"sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._sender.buckets)}
 
@@ -263,13 +281,14 @@ class WeightSync:
                         memory = self._sender.room(worker, bucket)
                         begun = time.perf_counter()
                         self._pack(manifest.version, worker, part, matrices, bucket, memory)
-                        pack_s += time.perf_counter() - begun
                         self._sender.send(worker, bucket)
+                        pack_s += time.perf_counter() - begun
             self._sender.finish()
         except BaseException:
             self._sender.abort()
             raise
-        return Streamed(pack_s, self._sender.sent_bytes, dict(self._sender.lost))
+        sent, parts = (self._sender.sent_bytes, dict(self._sender.lost)), self._parts
+        return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
 
     @torch.no_grad()
     def _pack(self, version: int, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor) -> None:

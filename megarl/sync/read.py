@@ -66,6 +66,7 @@ class StreamReader:
             for bucket in range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
+            self._link.completed(manifest.version)
             complete = True
         finally:
             if not complete:
