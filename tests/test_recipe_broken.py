@@ -407,6 +407,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("weight_sync", {"transport": "shared_memory", "wire": "delta"})),
         {"weight_sync.wire": "weight_sync.transport: gloo"},
     ),
+    "a sample of weights that no GPU gets": (
+        edited(("weight_sync", {"transport": "gloo", "verify": "sampled"})),
+        {"weight_sync.verify": "nothing does"},
+    ),
     "unknown kinds": (
         edited(("data.prompts.kind", "json"), ("reward.0.kind", "last_numbers"), ("reward.1.kind", ...)),
         {"data.prompts.kind": "jsonl", "reward.0.kind": "last_number", "reward.1.kind": "required"},

@@ -46,8 +46,8 @@ class Case(NamedTuple):
         """Bring a model as the next version; `mutation` changes what worker 0 gets. Raises what the worker raised."""
         sync, pack = self.publisher.sync, type(self.publisher.sync)._pack
 
-        def pack_wrong(version: int, worker: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
-            pack(sync, version, worker, part, matrices, bucket, memory)
+        def pack_wrong(manifest: Any, worker: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
+            pack(sync, manifest, worker, part, matrices, bucket, memory)
             if mutation is not None and worker == 0:
                 mutation(bucket, memory)
 
@@ -67,11 +67,12 @@ class Case(NamedTuple):
             assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+@pytest.fixture(scope="module", params=["shared_memory", "cuda_ipc"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """With the checksums of a host, and with those of a device."""
     folder = tmp_path_factory.mktemp("models")
     models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
-    publisher = Publisher(models[0], tensor=2, bucket_bytes=BUCKET_BYTES, timeout_s=30.0)
+    publisher = Publisher(models[0], tensor=2, bucket_bytes=BUCKET_BYTES, timeout_s=30.0, transport=request.param)
     engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
     yield Case(publisher, engines, models)
     engines.close()

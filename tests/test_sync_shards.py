@@ -48,7 +48,8 @@ def publish_and_read(
     rank, dtype = dist.get_rank(), PRECISIONS[precision]
     shape = ModelShape.from_directory(first)
     engines = len(nodes)
-    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0, transport=transport)
+    verify = "sampled" if transport == "nccl" else "all"
+    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0, transport=transport, verify=verify)
     run_id = Path(first).parent.name
     sync = WeightSync(shape, layout, settings, run_id, rank, dist.group.WORLD)
     readers = ThreadEngines(shape, rollout, engines) if rank == 0 else None

@@ -45,6 +45,9 @@ def device_transport(recipe: Recipe) -> Violations:
     if transport in DEVICE_TRANSPORTS and importlib.metadata.version("torch").endswith("+cpu"):
         rule = "weights travel between GPUs, and the torch that is installed here knows none"
         yield Violation("weight_sync.transport", transport, rule, "auto")
+    if recipe.weight_sync.verify == "sampled" and transport not in ("auto", *DEVICE_TRANSPORTS):
+        rule = f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {transport} nothing does"
+        yield Violation("weight_sync.verify", "sampled", rule, "all")
 
 
 def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:

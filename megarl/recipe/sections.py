@@ -473,6 +473,9 @@ class WeightSyncSection(Section):
     """`full` sends weights as they are. `delta` sends what changed since the version before, bit for bit: for links slower
     than a core finds the differences, about 1 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what it
     sends, and a worker of what it receives, in the host's memory."""
+    verify: Literal["all", "sampled"] = "all"
+    """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
+    version others, and always the first of what one rank wrote into a bucket. Elsewhere all are. Not yet run on a GPU."""
     bucket_bytes: Positive = 4194304
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""

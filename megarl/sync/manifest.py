@@ -29,8 +29,8 @@ class WeightManifest:
     """One version on its way; plain types, so that it travels as JSON.
 
     `attempt` counts, from 1, how often it was sent; `session` is new with each attempt of any version. `engines` take part
-    in it, of `num_engines` in all, each cut as `rollout` says; `mode` and `transport` are the recipe's. `rings` names the
-    buckets of each worker number in shared memory.
+    in it, of `num_engines` in all, each cut as `rollout` says; `mode`, `transport` and `verify` are the recipe's. `rings`
+    names the buckets of each worker number in shared memory.
 
     Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number: `leaders`,
     which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
@@ -51,6 +51,7 @@ class WeightManifest:
     engines: tuple[int, ...]
     num_engines: int
     transport: str
+    verify: str
     store: tuple[str, int]
     leaders: tuple[int, ...]
     meetings: tuple[int, ...]

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
+from megarl.platform import current as device
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.reshard.megatron import megatron_segments
+from megarl.reshard.megatron import parameter_sizes
 from megarl.reshard.order import copy_order
+from megarl.sync.checks import open_checks
 from megarl.sync.delta import Bases, SentParts
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
-from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece, Stream, checksum
+from megarl.sync.stream import Part, Piece, Stream
 from megarl.sync.transport import TRANSPORTS, Sender
 
 Value = TypeVar("Value")
@@ -44,6 +45,7 @@ class SyncSettings:
     transport: str = "shared_memory"
     host: str = "127.0.0.1"  # of rank 0, as engines reach it
     wire: str = "full"  # or "delta", with transport "gloo"
+    verify: str = "all"  # or "sampled", where buckets lie on a device
 
 
 class Streamed(NamedTuple):
@@ -107,7 +109,7 @@ class WeightSync:
             raise ValueError(f"weight sync in {settings.dtype} is not supported; one of {list(PRECISIONS.values())} is")
         self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
         self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
-        self._held = {s.parameter for s in megatron_segments(shape, layout) if s.rank == rank}
+        self._held = set(parameter_sizes(shape, layout, rank))
         workers, itemsize = settings.rollout.workers, settings.dtype.itemsize
         orders = [copy_order(self._plan, worker, worker, workers) for worker in range(workers)]
         self._streams = [Stream.of(self._plan, order, itemsize, settings.bucket_bytes) for order in orders]
@@ -231,6 +233,7 @@ class WeightSync:
             engines=wanted,
             num_engines=self._settings.num_engines,
             transport=self._settings.transport,
+            verify=self._settings.verify,
             store=self._store_address,
             leaders=leaders,
             meetings=tuple(self._meetings),
@@ -280,7 +283,7 @@ class WeightSync:
                     if part is not None:
                         memory = self._sender.room(worker, bucket)
                         begun = time.perf_counter()
-                        self._pack(manifest.version, worker, part, matrices, bucket, memory)
+                        self._pack(manifest, worker, part, matrices, bucket, memory)
                         self._sender.send(worker, bucket)
                         pack_s += time.perf_counter() - begun
             self._sender.finish()
@@ -291,21 +294,23 @@ class WeightSync:
         return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
 
     @torch.no_grad()
-    def _pack(self, version: int, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor) -> None:
+    def _pack(
+        self, manifest: WeightManifest, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor
+    ) -> None:
         """Cast and copy a part's boxes into the bucket, each with its checksum."""
         pieces = self._pieces.get((worker, bucket))
         if pieces is None:
             pieces = self._pieces[worker, bucket] = self._streams[worker].at_source(self._plan, part)
-        content, checks = memory.numpy(), []
+        checks = open_checks(memory, manifest, bucket)
         elements, itemsize = memory.view(self._settings.dtype), self._settings.dtype.itemsize
-        for _, parameter, row, col, rows, cols, start, end, _ in pieces:
+        for piece in pieces:
+            _, parameter, row, col, rows, cols, start, end, _ = piece
             box = matrices[parameter][row : row + rows]
             if box.shape[1] != cols:
                 box = box[:, col : col + cols]
             elements[start // itemsize : end // itemsize].view(rows, cols).copy_(box)
-            checks.append(checksum(content[start:end], version, bucket))
-        table = pieces[0].check  # one behind the other
-        content[table : table + CHECKSUM_BYTES * len(checks)].view(np.uint64)[:] = checks
+            checks.add(piece)
+        checks.close()
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
@@ -361,8 +366,10 @@ def _leaders(facts: Sequence[EngineFacts], engines: Sequence[int]) -> tuple[int,
 def memcpy_bytes_per_s(buckets: torch.Tensor) -> float:
     """Rate at which this process copies one idle bucket onto the other: what a transfer is measured by."""
     first, second = buckets[0], buckets[1]
+    device.settle()
     begun = time.perf_counter()
     second.copy_(first)
+    device.settle()
     return len(first) / (time.perf_counter() - begun)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import torch
 from megarl.family import ModelShape
 from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
+from megarl.sync.checks import open_checks
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
-from megarl.sync.stream import CHECKSUM_BYTES, Piece, Stream, checksum
+from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
 
 
@@ -84,19 +84,22 @@ class StreamReader:
         begun = time.perf_counter()
         memory = end.take(bucket)
         figures, dtype = self.figures, DTYPES[manifest.precision]
-        elements, content = memory.view(dtype), memory.numpy()
+        elements = memory.view(dtype)
         boxes = self._boxes.get(bucket)
         if boxes is None:
             boxes = self._boxes[bucket] = self._stream.at_destination(self._plan, bucket)
-        figures.wait_s += time.perf_counter() - begun
+        taken = time.perf_counter()
+        checks = open_checks(memory, manifest, bucket)
+        checks.expect([piece for _, parts in boxes for piece in parts])
+        figures.wait_s += taken - begun
+        figures.verify_s += time.perf_counter() - taken
         for whole, parts in boxes:
             begun = time.perf_counter()
-            for piece in parts:
-                sent = int.from_bytes(content[piece.check : piece.check + CHECKSUM_BYTES].data, sys.byteorder)
-                if checksum(content[piece.start : piece.end], manifest.version, bucket) != sent:
-                    box = self._plan.describe(self._stream.copy[piece.number])
-                    where = f"bucket {bucket} of {self._stream.num_buckets}"
-                    raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {box}")
+            wrong = checks.wrong(parts)
+            if wrong is not None:
+                box = self._plan.describe(self._stream.copy[wrong.number])
+                where = f"bucket {bucket} of {self._stream.num_buckets}"
+                raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {box}")
             figures.verify_s += time.perf_counter() - begun
             figures.received_bytes += sum(piece.end - piece.start for piece in parts)
             memory = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]

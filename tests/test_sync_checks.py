@@ -1,0 +1,175 @@
+"""Laws of the checksums, of buckets on a host and on a device, whose arithmetic is the same on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from megarl.sync import checks
+from megarl.sync.checks import SAMPLE, DeviceChecks, HostChecks
+from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece
+
+pytestmark = pytest.mark.sync
+
+VERSION, BUCKET = 7, 3
+SIZES = [[640, 128, 3008, 64], [2, 1000, 126] + [192] * 60]  # bytes of the pieces of two parts
+KINDS: dict[str, Callable[..., HostChecks | DeviceChecks]] = {
+    "host": HostChecks,
+    "device": partial(DeviceChecks, sampled=False),
+    "sampled": partial(DeviceChecks, sampled=True),
+}
+Parts = list[list[Piece]]
+
+
+def parts_of_a_bucket() -> tuple[Parts, int]:
+    """Pieces as a stream lays them out, and the bytes that they take."""
+    parts: Parts = []
+    end = number = 0
+    for sizes in SIZES:
+        places = []
+        for size in sizes:
+            places.append((end, end + size))
+            end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
+        table = [end + CHECKSUM_BYTES * position for position in range(len(sizes))]
+        end = -(-(end + CHECKSUM_BYTES * len(sizes)) // ALIGNMENT) * ALIGNMENT
+        rows = enumerate(zip(places, table, strict=True), start=number)
+        parts.append([Piece(position, "p", 0, 0, 1, 1, *place, check) for position, (place, check) in rows])
+        number += len(sizes)
+    return parts, end
+
+
+def written(kind: str, version: int = VERSION, bucket: int = BUCKET) -> tuple[torch.Tensor, Parts]:
+    """A bucket of random bytes with its checksums."""
+    parts, size = parts_of_a_bucket()
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for part in parts:
+        seal = KINDS[kind](memory, version, bucket)
+        for piece in part:
+            seal.add(piece)
+        seal.close()
+    return memory, parts
+
+
+def wrong(kind: str, memory: torch.Tensor, parts: Parts, version: int = VERSION, bucket: int = BUCKET) -> list[int]:
+    """Numbers of the pieces that a reader finds wrong."""
+    check = KINDS[kind](memory, version, bucket)
+    pieces = [piece for part in reversed(parts) for piece in part]
+    check.expect(pieces)
+    found = [check.wrong([piece]) for piece in pieces]
+    return sorted(piece.number for piece in found if piece is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_written_passes_under_its_own_version_and_bucket_alone(kind: str) -> None:
+    memory, parts = written(kind)
+    assert wrong(kind, memory, parts) == []
+    firsts = {part[0].number for part in parts}
+    assert firsts <= set(wrong(kind, memory, parts, version=VERSION - 1))
+    assert firsts <= set(wrong(kind, memory, parts, bucket=BUCKET + 2))
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_one_flipped_bit_anywhere_is_found_in_its_piece(kind: str) -> None:
+    memory, parts = written(kind)
+    for part in parts:
+        for piece in part[:5]:
+            for byte in (piece.start, (piece.start + piece.end) // 2, piece.end - 1):
+                for bit in (1, 128):
+                    memory[byte] ^= bit
+                    assert wrong(kind, memory, parts) == [piece.number]
+                    memory[byte] ^= bit
+    assert wrong(kind, memory, parts) == []
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("width", [2, 4, 8, 64])
+def test_elements_and_words_that_changed_places_are_found(kind: str, width: int) -> None:
+    memory, parts = written(kind)
+    for first, second in ((0, 1), (0, 7), (2, 6)):
+        one, two = (parts[0][2].start + width * place for place in (first, second))
+        moved = memory.clone()
+        moved[one : one + width], moved[two : two + width] = memory[two : two + width], memory[one : one + width]
+        assert wrong(kind, moved, parts) == [2]
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_signs_that_flip_in_pairs_do_not_cancel(kind: str) -> None:
+    """A sum of words that are only weighted loses them: twice the highest bit is nothing modulo 2**64."""
+    memory, parts = written(kind)
+    piece = parts[0][2]
+    for other in range(1, 40):
+        for byte in (7, 8 * other + 7):
+            memory[piece.start + byte] ^= 128
+        assert wrong(kind, memory, parts) == [piece.number]
+        for byte in (7, 8 * other + 7):
+            memory[piece.start + byte] ^= 128
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_was_not_written_again_is_found(kind: str) -> None:
+    """Whole, with the checksums of the version before."""
+    old, parts = written(kind, version=VERSION - 1)
+    memory, _ = written(kind)
+    start, end = parts[1][0].start, len(memory)
+    memory[start:end] = old[start:end]
+    found = wrong(kind, memory, parts)
+    assert parts[1][0].number in found and not {piece.number for piece in parts[0]} & set(found)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_two_pieces_that_changed_places_with_their_checksums_are_found_on_a_device(kind: str) -> None:
+    """On a host nothing depends on the place in the bucket: a box in the wrong place is for the plan to exclude."""
+    memory, parts = written(kind)
+    one, two = parts[1][10], parts[1][20]
+    for a, b in (((one.start, one.end), (two.start, two.end)), ((one.check, one.check + 8), (two.check, two.check + 8))):
+        kept = memory[slice(*a)].clone()
+        memory[slice(*a)] = memory[slice(*b)]
+        memory[slice(*b)] = kept
+    assert wrong(kind, memory, parts) == ([] if kind == "host" else [one.number, two.number])
+
+
+def test_a_sample_is_one_of_sixteen_another_one_in_each_version_and_both_ends_choose_alike() -> None:
+    memory, parts = written("sampled")
+    chosen = []
+    for version in range(1, 201):
+        check = DeviceChecks(memory, version, BUCKET, sampled=True)
+        at_reader = check._chosen(sorted((piece for part in parts for piece in part), key=lambda piece: piece.start))
+        assert at_reader == [piece for part in parts for piece in check._chosen(part)]
+        chosen.append({piece.number for piece in at_reader})
+    others = len(parts[0]) + len(parts[1]) - len(parts)
+    share = sum(len(one) - len(parts) for one in chosen) / (others * len(chosen))
+    assert 0.8 / SAMPLE < share < 1.2 / SAMPLE
+    assert set.union(*chosen) == {piece.number for part in parts for piece in part}
+
+
+def test_a_sum_does_not_depend_on_how_the_words_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, parts = written("device")
+    monkeypatch.setattr(checks, "CHUNK_WORDS", 37)
+    assert wrong("device", memory, parts) == []
+    assert wrong("device", memory.roll(8), parts)
+
+
+def test_a_word_is_mixed_one_to_one() -> None:
+    """In the last step too: a shift that repeats the sign would make one word of two."""
+    memory = torch.zeros(16, dtype=torch.uint8)
+    check = DeviceChecks(memory, VERSION, BUCKET, sampled=False)
+    words = memory.view(torch.int64)
+    seen = set()
+    for value in [*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))]:
+        words[1] = value
+        seen.add(int(check._mixed(0, 2)[1]))
+        assert int(check._mixed(0, 2)[1]) == _by_hand(value, check._seed)
+    assert len(seen) == len({*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))})
+
+
+def _by_hand(value: int, seed: int) -> int:
+    """splitmix64 of the word at place 1, with Python's whole numbers."""
+    mask = (1 << 64) - 1
+    mixed = ((0x9E3779B97F4A7C15 + seed) & mask) ^ (value & mask)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+    mixed ^= mixed >> 31
+    return mixed - (1 << 64) if mixed >> 63 else mixed
