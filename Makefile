@@ -19,17 +19,17 @@ quickstart: setup
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN)
 	.venv/bin/megarl report runs/$(RUN)
 
-# Two streams, as these files need one process and the others several: without it one of two cores would often have nothing to do.
-LIGHT := $(wildcard $(patsubst %,tests/test_%_*.py,algorithm data family planner recipe reshard schedule)) \
-	$(patsubst %,tests/test_estimate_%.py,attention flops rollout) tests/test_telemetry.py \
-	$(patsubst %,tests/test_sync_%.py,checkpoint_mode codec conformance docs mutations scale stream whole)
+# Two streams, as one alone would often leave one of two cores with nothing to do. The tests of engines of vLLM come first in
+# theirs, beside the tests of Megatron's engines: whole runs, at the end of the other stream, start engines of their own.
+BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync reward schedule reshard algorithm data family planner recipe)) \
+	$(patsubst %,tests/test_estimate_%.py,attention flops rollout) tests/test_telemetry.py
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup
-	@log=$$(mktemp); $(PYTEST) $(CHOSEN) $(LIGHT) > $$log 2>&1 & light=$$!; \
-	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(LIGHT)); heavy=$$?; \
-	wait $$light; light=$$?; cat $$log; rm $$log; \
-	[ $$heavy -eq 0 ] && [ $$light -eq 0 ]
+	@log=$$(mktemp); $(PYTEST) $(CHOSEN) $(BESIDE) > $$log 2>&1 & beside=$$!; \
+	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(BESIDE)); main=$$?; \
+	wait $$beside; beside=$$?; cat $$log; rm $$log; \
+	[ $$main -eq 0 ] && [ $$beside -eq 0 ]
 
 # The engine and platform tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
 # directory of its own, ahead of .venv on the path of the tests and of every rank that they start. Of the layout matrix it

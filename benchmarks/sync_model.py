@@ -47,9 +47,9 @@ class Cluster:
         return self.nvlink if same_node else self.nic
 
     @classmethod
-    def machine(cls, write: float, read: float, latency: float) -> Cluster:
-        """Processes that share memory."""
-        return cls(1, write, write, float("inf"), read, latency, shared_memory=True)
+    def machine(cls, write: float, read: float, latency: float, shared_memory: bool = True) -> Cluster:
+        """Processes of one machine."""
+        return cls(1, write, write, float("inf"), read, latency, shared_memory)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,24 @@
-"""How fast are the two ends of a sync through shared memory on this machine? Of the simplest one: one rank to one worker.
+"""How long does a sync take on this machine, by the real code of both ends, each in a process of its own?
 
-The real code of both ends, each in a process of its own, because a bucket that goes from one core to another costs more than
-one that stays. Processor seconds, so that waits and other programs do not count; the least of some rounds.
+Ranks pack and send, workers verify and copy into memory of the sizes of their parameters; no engine runs. Of the simplest
+case, one rank to one worker, come the rates of both ends: processor seconds, so that waits and other programs do not count.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' rank processes
 
 import torch
+import torch.distributed as dist
 
 from megarl.family import ModelShape
 from megarl.reshard import megatron, vllm
@@ -19,65 +26,125 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
+from tests.ranks import run_ranks
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 TIMEOUT_S = 120.0
 
 
-class _Worker:
-    """The engine, seen from the rank: another process that answers with the processor seconds it took."""
+class Sync(NamedTuple):
+    """What is measured: a model, how both ends are cut, engines, transport, bytes of a weight and of a bucket."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.seconds: list[float] = []
+    shape: ModelShape
+    trainer: Layout
+    rollout: RolloutLayout
+    engines: int
+    transport: str
+    itemsize: int
+    bucket_bytes: int
+
+
+class Measured(NamedTuple):
+    """The least of all rounds: seconds from the order to receive until the last worker has all in place, and the processor
+    seconds of all ranks and of all workers."""
+
+    seconds: float
+    rank_work: float
+    worker_work: float
+
+
+class _Workers:
+    """Engines of the trainer's rank 0: a process for each of their workers."""
+
+    def __init__(self, sync: Sync) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.ended: list[tuple[float, float]] = []  # (seconds, processor seconds of all workers) of each version
+        self._connections, self._processes = [], []
+        for engine in range(sync.engines):
+            for worker in range(sync.rollout.workers):
+                mine, its = spawn.Pipe()
+                process = spawn.Process(target=_read, args=(its, sync, engine, worker), daemon=True)
+                process.start()
+                self._connections.append(mine)
+                self._processes.append(process)
+        for connection in self._connections:
+            connection.recv()  # it has made its memory
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
-        return [EngineFacts("here", 1)]
+        return [EngineFacts("here", 1) for _ in engines]
 
     def begin(self, manifest: WeightManifest) -> None:
-        self._connection.send(manifest.as_dict())
+        self._begun = time.perf_counter()
+        for connection in self._connections:
+            connection.send(manifest.as_dict())
 
     def failed(self) -> Sequence[int]:
         return ()
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        self.seconds.append(self._connection.recv())
+        work = [connection.recv() for connection in self._connections]
+        self.ended.append((time.perf_counter() - self._begun, sum(work)))
         return (), {}
 
+    def close(self) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.send(None)
+            process.join(TIMEOUT_S)
 
-def measured_rates(shape: ModelShape, itemsize: int, bucket_bytes: int, rounds: int = 8) -> tuple[float, float]:
+
+def measured(sync: Sync, rounds: int = 8) -> Measured:
+    """One sync, `rounds` times after one that warms up."""
+    answers = run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)
+    work, ended = [answer[0] for answer in answers], answers[0][1]
+    rank_work = [sum(one) for one in zip(*work, strict=True)]
+    return Measured(min(seconds for seconds, _ in ended), min(rank_work), min(seconds for _, seconds in ended))
+
+
+def measured_rates(
+    shape: ModelShape, itemsize: int, bucket_bytes: int, transport: str, rounds: int = 8
+) -> tuple[float, float]:
     """(write, read): bytes a second of a rank that packs and checksums, and of a worker that verifies and copies."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, its = spawn.Pipe()
-    process = spawn.Process(target=_read, args=(its, shape, itemsize), daemon=True)
-    process.start()
+    found = measured(Sync(shape, Layout(), RolloutLayout(), 1, transport, itemsize, bucket_bytes), rounds)
+    sizes = vllm.parameter_sizes(shape, RolloutLayout(), 0).values()
+    num_bytes = itemsize * sum(rows * columns for rows, columns in sizes)
+    return num_bytes / found.rank_work, num_bytes / found.worker_work
+
+
+def _publish(sync: Sync, rounds: int) -> tuple[list[float], list[tuple[float, float]]]:
+    """On a rank: its processor seconds in each round, and on rank 0 what `_Workers.ended` says."""
     torch.set_num_threads(1)
-    dtype, worker = DTYPES[itemsize], _Worker(mine)
-    sizes = megatron.parameter_sizes(shape, Layout(), 0)
+    rank, group = int(os.environ["RANK"]), None
+    if sync.trainer.ranks > 1:
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    sizes = megatron.parameter_sizes(sync.shape, sync.trainer, rank)
+    dtype = DTYPES[sync.itemsize]
     parameters = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
-    settings = SyncSettings(dtype, RolloutLayout(), 1, bucket_bytes, TIMEOUT_S)
-    sync = WeightSync(shape, Layout(), settings, "rates", 0, None)
-    seconds = []
+    settings = SyncSettings(dtype, sync.rollout, sync.engines, sync.bucket_bytes, TIMEOUT_S, transport=sync.transport)
+    weights = WeightSync(sync.shape, sync.trainer, settings, "rates", rank, group)
+    workers = _Workers(sync) if rank == 0 else None
+    work = []
     try:
-        for version in range(1, rounds + 1):
+        for version in range(1, rounds + 2):
             began = time.process_time()
-            figures = sync.publish(version, parameters, worker)
-            seconds.append(time.process_time() - began)
+            weights.publish(version, parameters, workers)
+            work.append(time.process_time() - began)
     finally:
-        mine.send(None)
-        process.join(TIMEOUT_S)
-        sync.close()
-    return figures["sync/bound_bytes"] / min(seconds), figures["sync/bound_bytes"] / min(worker.seconds)
+        if workers is not None:
+            workers.close()
+        weights.close()
+    return work[1:], workers.ended[1:] if workers is not None else []
 
 
-def _read(connection: Connection, shape: ModelShape, itemsize: int) -> None:
+def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     torch.set_num_threads(1)
-    reader = StreamReader(shape, 0)
-    sizes = vllm.parameter_sizes(shape, RolloutLayout(), 0)
-    targets = {name: torch.zeros(size, dtype=DTYPES[itemsize]) for name, size in sizes.items()}
+    reader = StreamReader(sync.shape, worker)
+    sizes = vllm.parameter_sizes(sync.shape, sync.rollout, worker)
+    targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
+    connection.send(None)
     while (values := connection.recv()) is not None:
         began = time.process_time()
-        for parameter, row, col, content in reader.boxes(WeightManifest.from_dict(values), 0):
+        for parameter, row, col, content in reader.boxes(WeightManifest.from_dict(values), engine):
             rows, cols = content.shape
             targets[parameter][row : row + rows, col : col + cols].copy_(content)
         connection.send(time.process_time() - began)

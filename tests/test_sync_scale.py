@@ -137,5 +137,5 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
 
 def test_rates_are_measured_with_both_ends_of_a_sync() -> None:
     """The worker is a process of its own; it would not answer if it had not received and verified what the rank sent."""
-    write, read = measured_rates(shape_of("llama"), 4, 1 << 13, rounds=1)
+    write, read = measured_rates(shape_of("llama"), 4, 1 << 13, "shared_memory", rounds=1)
     assert 0 < write < float("inf") and 0 < read < float("inf")

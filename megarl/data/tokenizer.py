@@ -1,14 +1,17 @@
-"""Text to tokens and back: the tokenizer, the rendering of a question, and the tokens that end an answer."""
+"""Text to tokens and back: the tokenizer, the rendering of a question, and the tokens that end an answer.
+
+transformers is imported where it is used: that takes seconds, and of all trainer ranks only the first has use for it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
-
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a Hugging Face directory or hub name; raises ValueError naming `model.path`."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -61,6 +64,8 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     generation config, the tokenizer's end token, and the special token that the chat template writes after an
     assistant's turn. Raises ValueError where none of them names one.
     """
+    from transformers import GenerationConfig
+
     stops: set[int] = set()
     try:
         ends = GenerationConfig.from_pretrained(path).eos_token_id
