@@ -116,9 +116,9 @@ def export(
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory, adapters merged in."""
     _need_run(run_dir)
-    module = "megarl.engine.adapter_export" if adapter else "megarl.engine.export"
     # The libraries' import notices are not the user's to mend.
-    command = [sys.executable, "-W", "ignore", "-m", module, str(run_dir), str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.engine.export_command", str(run_dir), str(out)]
+    command += ["--adapter"] if adapter else []
     sys.stdout.flush()
     os.execv(command[0], command)
 

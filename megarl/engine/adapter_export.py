@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -95,18 +94,3 @@ def peft_config(lora: LoraSection, base: str, tensors: Mapping[str, Tensor]) -> 
         "target_modules": modules,
         "inference_mode": True,
     }
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m megarl.engine.adapter_export RUN_DIR OUT`; exit status 2 for what the caller can mend."""
-    try:
-        checkpoint = export_adapter(*arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote the adapters of {checkpoint.name} of {arguments[0]} to {arguments[1]}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

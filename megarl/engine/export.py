@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -128,18 +127,3 @@ def write_model(
     files.create()
     for parameter, segments in by_parameter.items():
         files.write(segments, {parameter: stored.read(parameter)})
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m megarl.engine.export RUN_DIR OUT`; exit status 2 for what the caller can mend."""
-    try:
-        checkpoint = export(*arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {checkpoint.name} of {arguments[0]} to {arguments[1]}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
