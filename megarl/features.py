@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import fields
 from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
@@ -14,6 +15,7 @@ from megarl.family import FAMILIES
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import ActorSection, Section, TrainerSection
 from megarl.recipe.structure import kinds, sections_of
+from megarl.reshard.boxes import RolloutLayout
 
 # The number of a layout that no key holds.
 DATA = "data (what the others leave of `trainer.ranks`, with a distributed optimizer)"
@@ -47,6 +49,7 @@ def features() -> list[Feature]:
     roles = [role for role, field in Recipe.model_fields.items() if "layout" in _keys(field)]
     rows.append(Feature("roles", "`, `".join(roles), "each a Megatron engine with its own layout, on the same ranks"))
     rows.append(Feature("layout", "ROLE.layout", f"{_listed(_keys(_field('actor.layout')))}, {DATA}"))
+    rows.append(Feature("engine layout", "rollout", f"{_listed([one.name for one in fields(RolloutLayout)])}, in vLLM"))
     for area, key in OPTIONS:
         rows.append(Feature(area, key, _listed(_options(_field(key)))))
     for key, field in TrainerSection.model_fields.items():

@@ -31,7 +31,6 @@ from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
-from megarl.reshard.boxes import RolloutLayout  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
@@ -138,8 +137,8 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         # Engines are on rank 0's host: a run starts its own Ray there.
         one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         transport = choose_transport(section.transport, platform.kind, one_host)
-        settings = SyncSettings(DTYPES[recipe.rollout_precision], RolloutLayout(recipe.rollout.tensor),
-                                recipe.rollout.engines, section.bucket_bytes, section.timeout_s, section.mode,
+        settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
+                                section.bucket_bytes, section.timeout_s, section.mode,
                                 transport, os.environ["MASTER_ADDR"], section.wire, section.verify)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")

@@ -75,6 +75,8 @@ def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("deep", CONFIG | {"num_hidden_layers": 8}),
         ("experts", CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
                               "moe_intermediate_size": 36}),
+        ("late experts", CONFIG | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+                                   "moe_intermediate_size": 36, "mlp_only_layers": [0]}),
         ("thin", CONFIG | {"intermediate_size": 24}),
         ("short", CONFIG | {"max_position_embeddings": 16}),
         ("bound", CONFIG | {"tie_word_embeddings": True}),

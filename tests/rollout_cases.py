@@ -17,6 +17,7 @@ from megarl.reshard.megatron import megatron_segments
 from megarl.sync.publish import SyncSettings, WeightSync
 
 VOCAB = 131
+ONE_WORKER = RolloutLayout()
 
 
 def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int = 2) -> Path:
@@ -103,7 +104,7 @@ class Publisher:
     def __init__(
         self,
         model: Path,
-        tensor: int = 1,
+        rollout: RolloutLayout = ONE_WORKER,
         engines: int = 1,
         bucket_bytes: int = 1 << 16,
         timeout_s: float = 60.0,
@@ -111,7 +112,7 @@ class Publisher:
         transport: str = "shared_memory",
     ) -> None:
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, RolloutLayout(tensor), engines, bucket_bytes, timeout_s, mode, transport)
+        settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport)
         self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
         self._last: tuple[int, dict[str, torch.Tensor], Any]
 

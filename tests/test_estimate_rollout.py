@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from megarl.estimate import engine_memory
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import vllm_segments
+from megarl.reshard.vllm import parameter_sizes, vllm_segments
 
 QWEN_7B = ModelShape.from_config(
     {
@@ -15,25 +17,55 @@ QWEN_7B = ModelShape.from_config(
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
     }
 )  # fmt: skip
+EXPERTS = ModelShape.from_config(
+    {
+        "model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    }
+)  # fmt: skip
 
 
 def test_a_known_model_weighs_what_its_card_says() -> None:
-    assert engine_memory(QWEN_7B, 1, "bf16", 0, 1, 2048).weights == 2 * 7_615_616_512
+    assert engine_memory(QWEN_7B, RolloutLayout(), "bf16", 0, 1, 2048).weights == 2 * 7_615_616_512
 
 
 def test_weights_are_those_a_rank_receives() -> None:
     held = (one for one in vllm_segments(QWEN_7B, RolloutLayout(4)) if one.rank == 0)
     received = sum((one.row1 - one.row0) * (one.col1 - one.col0) for one in held)
-    assert engine_memory(QWEN_7B, 4, "fp32", 0, 1, 2048).weights == 4 * received
+    assert engine_memory(QWEN_7B, RolloutLayout(4), "fp32", 0, 1, 2048).weights == 4 * received
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RolloutLayout(2, 1, 3),
+        RolloutLayout(2, 1, 3, True),
+        RolloutLayout(1, 1, 4, True),
+        RolloutLayout(4, 3),
+        RolloutLayout(2, 3, 2, True),
+    ],
+)
+def test_the_fullest_worker_holds_what_it_receives_and_both_ends_of_a_pipeline(layout: RolloutLayout) -> None:
+    sizes = [parameter_sizes(EXPERTS, layout, worker) for worker in range(layout.workers)]
+    # A router's bias counts for nothing.
+    received = max(sum(rows * columns for name, (rows, columns) in held.items() if "bias" not in name) for held in sizes)
+    weights = engine_memory(EXPERTS, layout, "fp32", 0, 1, 2048).weights
+    ends = (2 * EXPERTS.vocab // layout.tensor + 1) * EXPERTS.hidden
+    assert 4 * received <= weights <= 4 * (received + (ends if layout.pipeline > 1 else 0))
 
 
 def test_the_cache_is_what_the_recipe_says_and_rows_cost_logits() -> None:
-    small, large = (engine_memory(QWEN_7B, 2, "bf16", 10**9, rows, 2048) for rows in (8, 16))
+    small, large = (engine_memory(QWEN_7B, RolloutLayout(2), "bf16", 10**9, rows, 2048) for rows in (8, 16))
     assert small.engine == large.engine == 10**9
     assert large.logits == 2 * small.logits > 0
     assert large.activations == small.activations
 
 
 def test_a_key_value_group_is_not_cut() -> None:
-    four, eight = (engine_memory(replace(QWEN_7B, heads=32), tensor, "bf16", 0, 1, 2048).weights for tensor in (4, 8))
+    four, eight = (
+        engine_memory(replace(QWEN_7B, heads=32), RolloutLayout(tensor), "bf16", 0, 1, 2048).weights for tensor in (4, 8)
+    )
     assert eight > four / 2

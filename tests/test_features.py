@@ -39,6 +39,7 @@ def test_every_supported_family_has_a_golden_test(tmp_path):
 def test_the_table_has_every_layout_key_and_every_key_of_a_role():
     rows = {row.key: row.values for row in features()}
     assert all(f"`{key}`" in rows["ROLE.layout"] for key in LayoutSection.model_fields)
+    assert rows["rollout"].startswith("`tensor`, `pipeline`, `data`, `expert_parallel`")
     assert {f"actor.{key}" for key in ActorSection.model_fields} - rows.keys() == {"actor.layout"}
     assert rows["trainer.precision"].startswith("`fp32`, `bf16`")
 

@@ -81,7 +81,7 @@ def test_what_is_suggested_is_legal_and_fits(name: str, tmp_path: Path, monkeypa
     if engines is None:
         assert not any(one.key.startswith("rollout.") for one in found)
         return
-    assert engines.count * engines.tensor <= recipe.trainer.ranks
+    assert engines.count * engines.layout.workers <= recipe.trainer.ranks
     assert engines.utilization is not None and taken.safe_utilization is not None
     assert engines.memory.total / (taken.job.device_bytes or 0) <= engines.utilization <= taken.safe_utilization + 1e-9
     # Suggestions are where the search ends: asked again, it has nothing else to say.
@@ -99,6 +99,12 @@ def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
     # Of the 16 concurrent sequences at least 8 at their longest: 28 layers x 4 groups x 128 x 2 x 2 bytes a token.
     assert found["rollout.kv_cache_bytes"] >= 8 * 5120 * 57344
     assert found["phases.actor_logprob.micro_batch"] == found["phases.actor_update.micro_batch"]
+
+
+def test_engines_cut_otherwise_are_put_back_to_tensor_ranks(tmp_path: Path) -> None:
+    found = by_key(suggestions_of(write_qwen(tmp_path), ["rollout.pipeline=2"]))
+    assert found["rollout.pipeline"] == 1
+    assert "rollout.data" not in found and "rollout.expert_parallel" not in found
 
 
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:

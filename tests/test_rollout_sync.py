@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megarl.data.sample import Sample
+from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
@@ -85,10 +87,21 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
         publisher.close()
 
 
-def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
-    old, new = (save_model(tmp_path / name, "qwen3_moe", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher, whole = (Publisher(new, tensor=2, mode=mode) for mode in ("reshard", "checkpoint"))
-    pool = open_engines(old, tensor=2)
+@pytest.mark.parametrize(
+    ("family", "tied", "layers", "layout"),
+    [
+        ("qwen3_moe", True, 2, RolloutLayout(2)),
+        ("llama", True, 3, RolloutLayout(pipeline=2)),
+        ("deepseek_v3", False, 2, RolloutLayout(2, 2, expert_parallel=True)),
+        ("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True)),
+    ],
+)
+def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout) -> None:
+    """By parts and, where experts are not dealt, by whole tensors; an engine of which one worker took wrong bytes takes all
+    of it again."""
+    old, new = (save_model(tmp_path / name, family, tied, seed, layers) for seed, name in enumerate(("old", "new")))
+    publisher, whole = (Publisher(new, layout, mode=mode) for mode in ("reshard", "checkpoint"))
+    pool = open_engines(old, **asdict(layout))
     assert pool._engines[0].process is not None
     shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
@@ -98,9 +111,11 @@ def test_two_tensor_ranks_each_take_their_shards(tmp_path: Path) -> None:
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
         after = samples(pool, 1)
         assert distance(new, after) < 1e-4
-        assert whole.publish(2, old, pool)["sync/received_bytes"] > figures["sync/received_bytes"]
-        assert same(before, samples(pool, 1)), "checkpoint mode did not bring the first weights back"
-        publisher.publish(3, new, pool)
+        sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
+        assert layout.expert_parallel or sent["sync/received_bytes"] > figures["sync/received_bytes"]
+        assert same(before, samples(pool, 1)), "the first weights did not come back"
+        corrupt(publisher, bucket=1, times=1)
+        assert publisher.publish(3, new, pool)["sync/attempts"] == 2
         assert same(after, samples(pool, 1)), "parts after whole tensors differ from parts alone"
         assert shared_files and all(file.exists() for file in shared_files)
     finally:

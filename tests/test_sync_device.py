@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def publisher(models: list[Path]) -> Iterator[Publisher]:
-    publisher = Publisher(models[0], 2, 2, BUCKET_BYTES, TIMEOUT_S, transport="cuda_ipc")
+    publisher = Publisher(models[0], RolloutLayout(2), 2, BUCKET_BYTES, TIMEOUT_S, transport="cuda_ipc")
     yield publisher
     publisher.close()
 

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Publisher, ProcessEngines]]:
     """A trainer of one rank with two engines that live through all cases; a case begins with version 1 in both."""
-    publisher = Publisher(model, 1, 2, BUCKET_BYTES, TIMEOUT_S, transport=request.param)
+    publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, TIMEOUT_S, transport=request.param)
     engines = ProcessEngines(ModelShape.from_directory(model), 2, TIMEOUT_S)
     yield publisher, engines
     engines.close()
@@ -119,7 +119,7 @@ class Told:
 
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str) -> None:
     torch.set_num_threads(1)
-    publisher = Publisher(model, 1, 2, BUCKET_BYTES, TIMEOUT_S, transport=transport)
+    publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, TIMEOUT_S, transport=transport)
     sender, buckets = publisher.sync._sender, publisher.sync._streams[0].num_buckets
     dies_before = {"begin": 0, "first": 1, "middle": buckets // 2, "last": buckets - 1}[state]
     send = sender.send

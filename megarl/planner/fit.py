@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megarl.estimate import BYTES, Engines
 from megarl.estimate.attention import cache_width
+from megarl.estimate.rollout import cached_layers
 from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
 from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, worst_memory
 from megarl.planner.job import Job
@@ -21,9 +22,9 @@ def fit(forecast: Forecast) -> list[Advice]:
 
 
 def kv_bytes_per_token(engines: Engines) -> int:
-    """KV cache of one token on one engine rank."""
-    shape = engines.shape
-    return shape.num_layers * cache_width(shape, engines.tensor) * BYTES[engines.precision]
+    """KV cache of one token on one worker of an engine."""
+    shape, layout = engines.shape, engines.layout
+    return cached_layers(shape, layout) * cache_width(shape, layout.tensor) * BYTES[engines.precision]
 
 
 def _phases(forecast: Forecast) -> Iterator[Advice]:

@@ -17,7 +17,7 @@ from megarl.planner.forecast import Forecast, PhaseForecast
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
 from megarl.recipe.memory import GIB
-from megarl.recipe.table import layout_name
+from megarl.recipe.table import engine_name, layout_name
 
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")
 NUMBER_COLUMNS = (
@@ -91,8 +91,9 @@ def memory_lines(found: Forecast) -> list[str]:
     if job.engines is not None:
         engines, memory = job.engines, job.engines.memory
         lines.append(
-            f"engines: {engines.count} x TP{engines.tensor}, at most {engines.per_device(job.ranks)} on a device; "
-            f"a rank takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
+            f"engines: {engines.count} x {engine_name(engines.layout)}, "
+            f"at most {engines.per_device(job.ranks)} on a device; "
+            f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
             f"working memory {gib(memory.activations + memory.logits)}"
         )
     if job.device_bytes is None:
@@ -151,14 +152,14 @@ def _other_cells(recipe: Recipe, found: Forecast, phase: str) -> list[str]:
     cells = dict.fromkeys((*PHASE_COLUMNS, *NUMBER_COLUMNS), "")
     cells["phase"] = phase
     if phase == "rollout":
-        cells["layout"] = "replay" if engines is None else f"{engines.count} x TP{engines.tensor} engines"
+        cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
         cells["micro-batch"] = f"{section.rollout.max_concurrent} at a time"
         cells["TFLOP"] = _short(found.rollout_flops / 1e12)
     if phase == "reward":
         cells["micro-batch"] = f"{section.reward.sequences} a task"
     if phase == "weight_sync" and engines is not None:
         cells["layout"] = "actor to engines"
-        cells["micro-batch"] = gib(engines.count * engines.tensor * engines.memory.weights)
+        cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)
     return list(cells.values())
 
 

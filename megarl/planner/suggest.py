@@ -4,13 +4,13 @@ The search takes the least cut under which everything fits with room: in every p
 (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
 that room, it asks for one longest sequence of each. Where none has that either, updates drain their pipeline early, and
 what is searched is the least idling.
-Engines share the devices of the trainer, one engine rank a device.
+Engines are cut by tensor ranks alone, and share the devices of the trainer, one worker a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.estimate import Engines
@@ -22,7 +22,7 @@ from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, la
 from megarl.recipe import ROLE_OF
 from megarl.recipe.layout_rules import tensor_divides
 from megarl.reshard import vllm
-from megarl.reshard.boxes import Layout
+from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.schedule import Schedule, bubble_share
 
 # Mean sequences in a cap that leaves the packing free to fill it.
@@ -60,7 +60,7 @@ def suggest(job: Job) -> list[Suggestion]:
         raise NothingFits(_what_is_missing(plain))
     chosen = _with_caps(_with_kv_cache(_with_own_layouts(chosen)))
     found = forecast(chosen)
-    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found), *_phase_keys(job, found)]
+    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found, job.engines), *_phase_keys(job, found)]
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
@@ -108,7 +108,7 @@ def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, Engines | None]]:
     """Layouts and engines by the product of their cuts: a trainer cut less must not cost engines that are cut more."""
     pairs = [(layout, engines) for layout in _common_layouts(job) for engines in _engine_sizes(job, roomy)]
     # The sort is stable: among equals the simplest layout is first.
-    return sorted(pairs, key=lambda pair: pair[0].tensor * pair[0].pipeline * (pair[1].tensor if pair[1] else 1))
+    return sorted(pairs, key=lambda pair: pair[0].tensor * pair[0].pipeline * (pair[1].layout.tensor if pair[1] else 1))
 
 
 def _common_layouts(job: Job) -> list[Layout]:
@@ -128,7 +128,7 @@ def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
             continue
         if shape.experts is not None and shape.experts.ffn % tensor:  # an engine cuts every expert
             continue
-        engines = replace(job.engines, count=min(job.ranks // tensor, groups), tensor=tensor)
+        engines = replace(job.engines, count=min(job.ranks // tensor, groups), layout=RolloutLayout(tensor))
         tokens = job.limits.longest
         if roomy:
             tokens = max(tokens, _concurrent(job, engines) * sum(job.lengths.totals) // len(job.lengths.totals))
@@ -231,7 +231,7 @@ def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]
     actor = found.job.roles[0].layout
     peak, usable = gib(found.device_peak), gib(job.usable_bytes or 0)
     engines = found.job.engines
-    beside = "" if engines is None else f" beside engines of TP{engines.tensor}"
+    beside = "" if engines is None else f" beside engines of TP{engines.layout.tensor}"
     why_not = _why_not_simpler(job, actor, engines)
     for role in found.job.roles:
         layout = role.layout
@@ -258,7 +258,7 @@ def _why_not_simpler(job: Job, chosen: Layout, engines: Engines | None) -> str:
 
 def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
     sizes = _engine_sizes(job, roomy=False)
-    least = next(one for one in sizes if one is None or (engines is not None and one.tensor == engines.tensor))
+    least = next(one for one in sizes if one is None or (engines is not None and one.layout == engines.layout))
     if _fits(_tried(job, layout, least, roomy=False, drained=False)):
         return f"no room for caps of {ROOMY} mean sequences and the KV cache"
     if _fits(_tried(job, layout, least, roomy=False, drained=True)):
@@ -266,18 +266,24 @@ def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
     return "would not fit"
 
 
-def _engine_keys(found: Forecast) -> Iterator[Suggestion]:
+def _engine_keys(found: Forecast, stated: Engines | None) -> Iterator[Suggestion]:
+    """The engines found, cut by tensor ranks alone, in place of the `stated` ones."""
     job, engines = found.job, found.job.engines
-    if engines is None:
+    if engines is None or stated is None:
         return
     memory = engines.memory
-    yield Suggestion("rollout.engines", engines.count, f"{engines.count} x {engines.tensor} of {job.ranks} ranks decode")
-    reason = f"{gib(memory.weights)} of weights a rank"
-    yield Suggestion("rollout.tensor", engines.tensor, reason)
+    yield Suggestion(
+        "rollout.engines", engines.count, f"{engines.count} x {engines.layout.tensor} of {job.ranks} ranks decode"
+    )
+    reason = f"{gib(memory.weights)} of weights a worker"
+    yield Suggestion("rollout.tensor", engines.layout.tensor, reason)
+    for key, value in asdict(engines.layout).items():
+        if key != "tensor" and asdict(stated.layout)[key] != value:
+            yield Suggestion(f"rollout.{key}", value, "tensor ranks alone make the engines fit")
     tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
     yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)
-    reason = f"an engine rank takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe beside the trainer"
+    reason = f"a worker takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe beside the trainer"
     yield Suggestion("rollout.memory_utilization", engines.utilization, reason)
 
 

@@ -78,6 +78,18 @@ def feed_forward_rows(shape: ModelShape) -> list[int]:
     return [shape.ffn] * dense + [shared] * bool(shared)
 
 
+def tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
+    """Heads, key-value groups and the rows of feed-forward networks come out even."""
+    if not tensor_divides(shape, tensor):
+        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
+        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
+        rule = (
+            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
+            f"{rows}; legal: {', '.join(map(str, legal))}"
+        )
+        yield Violation(key, tensor, rule, closest_number(tensor, lambda size: size in legal, shape.heads))
+
+
 def pipeline(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
     """Even stages divide the layers; uneven ones have them all."""
     section, layers = recipe.layout_section(role), shape.num_layers

@@ -62,7 +62,7 @@ def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
     return Engines(
         shape,
         rollout.engines,
-        rollout.tensor,
+        rollout.layout,
         recipe.rollout_precision,
         rollout.kv_cache_bytes,
         recipe.phases.rollout.max_concurrent,
@@ -150,5 +150,5 @@ def _no_room_beside(recipe: Recipe, phase: str, engines: Engines, engine_bytes: 
         f"rollout engines, and not beside the {engine_bytes / GIB:.3g} GiB that they take"
     )
     smaller = "rollout.memory_utilization" if engine_bytes > needed else "rollout.kv_cache_bytes"
-    way_out = f"a smaller {smaller}, more rollout.tensor, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
+    way_out = f"a smaller {smaller}, more rollout.tensor or pipeline, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
     return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)

@@ -18,12 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
-from megarl.estimate.attention import cache_width
-from megarl.estimate.roles import BYTES
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import feature_rules, layout_rules, wire_rules
+from megarl.recipe import feature_rules, layout_rules, rollout_rules, wire_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
-from megarl.recipe.layout_rules import cut_by, cuts, divisors, feed_forward_rows, tensor_divides
+from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
@@ -34,15 +32,12 @@ from megarl.recipe.sections import (
     UpdatePhaseSection,
 )
 from megarl.recipe.violation import GIVEN, MISSING, Violation
-from megarl.reshard import vllm
-from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.boxes import Layout
 from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
 Violations = Iterator[Violation]
-# At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
-BESIDE_ROW_BYTES = 256
 
 
 def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violation]:
@@ -430,7 +425,7 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
-        on_actor = (_rollout_tensor, _kv_cache, _bucket, _lora, feature_rules.router_replay)
+        on_actor = (rollout_rules.cut, rollout_rules.kv_cache, rollout_rules.bucket, _lora, feature_rules.router_replay)
         checks += [rule(recipe, shape) for rule in on_actor]
     found: list[Violation] = []
     for check in checks:
@@ -483,30 +478,8 @@ def _tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violati
         yield Violation(key, path, rule, "a model with the tokenizer of model.path")
 
 
-def _tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
-    if not tensor_divides(shape, tensor):
-        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
-        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
-        rule = (
-            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
-            f"{rows}; legal: {', '.join(map(str, legal))}"
-        )
-        yield Violation(key, tensor, rule, closest_number(tensor, lambda size: size in legal, shape.heads))
-
-
 def _tensor(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    yield from _tensor_size(f"{cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)
-
-
-def _rollout_tensor(recipe: Recipe, shape: ModelShape) -> Violations:
-    tensor, rows = recipe.rollout.tensor, vllm.padded_vocab(shape)
-    broken = list(_tensor_size("rollout.tensor", tensor, shape))
-    yield from broken
-    if not broken and shape.experts is not None and shape.experts.ffn % tensor:
-        nearest = closest_number(tensor, divisors(shape.experts.ffn).__contains__, shape.experts.ffn)
-        yield Violation("rollout.tensor", tensor, f"must divide the {shape.experts.ffn} rows of an expert", nearest)
-    elif not broken and rows % tensor:
-        yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
+    yield from layout_rules.tensor_size(f"{cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)
 
 
 def _lora(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -538,27 +511,6 @@ def _positions(recipe: Recipe, shape: ModelShape, whose: str) -> Violations:
         rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, {has}"
         nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
         yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
-
-
-def _kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
-    token_bytes = shape.num_layers * cache_width(shape, recipe.rollout.tensor) * BYTES[recipe.rollout_precision]
-    needed = token_bytes * recipe.max_sequence_tokens
-    if recipe.rollout.kv_cache_bytes < needed:
-        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
-        yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
-
-
-def _bucket(recipe: Recipe, shape: ModelShape) -> Violations:
-    """A matrix is cut by rows, so that a bucket must take the longest row."""
-    if recipe.rollout.replay is not None or list(_rollout_tensor(recipe, shape)):
-        return
-    whole = recipe.weight_sync.mode == "checkpoint"
-    sizes = vllm.parameter_sizes(shape, RolloutLayout(1 if whole else recipe.rollout.tensor), 0)
-    name = max(sizes, key=lambda parameter: sizes[parameter][1])
-    needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
-    if recipe.weight_sync.bucket_bytes < needed:
-        rule = f"must hold a row of {name}, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", recipe.weight_sync.bucket_bytes, rule, str(needed))
 
 
 def _reward_modules(recipe: Recipe) -> Violations:
@@ -600,6 +552,10 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     feature_rules.frozen_head,
     feature_rules.adapters,
     wire_rules.delta,
+    rollout_rules.concurrent,
+    rollout_rules.routed_experts,
+    rollout_rules.dealt_over_one,
+    rollout_rules.reload,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from megarl.reshard.boxes import RolloutLayout
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -363,9 +365,17 @@ class RolloutSection(Section):
     max_new_tokens: Positive
     """Longest completion, in tokens."""
     engines: Positive = 1
-    """vLLM engines, each a process of its own."""
+    """vLLM engines, each with processes of its own."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
+    pipeline: Positive = 1
+    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is. Not yet run on a GPU."""
+    data: Positive = 1
+    """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
+    experts need none: more `engines` do the same. Not yet run on a GPU."""
+    expert_parallel: bool = False
+    """Deal experts whole over the tensor and data-parallel ranks of an engine; false cuts each over them. Not yet run on a
+    GPU."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -375,12 +385,17 @@ class RolloutSection(Section):
     max_restarts: Count = 2
     """How often a dead engine is started again before the run ends."""
     kv_cache_bytes: Positive = 268435456
-    """Memory of one engine's key-value cache, per tensor rank."""
+    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """On GPU, share of the device's memory that must be free for an engine to start, and that it may use in all; null leaves
     it to vLLM. The cache itself has `kv_cache_bytes`. `megarl check --plan` prints the largest safe share."""
     replay: str | None = None
     """Directory of dumped rollouts to read in place of running engines."""
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """How one engine is cut over its workers."""
+        return RolloutLayout(self.tensor, self.pipeline, self.data, self.expert_parallel)
 
 
 class MicroBatchSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.reshard.boxes import Layout
+from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 
@@ -69,9 +69,16 @@ def layout_name(layout: Layout) -> str:
     return f"{tensor}{context} x PP{layout.pipeline}{chunks}{layers}{expert}"
 
 
+def engine_name(layout: RolloutLayout) -> str:
+    """How an engine is cut, in the field's short words: TP2 x PP2 x DP2 x EP, of all but tensor only what is cut."""
+    pipeline = f" x PP{layout.pipeline}" if layout.pipeline > 1 else ""
+    data = f" x DP{layout.data}" if layout.data > 1 else ""
+    return f"TP{layout.tensor}{pipeline}{data}{' x EP' if layout.expert_parallel else ''}"
+
+
 def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
     rollout = recipe.rollout
-    engines = f"{rollout.engines} engine{'s' if rollout.engines > 1 else ''} x TP{rollout.tensor}"
+    engines = f"{rollout.engines} engine{'s' if rollout.engines > 1 else ''} x {engine_name(rollout.layout)}"
     if phase == "rollout":
         source = "replay" if rollout.replay else "rollout engines"
         section = recipe.phases.rollout

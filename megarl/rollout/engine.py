@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # How soon the death of an engine core is seen by a call that waits for it.
 DEATH_POLL_S = 0.25
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+# Of a worker: whether another process failed before it, and what happened.
+Failure = tuple[bool, str]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class EngineSettings:
     index: int
     model_path: str
     precision: str
-    tensor: int
+    layout: RolloutLayout
     max_model_len: int
     batched_tokens: int
     max_new_tokens: int
@@ -90,6 +93,7 @@ class RolloutEngine:
         self._engine: AsyncLLM | None = None
         self._waiting: dict[int, asyncio.Task[GroupResult]] = {}
         self._batches = 0
+        self._queued = 0  # requests of the batch
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
 
@@ -105,11 +109,13 @@ class RolloutEngine:
         try:
             self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
             await self._engine.update_weight_version(str(self._version))
+            if self._settings.layout.workers > 1:
+                await self._engine.collective_rpc("megarl_complete")
             if self._settings.record_routing and not _records_itself():
                 await self._engine.collective_rpc("megarl_record_routing")
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
-        max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs
+        max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
         return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
 
@@ -123,6 +129,7 @@ class RolloutEngine:
         self._waiting = {}
         await self._utility(engine.pause_generation(mode="abort", clear_cache=True))
         self._batches += 1
+        self._queued = 0
         queues = [await self._guard(self._queue(request)) for request in requests]
         for request, collectors in zip(requests, queues, strict=True):
             self._waiting[request.position] = asyncio.create_task(self._collect(request, collectors))
@@ -151,8 +158,9 @@ class RolloutEngine:
         try:
             await self._utility(engine.start_weight_update())
             await self._utility(engine.update_weights(request))
-            await self._utility(engine.finish_weight_update(weight_version=str(manifest.version)))
-            workers = await self._utility(engine.collective_rpc("megarl_weight_report"))
+            await self._utility(engine.finish_weight_update())
+            workers = _reports(await self._utility(self._every_worker("megarl_weight_report")))
+            await self._utility(engine.update_weight_version(str(manifest.version)))
         except EngineDied:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
@@ -175,10 +183,14 @@ class RolloutEngine:
     async def _queue(self, request: GroupRequest) -> list[RequestOutputCollector]:
         engine = self._alive()
         prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
-        return [
-            await engine.add_request(self._name(request, member), prompt, _sampling(self._settings, seed))
-            for member, seed in enumerate(request.seeds)
-        ]
+        queues = []
+        for member, seed in enumerate(request.seeds):
+            name, sampling = self._name(request, member), _sampling(self._settings, seed)
+            # vLLM's own choice goes by counts that come by and by, and another batch may round otherwise.
+            rank = self._queued % self._settings.layout.data
+            queues.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
+            self._queued += 1
+        return queues
 
     async def _collect(self, request: GroupRequest, queues: list[RequestOutputCollector]) -> GroupResult:
         outputs = [(await self._guard(queue.get())).outputs[0] for queue in queues]
@@ -227,6 +239,12 @@ class RolloutEngine:
         except ValueError as error:
             raise RolloutError(f"group {request.group}: {error}") from error
 
+    async def _every_worker(self, method: str) -> list[Any]:
+        """What each worker answers, by its number; `collective_rpc` gives those of the first data-parallel rank alone."""
+        core: Any = self._alive().engine_core
+        ranks = await core.call_utility_all_async("collective_rpc", method)
+        return [answer for rank in ranks for answer in rank]
+
     def _name(self, request: GroupRequest, member: int) -> str:
         return f"{self._batches}-{request.position}-{member}"
 
@@ -267,11 +285,14 @@ def _engine_args(settings: EngineSettings) -> Any:
     return AsyncEngineArgs(
         model=settings.model_path,
         dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
-        tensor_parallel_size=settings.tensor,
-        distributed_executor_backend="mp" if settings.tensor > 1 else "uni",
+        tensor_parallel_size=settings.layout.tensor,
+        pipeline_parallel_size=settings.layout.pipeline,
+        data_parallel_size=settings.layout.data,
+        enable_expert_parallel=settings.layout.expert_parallel,
+        distributed_executor_backend="mp" if settings.layout.workers > 1 else "uni",
         enforce_eager=True,
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_concurrent,
+        max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts those of a data-parallel rank
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         **share,
         **more,
@@ -361,6 +382,14 @@ def _log_errors(lines: int = 8) -> str:
         if file.is_file():
             found += [line for line in file.read_text(errors="replace").splitlines() if ERROR_LINE.search(line)]
     return "\n".join(found[-lines:])
+
+
+def _reports(answers: Sequence[dict[str, float] | Failure]) -> list[dict[str, float]]:
+    """What workers say about a version. Raises SyncError where one failed, with what was first."""
+    failures = [answer for answer in answers if isinstance(answer, (tuple, list))]
+    if failures:
+        raise SyncError(min(failures)[1])
+    return [answer for answer in answers if isinstance(answer, dict)]
 
 
 def _root_cause(error: BaseException) -> str:

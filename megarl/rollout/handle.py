@@ -18,7 +18,7 @@ from megarl.sync.manifest import SyncError
 STOP_S = 10.0
 
 
-def engine_environment(tensor: int) -> dict[str, str]:
+def engine_environment(workers: int) -> dict[str, str]:
     """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: two spinning OpenMP
     threads under contention are ten times slower; Dynamo compiles for seconds at the first log-probability; vLLM's own
     binding would pin every engine to the same cores.
@@ -32,7 +32,7 @@ def engine_environment(tensor: int) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if tensor == 1:
+    if workers == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets engine core and worker share one process
     return variables
 
@@ -52,10 +52,10 @@ class EngineHandle:
     def begin_start(self, version: int | None = None) -> Any:
         """Create the actor and let it build its engine; the reference that `finish_start` waits for. `version` was published
         before it."""
-        environment = engine_environment(self.settings.tensor)
+        environment = engine_environment(self.settings.layout.workers)
         remote = ray.remote(RolloutEngine).options(
             num_cpus=0,
-            num_gpus=self.settings.tensor if device_platform.kind == "cuda" else 0,
+            num_gpus=self.settings.layout.workers if device_platform.kind == "cuda" else 0,
             max_concurrency=self._max_calls,
             max_restarts=0,  # a new actor is made instead: one way back for a dead actor and a dead engine core
             runtime_env={"env_vars": environment},

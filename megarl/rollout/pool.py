@@ -58,7 +58,7 @@ class EnginePool:
                     index=index,
                     model_path=str(model_path),
                     precision=recipe.rollout_precision,
-                    tensor=rollout.tensor,
+                    layout=rollout.layout,
                     max_model_len=recipe.max_sequence_tokens,
                     batched_tokens=recipe.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,

@@ -8,6 +8,7 @@ too, under the parameter's own name and with room for padding.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
+from megarl.rollout.cpu_workers import complete
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest
+from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,7 +75,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._spare = SpareMemory()
         self._repack_s = 0.0
-        self.report: dict[str, float] = {}
+        self.report: dict[str, float] | tuple[bool, str] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect."""
@@ -83,10 +87,18 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """Nothing to finish."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base method synchronizes torch.accelerator, which raises where there is none.
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        """Never raises; `report` says how it went. Where one worker's call fails, vLLM's executor leaves the answers of the
+        workers behind it unread, and takes them for answers to the calls that follow (0.32)."""
+        try:
+            # The base method synchronizes torch.accelerator, which raises where there is none.
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except SyncError as error:
+            self.report = (isinstance(error, SyncAborted), str(error))
+        except Exception as error:
+            logger.exception("a worker took no weights")
+            self.report = (False, f"{type(error).__name__}: {error}")
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
@@ -215,7 +227,12 @@ class WorkerReport:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did and
     what routers chose."""
 
-    def megarl_weight_report(self) -> dict[str, float]:
+    def megarl_complete(self) -> None:
+        """Make up for what vLLM leaves out where an engine has several workers."""
+        complete(self)
+
+    def megarl_weight_report(self) -> dict[str, float] | tuple[bool, str]:
+        """Figures of the last update; or whether another process failed before this one, and what happened."""
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
 
     def megarl_record_routing(self) -> None:

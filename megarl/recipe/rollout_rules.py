@@ -1,0 +1,144 @@
+"""Rules on how rollout engines are cut: what needs no model, and what a model's layers, heads and experts allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.estimate.attention import cache_width
+from megarl.estimate.roles import BYTES
+from megarl.estimate.rollout import cached_layers
+from megarl.family import ModelShape
+from megarl.recipe.layout_rules import divisors, tensor_size
+from megarl.recipe.nearest import closest_number
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.violation import Violation
+from megarl.reshard import vllm
+from megarl.reshard.boxes import RolloutLayout
+
+Violations = Iterator[Violation]
+# At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
+BESIDE_ROW_BYTES = 256
+# Families whose vLLM model (0.32) ends with an error on a pipeline stage that has no layer with experts.
+EXPERTS_ON_EVERY_STAGE = ("mixtral", "qwen3_moe")
+
+
+def concurrent(recipe: Recipe) -> Violations:
+    """Data-parallel ranks decode side by side, each as many sequences."""
+    count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
+    if count % ranks:
+        nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
+        rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
+        yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
+
+
+def routed_experts(recipe: Recipe) -> Violations:
+    """The experts that tokens chose are asked of one worker, which must know those of all layers and tokens."""
+    if not recipe.actor.router_replay:
+        return
+    rule = "with actor.router_replay one worker says which experts were chosen, and {}"
+    if recipe.rollout.pipeline > 1:
+        what = rule.format("a pipeline stage knows those of its own layers")
+        yield Violation("rollout.pipeline", recipe.rollout.pipeline, what, "1, with more rollout.tensor")
+    if recipe.rollout.data > 1:
+        what = rule.format("a data-parallel rank knows those of its own tokens")
+        yield Violation("rollout.data", recipe.rollout.data, what, f"1, and {_more_engines(recipe)}")
+
+
+def dealt_over_one(recipe: Recipe) -> Violations:
+    """Experts are dealt over several ranks."""
+    if recipe.rollout.expert_parallel and recipe.rollout.tensor * recipe.rollout.data == 1:
+        rule = "deals experts over rollout.tensor x rollout.data ranks, of which there is one"
+        yield Violation("rollout.expert_parallel", True, rule, "false")
+
+
+def reload(recipe: Recipe) -> Violations:
+    """Checkpoint mode hands every expert to vLLM's loader, which has put an expert layer together when its own experts are
+    there, and then has no place for those of other ranks (0.32; some models' loaders, DeepSeek's not)."""
+    if recipe.weight_sync.mode == "checkpoint" and recipe.rollout.expert_parallel:
+        rule = "vLLM cannot reload experts that rollout.expert_parallel deals over ranks"
+        yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
+
+
+def cut(recipe: Recipe, shape: ModelShape) -> Violations:
+    """An engine's layout fits the actor's model; `vllm.check_layout` proves it."""
+    tensor, rows = recipe.rollout.tensor, vllm.padded_vocab(shape)
+    broken = list(tensor_size("rollout.tensor", tensor, shape))
+    yield from broken
+    if not broken and rows % tensor:
+        yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
+    yield from _stages(recipe, shape)
+    if shape.experts is not None:
+        yield from _experts(recipe, shape) if not broken else ()
+        return
+    if recipe.rollout.expert_parallel:
+        yield Violation("rollout.expert_parallel", True, "the model has no experts", "false")
+    if recipe.rollout.data > 1:
+        # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
+        rule = "cuts experts, and the model has none: its data-parallel ranks would be engines like any others"
+        yield Violation("rollout.data", recipe.rollout.data, rule, f"1, and {_more_engines(recipe)}")
+
+
+def _more_engines(recipe: Recipe) -> str:
+    return f"rollout.engines: {recipe.rollout.engines * recipe.rollout.data}"
+
+
+def _stages(recipe: Recipe, shape: ModelShape) -> Violations:
+    stages, layers = recipe.rollout.pipeline, shape.num_layers
+    if stages > layers:
+        rule = f"must be at most the {layers} layers of the model: each stage has one"
+        yield Violation("rollout.pipeline", stages, rule, str(layers))
+    elif shape.family in EXPERTS_ON_EVERY_STAGE and not _experts_everywhere(shape, stages):
+        held = next(one for one in _layers_of_stages(shape, stages) if not any(map(shape.has_experts, one)))
+        rule = f"leaves a stage with layers {held[0]} to {held[-1]}, none with experts, where vLLM does not start"
+        nearest = closest_number(stages, lambda size: _experts_everywhere(shape, size), layers)
+        yield Violation("rollout.pipeline", stages, rule, nearest)
+
+
+def _layers_of_stages(shape: ModelShape, stages: int) -> list[range]:
+    return [vllm.stage_layers(shape.num_layers, stages, stage) for stage in range(stages)]
+
+
+def _experts_everywhere(shape: ModelShape, stages: int) -> bool:
+    return all(any(map(shape.has_experts, layers)) for layers in _layers_of_stages(shape, stages))
+
+
+def _experts(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Experts are cut or dealt over the tensor ranks of all data-parallel ranks."""
+    assert shape.experts is not None, "a model with experts"
+    rollout, count, rows = recipe.rollout, shape.experts.count, shape.experts.ffn
+    ranks, key = rollout.tensor * rollout.data, "rollout.data" if rollout.data > 1 else "rollout.tensor"
+    value = rollout.data if rollout.data > 1 else rollout.tensor
+    product = f"rollout.tensor x rollout.data = {ranks}"
+    if ranks > count and (rollout.expert_parallel or rollout.tensor > count):
+        most = str(max(1, count // rollout.tensor)) if rollout.data > 1 else str(count)
+        yield Violation(key, value, f"makes {product}, and the model has {count} experts", most)
+    elif not rollout.expert_parallel and rows % ranks:
+        fits = {size // (ranks // value) for size in divisors(rows) if size % (ranks // value) == 0}
+        nearest = closest_number(value, fits.__contains__, rows)
+        rule = f"makes {product}, which must divide the {rows} rows of an expert"
+        yield Violation(key, value, rule, f"{nearest or '1'}, or rollout.expert_parallel: true")
+
+
+def kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
+    """The cache of the stage with most layers holds a whole sequence."""
+    width = cache_width(shape, recipe.rollout.tensor) * BYTES[recipe.rollout_precision]
+    token_bytes = cached_layers(shape, recipe.rollout.layout) * width
+    needed = token_bytes * recipe.max_sequence_tokens
+    if recipe.rollout.kv_cache_bytes < needed:
+        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
+        yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
+
+
+def bucket(recipe: Recipe, shape: ModelShape) -> Violations:
+    """A matrix is cut by rows, so that a bucket must take the longest row."""
+    if recipe.rollout.replay is not None or list(cut(recipe, shape)):
+        return
+    layout = RolloutLayout() if recipe.weight_sync.mode == "checkpoint" else recipe.rollout.layout
+    sizes: dict[str, tuple[int, int]] = {}
+    for stage in range(layout.pipeline):
+        sizes |= vllm.parameter_sizes(shape, layout, layout.worker(0, stage))
+    name = max(sizes, key=lambda parameter: sizes[parameter][1])
+    needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
+    if recipe.weight_sync.bucket_bytes < needed:
+        rule = f"must hold a row of {name}, {needed} bytes with its checksum"
+        yield Violation("weight_sync.bucket_bytes", recipe.weight_sync.bucket_bytes, rule, str(needed))
