@@ -152,6 +152,14 @@ def test_a_sum_does_not_depend_on_how_the_words_are_cut(monkeypatch: pytest.Monk
     assert wrong("device", memory.roll(8), parts)
 
 
+@pytest.mark.gpu
+def test_a_gpu_adds_up_as_a_cpu_does() -> None:
+    memory, parts = written("device")
+    assert wrong("device", memory.cuda(), parts) == []
+    memory[parts[0][2].start] ^= 1
+    assert wrong("device", memory.cuda(), parts) == [2]
+
+
 def test_a_word_is_mixed_one_to_one() -> None:
     """In the last step too: a shift that repeats the sign would make one word of two."""
     memory = torch.zeros(16, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_an_engine_that_offers_no_buckets_is_given_up_at_the_deadline(publisher:
     assert all("begin: engine 0, which leads, offered no buckets" in text for text in followers)
     assert not lost[1]
     engines.close()
+
+
+def fill(handle: bytes) -> None:
+    platform.reach_device_bytes(handle).fill_(7)
+    platform.settle()
+
+
+def test_another_process_writes_into_device_memory() -> None:
+    """On a machine with a GPU into that one's."""
+    memory, handle = platform.shared_device_bytes(1 << 20)
+    process = multiprocessing.get_context("spawn").Process(target=fill, args=(handle,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and bool((memory == 7).all())
 
 
 @pytest.mark.parametrize(
