@@ -41,6 +41,7 @@ from megarl.rollout.pool import open_pool  # noqa: E402
 from megarl.sync.choice import choose_transport  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
+from megarl.sync.transport import REPORT_WAITS  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 
@@ -199,10 +200,12 @@ def run_steps(
 
 
 def _longest_wait_s(recipe: Recipe) -> float:
-    """How long a rank may have to wait for rank 0: engines that start, a rollout with every restart, and the rewards."""
+    """How long a rank may have to wait for rank 0: engines that start, a rollout with every restart, what engines say of a
+    sync, and the rewards."""
+    syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
-    return ENGINE_START_S + rollouts + tasks * recipe.phases.reward.timeout_s
+    return ENGINE_START_S + rollouts + syncs + tasks * recipe.phases.reward.timeout_s
 
 
 def main(arguments: list[str]) -> int:

@@ -209,6 +209,15 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("actor.router_replay", True)),
         {"actor.router_replay": "the model has no experts"},
     ),
+    "choices of experts under two versions": (
+        edited(
+            ("model.path", "experts"),
+            ("actor.layout", {}),
+            ("actor.router_replay", True),
+            ("weight_sync", {"in_flight": "keep"}),
+        ),
+        {"weight_sync.in_flight": "chose under two versions wait or abort"},
+    ),
     "layouts of other roles": (
         edited(
             ("critic.layout", {"tensor": 3, "pipeline": 2}),

@@ -112,6 +112,9 @@ def router_replay(recipe: Recipe, shape: ModelShape) -> Violations:
     """To be called for the actor's model."""
     if recipe.actor.router_replay and shape.experts is None:
         yield Violation("actor.router_replay", True, "the model has no experts to choose from", "false")
+    if recipe.actor.router_replay and recipe.weight_sync.in_flight == "keep":
+        rule = "actor.router_replay repeats one choice of experts, and a kept completion's tokens chose under two versions"
+        yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
 
 
 def frozen(recipe: Recipe, shape: ModelShape, role: str) -> Violations:

@@ -496,6 +496,10 @@ class WeightSyncSection(Section):
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""
     timeout_s: Seconds = 120.0
     """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits twice
-    as long for a rank."""
+    as long for a rank. Other waits of a sync are multiples of it, too, which errors name."""
     retries: Count = 1
     """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """What becomes of completions that an engine still generates when new weights come. `wait`: they are finished first, for
+    which `rollout.timeout_s` is the deadline. `keep`: they go on under the new weights, and have both versions. `abort`:
+    groups that are not complete are generated again under the new weights."""

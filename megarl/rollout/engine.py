@@ -81,6 +81,37 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int) -> int:
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
 
 
+class Group:
+    """A group that an engine works on: its completions come with `answer`, whatever becomes of the requests meanwhile."""
+
+    def __init__(self, request: GroupRequest) -> None:
+        self.request = request
+        self.answer: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        self.stopped = True
+        self._collecting: asyncio.Task[GroupResult] | None = None
+
+    def start(self, collect: Coroutine[Any, Any, GroupResult]) -> None:
+        """Wait for the completions."""
+        self.stopped = False
+        self._collecting = asyncio.create_task(collect)
+        self._collecting.add_done_callback(self._hand_over)
+
+    def stop(self) -> None:
+        """Take no completions any more, not even those that vLLM has ready."""
+        self.stopped = True
+        if self._collecting is not None:
+            self._collecting.cancel()
+
+    def _hand_over(self, collecting: asyncio.Task[GroupResult]) -> None:
+        if collecting is not self._collecting or self.stopped:
+            return
+        error = collecting.exception()
+        if error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(collecting.result())
+
+
 class RolloutEngine:
     """An AsyncLLM with the order of its work fixed, so that a fresh engine repeats it bit for bit.
 
@@ -91,7 +122,7 @@ class RolloutEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._engine: AsyncLLM | None = None
-        self._waiting: dict[int, asyncio.Task[GroupResult]] = {}
+        self._groups: dict[int, Group] = {}  # by position, in the order of their requests
         self._batches = 0
         self._queued = 0  # requests of the batch
         self._version = 0  # the checkpoint's weights
@@ -124,29 +155,41 @@ class RolloutEngine:
         if self._dirty is not None:
             raise EngineDirty(f"weights are unknown: {self._dirty}")
         engine = self._alive()
-        for task in self._waiting.values():
-            task.cancel()
-        self._waiting = {}
+        for group in self._groups.values():
+            group.stop()
+            group.answer.cancel()
         await self._utility(engine.pause_generation(mode="abort", clear_cache=True))
-        self._batches += 1
-        self._queued = 0
-        queues = [await self._guard(self._queue(request)) for request in requests]
-        for request, collectors in zip(requests, queues, strict=True):
-            self._waiting[request.position] = asyncio.create_task(self._collect(request, collectors))
+        self._groups = {request.position: Group(request) for request in requests}
+        await self._begin(list(self._groups.values()))
         await self._utility(engine.resume_generation())
 
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """A group's completions, as two objects: facts for rank 0, tokens for whoever fetches them."""
-        result = await self._waiting.pop(position)
+        groups = self._groups
+        result = await groups[position].answer
+        del groups[position]
         return GroupFacts.of(result), result
 
-    async def pause(self, version: int) -> float:
-        """End or hold what is generated, before a sync; the seconds it took. From here on the engine is dirty, until all its
-        workers have verified and loaded the version: one that misses a sync must not answer with old weights."""
+    async def pause(self, version: int, in_flight: str) -> dict[str, float]:
+        """Bring generation to a stand before a sync, with empty caches; the seconds it took, and how many completions were
+        under way, in groups that are not complete. From here on the engine is dirty, until all its workers have verified and
+        loaded the version: one that misses a sync must not answer with old weights.
+
+        `in_flight` is the recipe's. Kept requests are frozen: vLLM computes what they have so far again when it resumes, so
+        that none attends to keys of old weights. Aborted ones are submitted again by `receive`.
+        """
         begun = time.perf_counter()
         self._dirty = f"the sync of version {version} did not finish"
-        await self._utility(self._alive().pause_generation(mode="wait", clear_cache=True))
-        return time.perf_counter() - begun
+        incomplete = [group for group in self._groups.values() if not group.answer.done()]
+        if in_flight == "wait" and incomplete:
+            # vLLM itself waits for what runs: not for what it has not begun, or put off for want of memory.
+            await asyncio.wait([group.answer for group in incomplete])
+        if in_flight == "abort":
+            for group in incomplete:
+                group.stop()
+        await self._utility(self._alive().pause_generation(mode=in_flight, clear_cache=True))
+        completions = sum(len(group.request.seeds) for group in incomplete)
+        return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
 
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
         """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent."""
@@ -169,6 +212,7 @@ class RolloutEngine:
         received = time.perf_counter()
         # Before generation goes on, which is what makes its completions those of the new version.
         self._version, self._dirty = manifest.version, None
+        await self._begin([group for group in self._groups.values() if group.stopped])
         await self._utility(engine.resume_generation())
         report = {key: max(worker[key] for worker in workers) for key in workers[0]}
         report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
@@ -179,6 +223,16 @@ class RolloutEngine:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+
+    async def _begin(self, groups: Sequence[Group]) -> None:
+        """Queue all requests of some groups, while generation is paused; no others are under way."""
+        if not groups:
+            return
+        self._batches += 1
+        self._queued = 0
+        queues = [await self._guard(self._queue(group.request)) for group in groups]
+        for group, collectors in zip(groups, queues, strict=True):
+            group.start(self._collect(group.request, collectors))
 
     async def _queue(self, request: GroupRequest) -> list[RequestOutputCollector]:
         engine = self._alive()

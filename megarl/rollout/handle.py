@@ -80,17 +80,26 @@ class EngineHandle:
         """The answer of a call. Raises EngineDied for a dead engine, RolloutError at the deadline, and what the engine
         raised otherwise.
         """
-        return self._get(reference, phase, "rollout.timeout_s", self._timeout_s)
+        return self._get(reference, phase, self._timeout_s, f"rollout.timeout_s = {self._timeout_s:g}")
 
-    def get_report(self, reference: Any, timeout_s: float) -> dict[str, float]:
-        """What the engine says about a sync whose last bucket was sent. As `get`, with the deadline of a sync."""
-        return self._get(reference, "weight_sync", "weight_sync.timeout_s", timeout_s)
+    def get_paused(self, reference: Any, in_flight: str, timeout_s: float) -> dict[str, float]:
+        """What the engine says when it stands still. As `get`; `timeout_s` is the deadline of a sync, which holds where no
+        completions are waited for."""
+        if in_flight == "wait":
+            rule = f"rollout.timeout_s = {self._timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
+            return self._get(reference, "weight_sync", self._timeout_s, rule)
+        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
 
-    def _get(self, reference: Any, phase: str, key: str, timeout_s: float) -> Any:
+    def get_report(self, reference: Any, timeout_s: float, waits: int) -> dict[str, float]:
+        """What the engine says about a sync whose last bucket was sent. As `get`, with `waits` times the deadline of a
+        sync."""
+        return self._get(reference, "weight_sync", waits * timeout_s, f"{waits} times weight_sync.timeout_s = {timeout_s:g}")
+
+    def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise RolloutError(f"no answer of {self.name} in phase {phase} within {key} = {timeout_s:g}") from error
+            raise RolloutError(f"no answer of {self.name} in phase {phase} within {rule}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
                 raise error.cause from None  # the message says all; Ray's frames around it say nothing

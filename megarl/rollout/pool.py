@@ -22,6 +22,7 @@ from megarl.rollout.replay import ReplayPool
 from megarl.rollout.store import GroupStore, StoredPayload
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts
+from megarl.sync.transport import REPORT_WAITS
 
 
 class EnginePool:
@@ -42,7 +43,7 @@ class EnginePool:
         self._vocab = ModelShape.from_directory(model_path).vocab
         self._version: int | None = None  # the last one that was published
         self._resync: Callable[[Sequence[int]], None] | None = None
-        self._timeout_s = 0.0  # of the sync under way
+        self._manifest: WeightManifest  # of the sync under way
         self._receiving: dict[int, Any] = {}  # by engine: the call under way in a sync
         self._reports: dict[int, dict[str, float]] = {}  # by engine, of the version that is published
         self._refusals: dict[int, int] = {}
@@ -116,26 +117,30 @@ class EnginePool:
         return result
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        """Pause some engines for a version, with their weights unknown from here on; where every engine runs. One that is
-        dead is started again. Raises RolloutError for an engine that does not pause."""
+        """Pause some engines for a version, with their weights unknown from here on; where every engine runs. What they
+        generate is waited for, kept or aborted, as the recipe says. One that is dead is started again. Raises RolloutError
+        for an engine that does not pause."""
         if attempt == 1:
             self._reports, self._refusals = {}, {}
         self._version = version
-        pausing = [(self._engines[index], self._engines[index].call("pause", version)) for index in engines]
+        section = self._recipe.weight_sync
+        order = ("pause", version, section.in_flight)
+        pausing = [(self._engines[index], self._engines[index].call(*order)) for index in engines]
         for engine, call in pausing:
             while True:
                 try:
-                    self._reports[engine.settings.index] = {"pause_s": engine.get(call, "weight_sync")}
+                    report = engine.get_paused(call, section.in_flight, section.timeout_s)
+                    self._reports[engine.settings.index] = report
                     break
                 except EngineDied as error:
                     self._restart(engine, "weight_sync", error)
-                    call = engine.call("pause", version)
+                    call = engine.call(*order)
         hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
         return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
 
     def begin(self, manifest: WeightManifest) -> None:
         """Have the manifest's engines receive; does not wait for them."""
-        self._timeout_s = manifest.timeout_s
+        self._manifest = manifest
         self._receiving = {index: self._engines[index].call("receive", manifest.as_dict()) for index in manifest.engines}
 
     def failed(self) -> list[int]:
@@ -151,10 +156,11 @@ class EnginePool:
         """
         again: list[int] = []
         failure: Exception | None = None
+        timeout_s, waits = self._manifest.timeout_s, REPORT_WAITS[self._manifest.transport]
         for index, call in self._receiving.items():
             engine = self._engines[index]
             try:
-                self._reports[index] |= engine.get_report(call, self._timeout_s)
+                self._reports[index] |= engine.get_report(call, timeout_s, waits)
             except (EngineDied, RolloutError) as error:
                 try:
                     self._restart(engine, "weight_sync", error)
@@ -175,7 +181,8 @@ class EnginePool:
         if not reports:
             return {}
         figures = {f"sync/{key}": max(report[key] for report in reports) for key in reports[0]}
-        figures["sync/received_bytes"] = sum(report["received_bytes"] for report in reports)
+        for key in ("received_bytes", "in_flight"):
+            figures[f"sync/{key}"] = sum(report[key] for report in reports)
         figures["sync/bytes_per_s"] = figures["sync/received_bytes"] / len(reports) / figures["sync/transfer_s"]
         return figures
 
