@@ -170,7 +170,8 @@ def _take(
 def _count_boxes(reader: StreamReader, manifest: WeightManifest) -> int:
     """How many boxes a version has."""
     reader._prepare(manifest)
-    return len(reader._stream.copy)
+    stream = reader._stream
+    return sum(len(stream.at_destination(reader._plan, bucket)) for bucket in range(stream.num_buckets))
 
 
 def _meet(fault: Fault | None, state: str, network: Network | None) -> None:
