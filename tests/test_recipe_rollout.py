@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.family import ModelShape
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import RecipeError, load_recipe, rollout_rules
 from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, reload, routed_experts
 from megarl.recipe.table import engine_name
 from megarl.reshard.boxes import RolloutLayout
@@ -114,6 +114,18 @@ def test_checkpoint_mode_takes_no_dealt_experts() -> None:
         one = recipe(Path("model"), tensor=2, expert_parallel=dealt)
         one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"mode": mode})})
         assert bool(list(reload(one))) == refused
+
+
+def test_tensor_ranks_of_data_parallel_ranks_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rollout_rules.vllm_is_for_cpus()  # as the lock says
+    both = recipe(Path("model"), tensor=2, data=2, engines=3)
+    (found,) = rollout_rules.on_cpu(both)
+    assert found.key == "rollout.data" and "rollout.engines: 6" in found.nearest
+    assert not list(rollout_rules.on_cpu(recipe(Path("model"), tensor=2))) + list(
+        rollout_rules.on_cpu(recipe(Path("model"), data=2))
+    )
+    monkeypatch.setattr(rollout_rules, "vllm_is_for_cpus", lambda: False)
+    assert not list(rollout_rules.on_cpu(both))
 
 
 def test_engines_are_named_by_what_is_cut() -> None:

@@ -556,6 +556,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.routed_experts,
     rollout_rules.dealt_over_one,
     rollout_rules.reload,
+    rollout_rules.on_cpu,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,
