@@ -140,7 +140,8 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
         transport = choose_transport(section.transport, platform.kind, one_host)
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
                                 section.bucket_bytes, section.timeout_s, section.mode,
-                                transport, os.environ["MASTER_ADDR"], section.wire, section.verify)  # fmt: skip
+                                transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
+                                recipe.rollout.quantization)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
         weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)

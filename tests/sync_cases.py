@@ -12,6 +12,7 @@ import torch
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
+from megarl.sync.codec import Blocks, dequantise_blocks
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.read import StreamReader
@@ -93,7 +94,7 @@ class ThreadEngines:
             parameter = parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan))
             target = parameter[box.row : box.row + rows, box.col : box.col + cols]
             assert torch.isnan(target).all(), f"{box.parameter} written twice"
-            target.copy_(box.content)
+            target.copy_(box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales)))
         return parameters
 
 

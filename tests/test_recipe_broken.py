@@ -412,6 +412,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("weight_sync", {"transport": "nccl"})),
         {"weight_sync.transport": "the torch that is installed here knows none"},
     ),
+    "FP8 blocks without a GPU": (
+        edited(("rollout.quantization", "fp8")),
+        {"rollout.quantization": "the torch that is installed here knows none"},
+    ),
     "differences over a fast transport": (
         edited(("weight_sync", {"transport": "shared_memory", "wire": "delta"})),
         {"weight_sync.wire": "weight_sync.transport: gloo"},

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.reshard.blocks import BLOCK, check_blocks
 from megarl.reshard.boxes import Segment
 from megarl.sync.codec import (
     BITS,
-    BLOCK,
     GAPS,
     HEADER_BYTES,
     RAW,
-    check_blocks,
     decode_delta,
     dequantise_blocks,
     encode_delta,
@@ -115,6 +114,14 @@ def test_a_broken_delta_is_refused_or_fills_its_own_content_alone(data: Any) -> 
         decode_delta(torn, content)
     except ValueError:
         assert torch.equal(content, old), "a refused delta changed the content"
+
+
+def test_a_length_that_no_delta_has_is_refused() -> None:
+    old, new = step_of(0.01)
+    payload = encode_delta(old, new, 2).payload
+    payload[39] ^= 0x80  # the highest byte of the inflated length
+    with pytest.raises(ValueError, match="a delta is torn: .* inflated ones"):
+        decode_delta(payload, old.clone())
 
 
 def test_contents_that_do_not_fit_are_named() -> None:

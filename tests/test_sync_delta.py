@@ -25,7 +25,7 @@ pytestmark = pytest.mark.sync
 
 ROLLOUT = RolloutLayout(2)
 BUCKET_BYTES = 8192
-TIMEOUT_S = 4.0
+TIMEOUT_S = 2.0
 CHANGED = 0.02  # of the values, a version
 EVENTS = ("nothing", "nothing", "restart", "forget", "other bytes", "corrupt", "one engine", "nodes")
 
@@ -40,7 +40,7 @@ class Trainer:
         settings = SyncSettings(torch.bfloat16, ROLLOUT, 2, BUCKET_BYTES, TIMEOUT_S, transport="gloo", wire="delta")
         group = dist.group.WORLD if grouped else None
         self.sync = WeightSync(self.shape, layout, settings, model.parent.name, self.rank, group)
-        self.engines = ThreadEngines(self.shape, ROLLOUT, engines=2, retries=1) if self.rank == 0 else None
+        self.engines = ThreadEngines(self.shape, ROLLOUT, engines=2, retries=3) if self.rank == 0 else None
         self.tensors = checkpoint(model)
         self.random = np.random.default_rng(0)
         self.version = 0
@@ -111,7 +111,7 @@ def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | 
     return done
 
 
-@pytest.mark.parametrize(("layout", "steps"), [(Layout(), 26), (Layout(2, 2, 1), 18)])
+@pytest.mark.parametrize(("layout", "steps"), [(Layout(), 18), (Layout(2, 2, 1), 18)])
 def test_whatever_happens_every_engine_has_exactly_the_bytes_of_its_version(
     tmp_path: Path, layout: Layout, steps: int
 ) -> None:

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.family import ModelShape
+from megarl.reshard.blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import engine_plan
+from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.vllm import vllm_segments
 from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Stream, checksum
 
 SHAPE = ModelShape.from_config(
@@ -21,6 +24,11 @@ SHAPE = ModelShape.from_config(
         "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
     }
 )  # fmt: skip
+BLOCKS = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 256, "head_dim": 128,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
 LAYOUTS = [Layout(), Layout(2, 3), Layout(4, 1, 2), Layout(1, 3, 2)]
 ROLLOUTS = [RolloutLayout(), RolloutLayout(2), RolloutLayout(2, 3)]
 
@@ -105,3 +113,43 @@ def test_a_checksum_knows_places_versions_and_buckets() -> None:
     sums = [checksum(content, 1, 0), checksum(exchanged, 1, 0), checksum(content, 2, 0), checksum(content, 1, 1)]
     assert len(set(sums)) == 4
     assert checksum(content.copy(), 1, 0) == sums[0]
+
+
+def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
+    """Of a model whose heads are blocks, over a trainer and an engine of two tensor ranks: the pieces of quantised tensors
+    cover their rows once, begin at blocks and have the bytes of scales and elements."""
+    shape = ModelShape.from_config(BLOCKS)
+    quantised = quantised_tensors(shape)
+    assert len(quantised) == 2 * 7 and "model.embed_tokens.weight" not in quantised and "lm_head.weight" not in quantised
+    layout, rollout = Layout(tensor=2), RolloutLayout(2)
+    check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
+    plan = engine_plan(shape, layout, rollout)
+    stream = Stream.of(plan, copy_order(plan, 0), 2, 1 << 16, quantised)
+    names = [plan.names[plan.name[copy]] for copy in stream.copy]
+    for piece, name in enumerate(names):
+        rows, cols = int(stream.rows[piece]), int(plan.cols[stream.copy[piece]])
+        if name in quantised:
+            assert stream.row[piece] % BLOCK == 0 and stream.size[piece] == block_bytes(rows, cols)
+            assert stream.scales[piece] == scale_bytes(rows, cols) > 0
+        else:
+            assert stream.size[piece] == 2 * rows * cols and stream.scales[piece] == 0
+    elements = stream.rows * plan.cols[stream.copy]
+    assert elements.sum() == plan.sizes[plan.to_destination(0)].sum()
+    assert max(elements[[name in quantised for name in names]]) > 128 * 128, "pieces of several blocks"
+
+
+def test_a_plan_that_cuts_blocks_is_refused() -> None:
+    shape = ModelShape.from_config(BLOCKS | {"head_dim": 64})
+    quantised = quantised_tensors(shape)
+    with pytest.raises(ValueError, match="trainer rank 0's part .* of model.layers.0.self_attn.k_proj.weight cuts a block"):
+        check_blocks(megatron_segments(shape, Layout()), vllm_segments(shape, RolloutLayout()), quantised)
+    plan = engine_plan(shape, Layout(), RolloutLayout())
+    with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
+        Stream.of(plan, copy_order(plan, 0), 2, 1 << 16, quantised)
+
+
+def test_a_row_of_blocks_that_fits_no_bucket_is_named() -> None:
+    shape = ModelShape.from_config(BLOCKS)
+    plan = engine_plan(shape, Layout(), RolloutLayout())
+    with pytest.raises(ValueError, match=r"bucket_bytes = 20000 is less than a row of blocks of model\.layers\.0\."):
+        Stream.of(plan, copy_order(plan, 0), 2, 20000, quantised_tensors(shape))

@@ -425,7 +425,14 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
-        on_actor = (rollout_rules.cut, rollout_rules.kv_cache, rollout_rules.bucket, _lora, feature_rules.router_replay)
+        on_actor = (
+            rollout_rules.cut,
+            rollout_rules.kv_cache,
+            rollout_rules.bucket,
+            wire_rules.blocks,
+            _lora,
+            feature_rules.router_replay,
+        )
         checks += [rule(recipe, shape) for rule in on_actor]
     found: list[Violation] = []
     for check in checks:
@@ -557,6 +564,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.dealt_over_one,
     rollout_rules.reload,
     rollout_rules.on_cpu,
+    wire_rules.quantization,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -380,6 +380,9 @@ class RolloutSection(Section):
     """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format in the engines; null takes `trainer.precision`."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: engines hold the linear weights of the layers as e4m3 with a scale for each 128 x 128 block, and the trainer
+    ranks quantise them before they send them; null for none. Not yet run on a GPU, and vLLM has no kernels for most CPUs."""
     timeout_s: Seconds = 600.0
     """Deadline of one step's rollouts and of every other call to an engine."""
     max_restarts: Count = 2

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # How soon the death of an engine core is seen by a call that waits for it.
 DEATH_POLL_S = 0.25
+# vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
+QUANTIZATIONS = {"fp8": "fp8_per_block"}
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 # Of a worker: whether another process failed before it, and what happened.
 Failure = tuple[bool, str]
@@ -51,6 +53,7 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     seed: int
     record_routing: bool = False
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,6 +348,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     return AsyncEngineArgs(
         model=settings.model_path,
         dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
+        quantization=None if settings.quantization is None else QUANTIZATIONS[settings.quantization],
         tensor_parallel_size=settings.layout.tensor,
         pipeline_parallel_size=settings.layout.pipeline,
         data_parallel_size=settings.layout.data,

@@ -70,6 +70,7 @@ class EnginePool:
                     stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
                     record_routing=recipe.actor.router_replay,
+                    quantization=rollout.quantization,
                 ),
                 rollout.timeout_s,
                 max_calls=recipe.phases.rollout.prompts + 16,

@@ -22,8 +22,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 
 from megarl.family import ModelShape
+from megarl.reshard.blocks import BLOCK
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
@@ -31,11 +33,13 @@ from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.cpu_workers import complete
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.codec import FP8
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
+SCALES = "_scale_inv"  # behind the name of a weight in FP8 blocks: that of their scales
 
 
 @dataclass
@@ -144,6 +148,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """The table of `vllm_segments` and the model must know the same parameters."""
         live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
         idle = idle_parameters(self._shape, self._rollout, worker)
+        live = {name for name in live if not name.endswith(SCALES)}
         odd = sorted((live - self._derived_names() - idle) ^ self._sizes.keys())
         if odd:
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
@@ -173,9 +178,17 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 if module_name != owner:  # boxes come module by module
                     self._process(owner)
                     owner, targets = module_name, {}
-                targets[box.parameter] = self._target(module_name, name, dtype)
+                size = self._sizes[box.parameter]
+                targets[box.parameter] = self._target(module_name, name, dtype if box.scales is None else FP8, size)
+                if box.scales is not None:
+                    blocks = -(-size[0] // BLOCK), -(-size[1] // BLOCK)
+                    scales = self._target(module_name, name + SCALES, torch.float32, blocks)
+                    targets[box.parameter + SCALES] = scales
             rows, cols = box.content.shape
             targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+            if box.scales is not None:
+                (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
+                targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
         self._process(owner)
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
@@ -186,23 +199,23 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
-    def _target(self, owner: str, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _target(self, owner: str, name: str, dtype: torch.dtype, size: tuple[int, int]) -> torch.Tensor:
         """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
         A vector is one column; experts stand one below the other."""
         module = self._modules[owner]
         live = getattr(module, name)
         if live.dtype != dtype:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
-        rows, cols = self._sizes[f"{owner}.{name}"]
+        rows, cols = size
         packed = live.numel() == 0 or (live.dim() == 3 and self.device.type == "cpu")
         if not packed and live.numel() == rows * cols:
             return live.data.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
-        size = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
-        target = self._spare.take(size, dtype, self.device)
+        stacked = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
+        target = self._spare.take(stacked, dtype, self.device)
         assert self._reader is not None  # it gave the box
-        if self._reader.elements(f"{owner}.{name}") < rows * cols:
+        if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
             target.zero_()  # padding is never sent
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target.view(rows, cols)
@@ -217,7 +230,10 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
             # With a kernel of an earlier load it takes the weights for packed ones.
             quant_method.moe_kernel = None
-        if quant_method is not None:
+        if isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
+            # It quantises what a checkpoint brings, once. What came now is quantised, so its kernel alone has to take it.
+            quant_method.fp8_linear.process_weights_after_loading(module)
+        elif quant_method is not None:
             quant_method.process_weights_after_loading(module)
         self._spare.take_back()
         self._repack_s += time.perf_counter() - begun

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megarl.reshard.boxes import Segment
+from megarl.reshard.blocks import BLOCK, scale_bytes
 
-# DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
-BLOCK = 128
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max  # 448
 _SMALLEST = 1e-4  # a block's largest value counts as this at least, so that a block of zeros has a scale
@@ -43,44 +40,25 @@ def quantise_blocks(matrix: torch.Tensor) -> Blocks:
     return Blocks(weight.view_as(padded)[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2]))
 
 
+def write_blocks(blocks: Blocks, memory: torch.Tensor) -> None:
+    """Blocks as they travel, uint8 [bytes]: the scales, and the elements behind them."""
+    num_scales = blocks.weight_scale_inv.nbytes
+    memory[:num_scales].view(torch.float32).view_as(blocks.weight_scale_inv).copy_(blocks.weight_scale_inv)
+    memory[num_scales:].view(FP8).view_as(blocks.weight).copy_(blocks.weight)
+
+
+def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
+    """The blocks of a matrix [rows, columns] that `write_blocks` wrote, where they lie."""
+    scales = memory[: scale_bytes(rows, columns)]
+    weight = memory[len(scales) :].view(FP8).view(rows, columns)
+    return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
+
+
 def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
     """The matrix that an engine computes with, float32 [rows, columns]."""
     rows, columns = blocks.weight.shape
     scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return blocks.weight.float() * scale[:rows, :columns]
-
-
-def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Every FP8 block must lie in one box of a trainer rank, which quantises it, and in one box of a worker, where it must
-    be a block of the worker's parameter too.
-
-    `sizes` are (rows, columns) of the checkpoint tensors to be quantised; boxes of others are passed over. Raises ValueError
-    naming the first box that cuts a block, and how many there are.
-    """
-    cuts = [f"{_place('trainer rank', box)} cuts a block" for box in sources if _cuts(box, sizes)]
-    for box in destinations:
-        if _cuts(box, sizes):
-            cuts.append(f"{_place('worker', box)} cuts a block")
-        elif box.name in sizes and (box.local_row % BLOCK or box.local_col % BLOCK):
-            cuts.append(f"{_place('worker', box)} starts inside a block of {box.parameter}")
-    if cuts:
-        more = f" (and {len(cuts) - 1} more boxes)" if len(cuts) > 1 else ""
-        raise ValueError(
-            f"FP8 weights have one scale for each {BLOCK} x {BLOCK} elements, but {cuts[0]}{more}; "
-            "choose tensor sizes that cut at multiples of it, or send bf16"
-        )
-
-
-def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
-    if box.name not in sizes:
-        return False
-    rows, columns = sizes[box.name]
-    ends = ((box.row1, rows), (box.col1, columns))
-    return bool(box.row0 % BLOCK or box.col0 % BLOCK) or any(end % BLOCK and end != last for end, last in ends)
-
-
-def _place(owner: str, box: Segment) -> str:
-    return f"{owner} {box.rank}'s part [{box.row0}:{box.row1}, {box.col0}:{box.col1}] of {box.name}"
 
 
 # A delta begins with: form, bytes of an element, whether the rest is deflated, bytes of the content, changed elements,
@@ -157,8 +135,9 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
             f"no delta of {content.numel()} bytes: form {form} of {num_bytes} bytes, {element_bytes} an element"
         )
     body = data[_HEADER.size : _HEADER.size + length]
-    if body.size != length:
-        raise ValueError(f"a delta is torn: {body.size} bytes instead of {length}")
+    # Places take no more than a bit for each element, and some bytes.
+    if body.size != length or size > 2 * num_bytes + _HEADER.size:
+        raise ValueError(f"a delta is torn: {body.size} bytes instead of {length}, of {size} inflated ones")
     if deflated:
         body = _inflated(body, size)
     if body.size != size or (form == RAW and size != num_bytes):

@@ -50,7 +50,8 @@ class SentParts:
         self.changed_bytes = self.content_bytes = 0  # since `begin`
 
     def begin(self, manifest: WeightManifest) -> None:
-        self._has_base, self._element_bytes = manifest.base is not None, DTYPES[manifest.precision].itemsize
+        self._has_base = manifest.base is not None
+        self._element_bytes = 1 if manifest.quantization else DTYPES[manifest.precision].itemsize
         self.changed_bytes = self.content_bytes = 0
 
     def message(self, worker: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from megarl.family import ModelShape
+from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import checkpoint_plan, engine_plan
+from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
+from megarl.sync.stream import Stream
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
@@ -31,6 +34,8 @@ class WeightManifest:
     `attempt` counts, from 1, how often it was sent; `session` is new with each attempt of any version. `engines` take part
     in it, of `num_engines` in all, each cut as `rollout` says; `mode`, `transport` and `verify` are the recipe's. `rings`
     names the buckets of each worker number in shared memory.
+
+    `precision` is that of the engine; with `quantization` "fp8" its linear weights travel as FP8 blocks.
 
     Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number: `leaders`,
     which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
@@ -57,6 +62,7 @@ class WeightManifest:
     meetings: tuple[int, ...]
     wire: str
     base: int | None
+    quantization: str | None
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -82,6 +88,20 @@ class WeightManifest:
 def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
     """The plan of a sync; both ends compute it and compare `plan.hash`."""
     return {"reshard": engine_plan, "checkpoint": checkpoint_plan}[mode](shape, layout, rollout)
+
+
+def sync_stream(
+    shape: ModelShape,
+    plan: ReshardPlan,
+    worker: int,
+    workers: int,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    quantization: str | None,
+) -> Stream:
+    """The stream of one of an engine's workers; both ends compute it."""
+    quantised = quantised_tensors(shape) if quantization == "fp8" else {}
+    return Stream.of(plan, copy_order(plan, worker, worker, workers), dtype.itemsize, bucket_bytes, quantised)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from megarl.family import ModelShape
 from megarl.platform import current as device
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import parameter_sizes
-from megarl.reshard.order import copy_order
 from megarl.sync.checks import open_checks
+from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
-from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan
+from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
-from megarl.sync.stream import Part, Piece, Stream
+from megarl.sync.stream import Part, Piece
 from megarl.sync.transport import TRANSPORTS, Sender
 
 Value = TypeVar("Value")
@@ -46,6 +46,7 @@ class SyncSettings:
     host: str = "127.0.0.1"  # of rank 0, as engines reach it
     wire: str = "full"  # or "delta", with transport "gloo"
     verify: str = "all"  # or "sampled", where buckets lie on a device
+    quantization: str | None = None  # or "fp8", with mode "reshard"
 
 
 class Streamed(NamedTuple):
@@ -110,9 +111,8 @@ class WeightSync:
         self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
         self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._held = set(parameter_sizes(shape, layout, rank))
-        workers, itemsize = settings.rollout.workers, settings.dtype.itemsize
-        orders = [copy_order(self._plan, worker, worker, workers) for worker in range(workers)]
-        self._streams = [Stream.of(self._plan, order, itemsize, settings.bucket_bytes) for order in orders]
+        workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
+        self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # of this rank, by worker and bucket
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
@@ -238,6 +238,7 @@ class WeightSync:
             leaders=leaders,
             meetings=tuple(self._meetings),
             wire=self._settings.wire,
+            quantization=self._settings.quantization,
             base=self._bases.begin(attempt, leading, self._starts),
         )
         if self._engines is not None:
@@ -304,11 +305,14 @@ class WeightSync:
         checks = open_checks(memory, manifest, bucket)
         elements, itemsize = memory.view(self._settings.dtype), self._settings.dtype.itemsize
         for piece in pieces:
-            _, parameter, row, col, rows, cols, start, end, _ = piece
+            _, parameter, row, col, rows, cols, start, end, _, scales = piece
             box = matrices[parameter][row : row + rows]
             if box.shape[1] != cols:
                 box = box[:, col : col + cols]
-            elements[start // itemsize : end // itemsize].view(rows, cols).copy_(box)
+            if scales:
+                write_blocks(quantise_blocks(box.to(self._settings.dtype)), memory[start:end])
+            else:
+                elements[start // itemsize : end // itemsize].view(rows, cols).copy_(box)
             checks.add(piece)
         checks.close()
 

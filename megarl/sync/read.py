@@ -14,19 +14,22 @@ from megarl.family import ModelShape
 from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
+from megarl.sync.codec import read_blocks
 from megarl.sync.link import Link
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan
+from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
 
 
 class Box(NamedTuple):
-    """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col)."""
+    """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col); of FP8 blocks `scales` at the place of
+    their blocks."""
 
     parameter: str
     row: int
     col: int
     content: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 @dataclass
@@ -44,7 +47,7 @@ class StreamReader:
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
-        self._key: tuple[str, str, int] | None = None  # what the plan and the stream belong to
+        self._key: tuple[str, str, int, str | None] | None = None  # what the plan and the stream belong to
         self._plan: ReshardPlan
         self._stream: Stream
         self._elements: dict[str, int] = {}
@@ -102,11 +105,15 @@ class StreamReader:
                 raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {box}")
             figures.verify_s += time.perf_counter() - begun
             figures.received_bytes += sum(piece.end - piece.start for piece in parts)
-            memory = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
-            yield Box(whole.parameter, whole.row, whole.col, memory.view(whole.rows, whole.cols))
+            if whole.scale_bytes:
+                blocks = read_blocks(memory[whole.start : whole.end], whole.rows, whole.cols)
+                yield Box(whole.parameter, whole.row, whole.col, blocks.weight, blocks.weight_scale_inv)
+                continue
+            matrix = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
+            yield Box(whole.parameter, whole.row, whole.col, matrix.view(whole.rows, whole.cols))
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes)
+        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -117,7 +124,8 @@ class StreamReader:
             )
         self._plan = plan
         order = copy_order(plan, self._worker, self._worker, manifest.rollout.workers)
-        self._stream = Stream.of(plan, order, DTYPES[manifest.precision].itemsize, manifest.bucket_bytes)
+        form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
+        self._stream = sync_stream(self._shape, plan, self._worker, manifest.rollout.workers, *form)
         covered = np.bincount(plan.destination_parameter[order], plan.sizes[order], len(plan.destination_parameters))
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._boxes = {}

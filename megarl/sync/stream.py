@@ -9,6 +9,7 @@ lie together, as a *part*: what travels in one message. A part ends with a table
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from megarl.reshard.blocks import BLOCK, SCALE_BYTES, block_bytes
 from megarl.reshard.plan import ReshardPlan
 
 # Each piece, and so each part, starts on a cache line.
@@ -45,6 +47,7 @@ class Piece(NamedTuple):
     start: int
     end: int
     check: int
+    scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 of any other format
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +55,8 @@ class Stream:
     """The pieces of one destination, as int64 columns [pieces].
 
     A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan; it lies in bucket `bucket` at byte
-    `offset`, has `size` bytes and its checksum (uint64) at byte `check`. `sources` are trainer ranks. `capacity` is bytes
+    `offset`, has `size` bytes and its checksum (uint64) at byte `check`; of FP8 blocks the first `scales` bytes are their
+    scales. `sources` are trainer ranks. `capacity` is bytes
     of the fullest bucket.
     """
 
@@ -64,18 +68,34 @@ class Stream:
     offset: np.ndarray
     size: np.ndarray
     check: np.ndarray
+    scales: np.ndarray
     num_buckets: int
     capacity: int
 
     @classmethod
-    def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int) -> Stream:
+    def of(
+        cls,
+        plan: ReshardPlan,
+        copies: np.ndarray,
+        itemsize: int,
+        bucket_bytes: int,
+        quantised: Collection[str] = (),
+    ) -> Stream:
         """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
-        of one element on the wire. Raises ValueError where one row of a box does not fit a bucket."""
-        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes)
-        source, size = plan.source_rank[copy], rows * plan.cols[copy] * itemsize
+        of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut.
+        Raises ValueError where it does, and where one row of a box, or of blocks, does not fit a bucket."""
+        in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
+        for place in copies[in_blocks[copies]].tolist():
+            if plan.destination_row[place] % BLOCK or plan.destination_col[place] % BLOCK:
+                raise ValueError(f"FP8 blocks: {plan.describe(place)} starts inside one; `check_blocks` says what cuts them")
+        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes, in_blocks)
+        cols = plan.cols[copy]
+        scales = np.where(in_blocks[copy], SCALE_BYTES * -(-rows // BLOCK) * -(-cols // BLOCK), 0)
+        source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, itemsize)
         offset, check, capacity = _place(source, bucket, size)
         assert capacity <= bucket_bytes, f"a bucket of {capacity} bytes; {bucket_bytes} are allowed"
-        return cls(copy, row, rows, source, bucket, offset, size, check, int(bucket[-1]) + 1 if len(bucket) else 0, capacity)
+        num_buckets = int(bucket[-1]) + 1 if len(bucket) else 0
+        return cls(copy, row, rows, source, bucket, offset, size, check, scales, num_buckets, capacity)
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
@@ -128,6 +148,7 @@ class Stream:
         for piece in self._seen(plan, numbers, parameters, place):
             whole, parts = joined[-1] if joined else (piece, [])
             follows = whole.start < piece.start == whole.end and whole.row + whole.rows == piece.row
+            follows = follows and not piece.scale_bytes
             if follows and (whole.parameter, whole.col, whole.cols) == (piece.parameter, piece.col, piece.cols):
                 joined[-1] = whole._replace(rows=whole.rows + piece.rows, end=piece.end), [*parts, piece]
             else:
@@ -140,7 +161,7 @@ class Stream:
         """Plain integers: what is done for each piece must cost less than copying it."""
         start, (row, col) = self.offset[pieces], place
         columns = (row, col, self.rows[pieces], plan.cols[self.copy[pieces]], start, start + self.size[pieces])
-        numbers = [column.tolist() for column in (*columns, self.check[pieces])]
+        numbers = [column.tolist() for column in (*columns, self.check[pieces], self.scales[pieces])]
         return list(map(Piece, pieces.tolist(), parameters, *numbers))
 
 
@@ -151,30 +172,34 @@ def checksum(content: np.ndarray, version: int, bucket: int) -> int:
 
 
 def _cut(
-    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int
+    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(copy, row, rows, bucket) of every piece: a bucket takes whole rows as long as they fit, with their checksums."""
+    """(copy, row, rows, bucket) of every piece: a bucket takes whole rows, or rows of blocks, as long as they fit, with
+    their checksums."""
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
     overhead = 2 * ALIGNMENT  # at most: the gap behind a part's table, and the piece's own
-    columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies])
-    for copy, rows, cols, source in zip(copies.tolist(), *(column.tolist() for column in columns), strict=True):
-        row, row_bytes = 0, cols * itemsize
+    columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies], in_blocks[copies])
+    for copy, rows, cols, source, blocks in zip(copies.tolist(), *(column.tolist() for column in columns), strict=True):
+        row, unit = 0, min(BLOCK, rows) if blocks else 1
+        row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
         if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
+            what = "a row of blocks" if blocks else "a row"
             raise ValueError(
-                f"weight_sync.bucket_bytes = {bucket_bytes} is less than a row of {plan.names[plan.name[copy]]} needs, "
+                f"weight_sync.bucket_bytes = {bucket_bytes} is less than {what} of {plan.names[plan.name[copy]]} needs, "
                 f"{_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
             )
         while row < rows:
             free = bucket_bytes - used - CHECKSUM_BYTES - (0 if source in present else ALIGNMENT)
-            fits = min(rows - row, free // ALIGNMENT * ALIGNMENT // row_bytes)
+            fits = min(rows - row, free // ALIGNMENT * ALIGNMENT // row_bytes * unit)
             if fits <= 0:
                 bucket, used = bucket + 1, 0
                 present.clear()
                 continue
             pieces.append((copy, row, fits, bucket))
-            used += _aligned(fits * row_bytes) + CHECKSUM_BYTES + (0 if source in present else ALIGNMENT)
+            size = block_bytes(fits, cols) if blocks else fits * row_bytes
+            used += _aligned(size) + CHECKSUM_BYTES + (0 if source in present else ALIGNMENT)
             present.add(source)
             row += fits
     table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
