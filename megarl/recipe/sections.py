@@ -489,8 +489,8 @@ class WeightSyncSection(Section):
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
     wire: Literal["full", "delta"] = "full"
     """`full` sends weights as they are. `delta` sends what changed since the version before, bit for bit: for links slower
-    than a core finds the differences, 0.3 to 0.8 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what it
-    sends, and a worker of what it receives, in the host's memory."""
+    than a core finds the differences, 0.3 to 0.8 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what
+    it sends, and a worker of what it receives, in the host's memory."""
     verify: Literal["all", "sampled"] = "all"
     """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
     version others, and always the first of what one rank wrote into a bucket. Elsewhere all are. Not yet run on a GPU."""
