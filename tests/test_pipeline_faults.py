@@ -65,7 +65,8 @@ def test_a_killed_engine_is_started_again_and_the_run_finishes(tmp_path):
     assert sum(line["rollout/num_restarts"] for line in lines) >= 1
     assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "the new engine has the synchronised weights"
     assert all(line["sync/received_bytes"] == line["sync/bound_bytes"] for line in lines)
-    assert all(0 < line["sync/changed_share"] <= 1 for line in lines)
+    # What travels whole comes before the first step and to the new engine alone, unless the old one died in a sync.
+    assert sum(line["sync/changed_share"] == 1 for line in lines) <= 1
 
 
 def test_without_restarts_left_the_run_names_the_engine_and_resumes(tmp_path):
