@@ -60,7 +60,10 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "fewer experts than ranks": (
         "experts",
         {"tensor": 4, "data": 4, "expert_parallel": True},
-        {"rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2"},
+        {
+            "rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2",
+            "rollout.expert_parallel": "CPUs",
+        },
     ),
     "a stage without experts": (
         "late experts",
@@ -70,7 +73,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "uneven shares of the sequences": (
         "experts",
         {"tensor": 4, "data": 3, "expert_parallel": True},
-        {"phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks", "rollout.data": "12"},
+        {
+            "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
+            "rollout.data": "12",
+            "rollout.expert_parallel": "CPUs",
+        },
     ),
 }
 
@@ -116,16 +123,15 @@ def test_checkpoint_mode_takes_no_dealt_experts() -> None:
         assert bool(list(reload(one))) == refused
 
 
-def test_tensor_ranks_of_data_parallel_ranks_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_dealt_over_tensor_and_data_parallel_ranks_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rollout_rules.vllm_is_for_cpus()  # as the lock says
-    both = recipe(Path("model"), tensor=2, data=2, engines=3)
-    (found,) = rollout_rules.on_cpu(both)
-    assert found.key == "rollout.data" and "rollout.engines: 6" in found.nearest
-    assert not list(rollout_rules.on_cpu(recipe(Path("model"), tensor=2))) + list(
-        rollout_rules.on_cpu(recipe(Path("model"), data=2))
-    )
+    both = {"tensor": 2, "data": 2, "expert_parallel": True}
+    (found,) = rollout_rules.on_cpu(recipe(Path("model"), **both))
+    assert found.key == "rollout.expert_parallel"
+    for change in ({"tensor": 1}, {"data": 1}, {"expert_parallel": False}):
+        assert not list(rollout_rules.on_cpu(recipe(Path("model"), **both | change)))
     monkeypatch.setattr(rollout_rules, "vllm_is_for_cpus", lambda: False)
-    assert not list(rollout_rules.on_cpu(both))
+    assert not list(rollout_rules.on_cpu(recipe(Path("model"), **both)))
 
 
 def test_engines_are_named_by_what_is_cut() -> None:
