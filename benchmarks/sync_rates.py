@@ -144,8 +144,8 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     connection.send(None)
     while (values := connection.recv()) is not None:
         began = time.process_time()
-        for parameter, row, col, content in reader.boxes(WeightManifest.from_dict(values), engine):
-            rows, cols = content.shape
-            targets[parameter][row : row + rows, col : col + cols].copy_(content)
+        for box in reader.boxes(WeightManifest.from_dict(values), engine):
+            rows, cols = box.content.shape
+            targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
         connection.send(time.process_time() - began)
     reader.close()

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megarl.family import FAMILIES
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import ActorSection, Section, TrainerSection
+from megarl.recipe.sections import ActorSection, Section, TrainerSection, WeightSyncSection
 from megarl.recipe.structure import kinds, sections_of
 from megarl.reshard.boxes import RolloutLayout
 
@@ -31,7 +31,6 @@ OPTIONS = (
     ("KL term", "algorithm.kl.place"),
     ("rewards", "reward.kind"),
     ("prompts", "data.prompts.kind"),
-    ("weight sync", "weight_sync.transport"),
 )
 
 
@@ -50,8 +49,11 @@ def features() -> list[Feature]:
     rows.append(Feature("roles", "`, `".join(roles), "each a Megatron engine with its own layout, on the same ranks"))
     rows.append(Feature("layout", "ROLE.layout", f"{_listed(_keys(_field('actor.layout')))}, {DATA}"))
     rows.append(Feature("engine layout", "rollout", f"{_listed([one.name for one in fields(RolloutLayout)])}, in vLLM"))
+    rows.append(Feature("engine weights", "rollout.quantization", _listed(_options(_field("rollout.quantization")))))
     for area, key in OPTIONS:
         rows.append(Feature(area, key, _listed(_options(_field(key)))))
+    sync = {key: _options(field) for key, field in WeightSyncSection.model_fields.items() if _options(field)}
+    rows.append(Feature("weight sync", "weight_sync", "; ".join(f"`{key}`: {_listed(sync[key])}" for key in sync)))
     for key, field in TrainerSection.model_fields.items():
         if field.annotation is bool or _options(field):
             rows.append(Feature(key, f"trainer.{key}", _listed(_options(field)) or "`true`"))

@@ -142,15 +142,20 @@ class HasSync(Protocol):
 def corrupt(publisher: HasSync, bucket: int, times: int) -> None:
     """From here on one byte of a bucket is wrong when it is sent, that many times."""
     sender = publisher.sync._sender
-    send, left = sender.send, [times]
+    room, send, left = sender.room, sender.send, [times]
+    written: list[torch.Tensor] = []
+
+    def room_remembered(worker: int, number: int) -> torch.Tensor:
+        written[:] = [room(worker, number)]
+        return written[0]
 
     def send_wrong(worker: int, number: int) -> None:
         if number == bucket and left[0]:
             left[0] -= 1
-            sender.room(worker, number)[100] ^= 1
+            written[0][100] ^= 1
         send(worker, number)
 
-    sender.send = send_wrong  # type: ignore[assignment,method-assign]
+    sender.room, sender.send = room_remembered, send_wrong  # type: ignore[assignment,method-assign]
 
 
 def recipe(model: Path, **rollout: Any) -> Recipe:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.read import Box
 
 CPU = torch.device("cpu")
 
@@ -34,3 +38,36 @@ def test_a_larger_parameter_gets_larger_memory() -> None:
     spare.take((4, 8), torch.float32, CPU)
     spare.take_back()
     assert spare.take((400, 8), torch.float32, CPU).fill_(3).sum() == 9600
+
+
+def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> None:
+    """With a module that packs its weight and drops it, as vLLM's linear layers do on CPUs that have a kernel for it."""
+    pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
+    from megarl.rollout.receiver import WeightReceiver
+
+    places, packed = [], []
+
+    class Packing:
+        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+            places.append(module.weight.data_ptr())
+            packed.append(module.weight.clone())
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    names = [f"layers.{number}.linear" for number in range(3)]
+    modules = {}
+    for name in names:
+        modules[name] = module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        module.quant_method = Packing()
+    receiver = WeightReceiver.__new__(WeightReceiver)
+    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
+    receiver._sizes = {f"{name}.weight": (4, 8) for name in names}
+    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
+    # The last one has a row of padding, which is zero although the memory was written before.
+    covered = dict(zip(receiver._sizes, (32, 32, 24), strict=True))
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
+    boxes = (Box(f"{name}.weight", 0, 0, content) for name, content in zip(names, contents, strict=True))
+    receiver._load(boxes, torch.float32)
+    assert len(set(places)) == 1
+    assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()

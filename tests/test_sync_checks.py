@@ -36,7 +36,7 @@ def parts_of_a_bucket() -> tuple[Parts, int]:
         table = [end + CHECKSUM_BYTES * position for position in range(len(sizes))]
         end = -(-(end + CHECKSUM_BYTES * len(sizes)) // ALIGNMENT) * ALIGNMENT
         rows = enumerate(zip(places, table, strict=True), start=number)
-        parts.append([Piece(position, "p", 0, 0, 1, 1, *place, check) for position, (place, check) in rows])
+        parts.append([Piece(position, "p", 0, 0, 1, 1, *place, check, 0) for position, (place, check) in rows])
         number += len(sizes)
     return parts, end
 

@@ -498,11 +498,12 @@ class WeightSyncSection(Section):
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""
     timeout_s: Seconds = 120.0
-    """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits twice
-    as long for a rank. Other waits of a sync are multiples of it, too, which errors name."""
+    """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
+    longer for a rank. Other waits of a sync are multiples of it, too, which errors name."""
     retries: Count = 1
     """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """What becomes of completions that an engine still generates when new weights come. `wait`: they are finished first, for
     which `rollout.timeout_s` is the deadline. `keep`: they go on under the new weights, and have both versions. `abort`:
-    groups that are not complete are generated again under the new weights."""
+    groups that are not complete are generated again under the new weights. A step waits for all of its rollouts before it
+    updates, so that a run has nothing in flight yet."""

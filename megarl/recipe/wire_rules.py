@@ -19,7 +19,12 @@ Violations = Iterator[Violation]
 def delta(recipe: Recipe) -> Violations:
     """Differences have a length of their own, and cost more than a fast transport takes for the whole."""
     section = recipe.weight_sync
-    if section.wire == "delta" and section.transport != "gloo":
+    if section.wire != "delta" or recipe.rollout.replay is not None:
+        return
+    if section.transport == "auto":
+        rule = "differences travel as messages alone, and auto may choose shared memory"
+        yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
+    elif section.transport != "gloo":
         rule = f"differences travel as messages, and weight_sync.transport is {section.transport}, which is faster than them"
         yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
 

@@ -176,8 +176,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
                 if module_name != owner:  # boxes come module by module
+                    targets = {}  # first: spare memory that somebody refers to is not lent again
                     self._process(owner)
-                    owner, targets = module_name, {}
+                    owner = module_name
                 size = self._sizes[box.parameter]
                 targets[box.parameter] = self._target(module_name, name, dtype if box.scales is None else FP8, size)
                 if box.scales is not None:
@@ -189,6 +190,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
+        targets = {}
         self._process(owner)
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.

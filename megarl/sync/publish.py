@@ -148,7 +148,11 @@ class WeightSync:
         while wanted:
             attempt += 1
             manifest = self._from_first(partial(self._begin, version, attempt, wanted))
-            done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
+            try:
+                done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
+            except SyncError:
+                self._meetings = [0] * len(self._meetings)  # every end lets go of its groups
+                raise
             pack_s += max(streamed.pack_s for streamed in done)
             sent_bytes += sum(streamed.sent_bytes for streamed in done)
             changed_bytes += sum(streamed.changed_bytes for streamed in done)
@@ -156,7 +160,7 @@ class WeightSync:
             wanted, figures = self._from_first(partial(self._finish, manifest, done))
         bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
         if self._parts is not None:
-            figures["sync/changed_share"] = changed_bytes / content_bytes
+            figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
         return figures | {
             "sync/bound_bytes": bound,
             "sync/sent_bytes": sent_bytes,
@@ -262,6 +266,8 @@ class WeightSync:
         received = [engine for engine in manifest.leading if engine not in again]
         self._bases.finish(manifest.version, received, self._starts)
         figures["sync/total_s"] = time.perf_counter() - self._begun
+        if again:  # buckets in the memory of an engine that died are gone
+            return again, figures
         return again, figures | {"sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._sender.buckets)}
 
     def _watch(self) -> None:

@@ -160,7 +160,7 @@ class RingSender:
             if not reached:
                 ring.make_do()
                 for engine in manifest.engines:
-                    self.lost[engine] = why
+                    self.lost.setdefault(engine, why)
                     self.lose(engine)
 
     def begin_for(self, session: int, engines: Sequence[int]) -> None:
@@ -197,7 +197,8 @@ class RingSender:
             for bucket, parts in enumerate(stream.parts):
                 sources = np.array([part.source_rank for part in parts], dtype=np.int64)
                 # Twice the deadline: the others give an engine up at theirs. Who is later still is named by what comes next.
-                wait_until(partial(self._has_written, worker, sources, bucket), 2 * self._timeout_s, self._look)
+                if not wait_until(partial(self._has_written, worker, sources, bucket), 2 * self._timeout_s, self._look):
+                    return
 
     def lose(self, engine: int) -> None:
         for ring in self._rings:
