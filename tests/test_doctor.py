@@ -1,0 +1,219 @@
+"""`megarl doctor` against planted faults: each is named with its value and a way out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.doctor import Finding, Verdict
+from megarl.doctor.examination import Question, examine
+from megarl.doctor.machine import check_machine
+from megarl.doctor.network import check_network, check_ray, check_slurm
+from megarl.doctor.nodes import Node, compare_nodes, shared_versions
+from megarl.doctor.packages import check_packages
+
+VERSIONS = {"megarl": "0.1.0", "torch": "2.13.0"}
+
+
+def finding(findings: Iterator[Finding] | list[Finding], check: str) -> Finding:
+    (one,) = [one for one in findings if one.check == check]
+    return one
+
+
+def assert_fails(findings: Iterator[Finding] | list[Finding], check: str, *texts: str) -> None:
+    one = finding(findings, check)
+    assert one.verdict == Verdict.FAIL and one.fix
+    assert all(text in f"{one.found} {one.fix}" for text in texts), one
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[Finding]]:
+    """The command in a process of its own, with packages of `path` before all others; exit status and findings."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")])),
+    }
+    command = f"{before}{sys.executable} -m megarl.cli doctor --json {' '.join(arguments)}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.startswith("["), done.stderr
+    return done.returncode, [Finding(**one) for one in json.loads(done.stdout)]
+
+
+def test_a_node_without_faults_is_fit() -> None:
+    code, findings = doctor("recipes/quickstart.yaml", "--master", f"127.0.0.1:{free_port()}")
+    assert code == 0 and not [one for one in findings if one.verdict == Verdict.FAIL]
+    assert {"packages", "torch build", "shared memory", "open files", "clock", "model"} <= {one.check for one in findings}
+
+
+def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
+    """A torch for CUDA without a GPU, a torchvision that was built for another torch, and another Ray, in one go."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '12.8'\n")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    (tmp_path / "ray-1.0.dist-info").mkdir()
+    (tmp_path / "ray-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.0\n")
+    code, findings = doctor(path=tmp_path)
+    assert code == 1
+    assert_fails(findings, "torch build", "CUDA 12.8", "CPU build")
+    assert_fails(findings, "torchvision", "nms does not exist", "pip uninstall torchvision")
+    ray = finding(findings, "package ray")
+    assert ray.verdict == Verdict.WARN and ray.found == "1.0" and "==2.60.0" in ray.fix
+
+
+def test_few_open_files_are_allowed() -> None:
+    code, findings = doctor(before="ulimit -n 512; ")
+    assert code == 1
+    assert_fails(findings, "open files", "512", "ulimit -n 65536")
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["nowhere-to-be-found==1.0"])
+    assert_fails(check_packages(), "package nowhere-to-be-found", "not installed", "==1.0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
+def test_a_shared_memory_that_is_small_and_one_that_is_full(tmp_path: Path) -> None:
+    small = tmp_path / "shm"
+    small.mkdir()
+    for options, texts in (("size=64m", ["64 MiB of 64 MiB", "--shm-size"]), ("size=1100m", ["megarl-left"])):
+        mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(small)], capture_output=True, text=True)
+        if mount.returncode:
+            pytest.skip(f"this container may not mount: {mount.stderr.strip()}")
+        try:
+            with open(small / "megarl-left", "wb") as left:
+                os.posix_fallocate(left.fileno(), 0, (200 << 20) if "1100m" in options else 1)
+            assert_fails(check_machine(tmp_path, small), "shared memory", *texts[1:])
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+
+
+def test_no_shared_memory_and_a_run_directory_that_takes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    findings = list(check_machine(tmp_path / "file" / "runs", tmp_path / "absent"))
+    assert_fails(findings, "shared memory", "absent does not exist", "mount -t tmpfs")
+    assert_fails(findings, "run directory", "file is a file")
+    assert_fails(check_machine(Path("/proc/runs")), "run directory", "/proc takes no file")
+
+
+def test_a_port_in_use(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    assert_fails(check_network({"torchrun": port}), f"port {port}", "for torchrun", "already in use", "ss -ltnp")
+
+
+def test_an_interface_that_is_not_there() -> None:
+    assert_fails(check_network({}, {"GLOO_SOCKET_IFNAME": "ib7"}), "GLOO_SOCKET_IFNAME", "ib7", "lo", "export")
+    findings = list(check_network({}, {"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
+    assert {finding(findings, f"{name}_SOCKET_IFNAME").verdict for name in ("NCCL", "GLOO")} == {Verdict.OK}
+
+
+def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-node.invalid")
+    assert_fails(check_network({}), "host name", "no-such-node.invalid", "/etc/hosts")
+
+
+def test_a_proxy_that_would_take_ray_s_messages() -> None:
+    one = finding(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
+    assert one.verdict == Verdict.WARN and "no_proxy" in one.fix
+
+
+def test_no_head_of_ray_and_something_else_in_its_place(listener: socket.socket) -> None:
+    assert_fails(check_ray(f"127.0.0.1:{free_port()}"), "ray head", "does not answer", "ray start --head")
+    assert_fails(check_ray("head"), "ray head", "head does not answer", "HOST:PORT")
+
+
+def test_a_controller_of_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(check_slurm({})) == []
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at node0 is DOWN'\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
+
+
+def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:
+    question = Question(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", free_port()))
+    assert_fails(examine(question), "model", "no config.json", "copy it to each")
+
+
+def meet(nodes: list[Node], num_nodes: int, timeout_s: float, skews: dict[int, float] | None = None) -> list[list[Finding]]:
+    """What each of some nodes finds; `skews` are how far their clocks are ahead."""
+    master, answers = ("127.0.0.1", free_port()), {}
+
+    def run(node: Node) -> None:
+        ahead = (skews or {}).get(node.rank, 0.0)
+        answers[node.rank] = compare_nodes(node, num_nodes, master, timeout_s, lambda: time.time() + ahead)
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [answers[node.rank] for node in nodes]
+
+
+def test_nodes_that_agree_say_so_on_each() -> None:
+    first, second = meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS)], 2, 20.0)
+    assert first == second and {one.verdict for one in first} == {Verdict.OK}
+
+
+def test_another_version_and_another_time_on_a_node() -> None:
+    other = Node(1, "b", {**VERSIONS, "torch": "2.12.0"})
+    for findings in meet([Node(0, "a", VERSIONS), other, Node(2, "c", VERSIONS)], 3, 20.0, {2: -90.0}):
+        assert_fails(findings, "same torch", "a has 2.13.0", "b 2.12.0", "container image")
+        assert_fails(findings, "same time", "c is -90.0 s from a", "chrony")
+
+
+def test_a_node_that_does_not_come_is_named_on_those_that_did() -> None:
+    for findings in meet([Node(0, "a", VERSIONS), Node(2, "c", VERSIONS)], 4, 2.0):
+        assert_fails(findings, "nodes", "1, 3 of 4 did not come within 2 s")
+
+
+def test_a_first_node_that_cannot_be_reached() -> None:
+    (findings,) = meet([Node(1, "b", VERSIONS)], 2, 1.0)
+    assert_fails(findings, "node 0", "node 1 does not reach 127.0.0.1:", "refused", "firewall")
+
+
+def test_a_stranger_at_the_meeting_disturbs_nobody() -> None:
+    """Something else than doctor connects, as a port scan does."""
+    port, found = free_port(), []
+    first = Node(0, "a", VERSIONS)
+    serving = threading.Thread(target=lambda: found.extend(compare_nodes(first, 2, ("127.0.0.1", port), 20.0)))
+    serving.start()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    assert compare_nodes(Node(1, "b", VERSIONS), 2, ("127.0.0.1", port), 20.0)[0].verdict == Verdict.OK
+    serving.join(30)
+    assert found[0].verdict == Verdict.OK
+
+
+def test_a_package_that_is_not_there_counts_as_a_version_of_its_own() -> None:
+    assert shared_versions(["pytest", "nowhere-to-be-found"], importlib.metadata.version) == {
+        "pytest": importlib.metadata.version("pytest"),
+        "nowhere-to-be-found": "none",
+    }
