@@ -306,7 +306,8 @@ def run_machine(arguments: argparse.Namespace) -> int:
 
         rates = measured_rates(shape, *sizes, arguments.transport)
         seconds = measured(Sync(shape, trainer, rollout, arguments.engines, arguments.transport, *sizes)).seconds
-    cluster = Cluster.machine(*rates, arguments.hand_over, arguments.transport == "shared_memory")
+    write, read = rates
+    cluster = Cluster.machine(write, read, arguments.hand_over, arguments.transport == "shared_memory")
     plan = engine_plan(shape, trainer, rollout)
     found = predict_machine(plan, rollout.workers, arguments.engines, *sizes, cluster, arguments.cores)
     print(

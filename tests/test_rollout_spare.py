@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> No
     places, packed = [], []
 
     class Packing:
-        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+        def process_weights_after_loading(self, module: Any) -> None:
             places.append(module.weight.data_ptr())
             packed.append(module.weight.clone())
             module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -58,8 +59,8 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> No
     for name in names:
         modules[name] = module = torch.nn.Module()
         module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        module.quant_method = Packing()
-    receiver = WeightReceiver.__new__(WeightReceiver)
+        setattr(module, "quant_method", Packing())  # noqa: B010
+    receiver: Any = WeightReceiver.__new__(WeightReceiver)
     receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
     receiver._sizes = {f"{name}.weight": (4, 8) for name in names}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
