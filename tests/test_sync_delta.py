@@ -187,3 +187,14 @@ def test_a_difference_is_sent_to_engines_that_all_keep_what_the_ranks_keep() -> 
     assert bases.begin(1, [0], [1, 0, 0]) is None, "engine 0 was started again"
     bases.finish(6, [0], [1, 0, 0])
     assert bases.begin(1, [0], [1, 0, 0]) == 6
+
+
+def test_an_engine_that_follows_keeps_nothing_of_what_it_received_before(trainer: Trainer) -> None:
+    engines = engines_of(trainer)
+    engines.nodes = ["here", "there"]
+    trainer.publish()
+    assert trainer.kept(1, 0) is not None
+    engines.nodes = ["here", "here"]
+    trainer.publish()
+    trainer.check()
+    assert trainer.kept(0, 0) is not None and trainer.kept(1, 0) is None

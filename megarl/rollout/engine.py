@@ -20,7 +20,7 @@ from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
-from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -195,7 +195,8 @@ class RolloutEngine:
         return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
 
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
-        """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent."""
+        """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent,
+        SyncAborted where another process is why."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
@@ -205,20 +206,21 @@ class RolloutEngine:
             await self._utility(engine.start_weight_update())
             await self._utility(engine.update_weights(request))
             await self._utility(engine.finish_weight_update())
-            workers = _reports(await self._utility(self._every_worker("megarl_weight_report")))
+            workers = _reports(await self._utility(self._every_worker("megarl_weight_report")), manifest.version)
+            report = {key: max(worker[key] for worker in workers) for key in workers[0]}
+            report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
             await self._utility(engine.update_weight_version(str(manifest.version)))
         except EngineDied:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
             self._dirty = f"the sync of version {manifest.version} failed"
-            raise SyncError(f"{_root_cause(error)}") from error
+            kind = SyncAborted if isinstance(error, SyncAborted) else SyncError
+            raise kind(_root_cause(error)) from error
         received = time.perf_counter()
         # Before generation goes on, which is what makes its completions those of the new version.
         self._version, self._dirty = manifest.version, None
         await self._begin([group for group in self._groups.values() if group.stopped])
         await self._utility(engine.resume_generation())
-        report = {key: max(worker[key] for worker in workers) for key in workers[0]}
-        report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
         return report | {"receive_s": received - begun, "resume_s": time.perf_counter() - received}
 
     async def stop(self) -> None:
@@ -448,12 +450,19 @@ def _log_errors(lines: int = 8) -> str:
     return "\n".join(found[-lines:])
 
 
-def _reports(answers: Sequence[dict[str, float] | Failure]) -> list[dict[str, float]]:
-    """What workers say about a version. Raises SyncError where one failed, with what was first."""
+def _reports(answers: Sequence[dict[str, float] | Failure], version: int) -> list[dict[str, float]]:
+    """Figures of workers that took a version. Raises SyncError where one failed, with what was first, or took another one;
+    SyncAborted where all that failed did so because another process had.
+    """
     failures = [answer for answer in answers if isinstance(answer, (tuple, list))]
     if failures:
-        raise SyncError(min(failures)[1])
-    return [answer for answer in answers if isinstance(answer, dict)]
+        aborted, reason = min(failures)
+        raise (SyncAborted if aborted else SyncError)(reason)
+    figures = [dict(answer) for answer in answers if isinstance(answer, dict)]
+    taken = [one.pop("version") for one in figures]
+    if not taken or set(taken) != {version}:
+        raise SyncError(f"workers took the versions {taken}, not version {version}")
+    return figures
 
 
 def _root_cause(error: BaseException) -> str:

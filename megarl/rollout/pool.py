@@ -20,7 +20,7 @@ from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.store import GroupStore, StoredPayload
-from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.transport import REPORT_WAITS
 
@@ -119,8 +119,8 @@ class EnginePool:
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         """Pause some engines for a version, with their weights unknown from here on; where every engine runs. What they
-        generate is waited for, kept or aborted, as the recipe says. One that is dead is started again. Raises RolloutError
-        for an engine that does not pause."""
+        generate is waited for, kept or aborted, as the recipe says. One that is dead is started again, and so is a silent
+        one where nothing is waited for. Raises RolloutError for an engine that does not pause."""
         if attempt == 1:
             self._reports, self._refusals = {}, {}
         self._version = version
@@ -131,11 +131,18 @@ class EnginePool:
             while True:
                 try:
                     report = engine.get_paused(call, section.in_flight, section.timeout_s)
-                    self._reports[engine.settings.index] = report
                     break
-                except EngineDied as error:
+                except (EngineDied, RolloutError) as error:
+                    if isinstance(error, RolloutError) and section.in_flight == "wait":
+                        raise
                     self._restart(engine, "weight_sync", error)
                     call = engine.call(*order)
+            earlier = self._reports.get(engine.settings.index, {"pause_s": 0.0, "in_flight": 0.0})
+            self._reports[engine.settings.index] = {
+                "pause_s": earlier["pause_s"] + report["pause_s"],
+                # What an earlier attempt kept or aborted has not gone on since, and is counted again.
+                "in_flight": max(earlier["in_flight"], report["in_flight"]),
+            }
         hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
         return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
 
@@ -156,6 +163,8 @@ class EnginePool:
         took wrong bytes more than `weight_sync.retries` times: it answers nothing until a later sync went through.
         """
         again: list[int] = []
+        restarted: set[int] = set()
+        refused: dict[int, SyncError] = {}
         failure: Exception | None = None
         timeout_s, waits = self._manifest.timeout_s, REPORT_WAITS[self._manifest.transport]
         for index, call in self._receiving.items():
@@ -163,19 +172,30 @@ class EnginePool:
             try:
                 self._reports[index] |= engine.get_report(call, timeout_s, waits)
             except (EngineDied, RolloutError) as error:
+                restarted.add(index)
+                again.append(index)
                 try:
                     self._restart(engine, "weight_sync", error)
-                    again.append(index)
                 except RolloutError as final:
                     failure = failure or final
             except SyncError as error:
-                self._refusals[index] = self._refusals.get(index, 0) + 1
-                if self._refusals[index] > self._recipe.weight_sync.retries:
-                    failure = failure or SyncError(f"{engine.name}, phase weight_sync: {error}")
+                refused[index] = error
                 again.append(index)
+        for index in self._at_fault(refused, restarted):
+            self._refusals[index] = self._refusals.get(index, 0) + 1
+            if self._refusals[index] > self._recipe.weight_sync.retries:
+                failure = failure or SyncError(f"{self._engines[index].name}, phase weight_sync: {refused[index]}")
         if failure is not None:  # not before the others have taken what they can take
             raise failure
         return tuple(again), self._figures()
+
+    def _at_fault(self, refused: dict[int, SyncError], restarted: set[int]) -> list[int]:
+        """Of the engines that refused a version, those whose refusal counts: not where another process failed, nor where the
+        engine that leads was started again. Where that leaves nobody all count, or a sync might never end."""
+        leaders = self._manifest.leaders
+        own = [index for index, error in refused.items() if not isinstance(error, SyncAborted)]
+        own = [index for index in own if leaders[index] not in restarted]
+        return own if own or restarted else list(refused)
 
     def _figures(self) -> dict[str, float]:
         reports = [report for report in self._reports.values() if "received_bytes" in report]

@@ -8,6 +8,7 @@ too, under the parameter's own name and with room for padding.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -85,7 +86,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """Nothing to connect."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: `update_weights` does all, so that no half-open session can outlive a failure."""
+        """`update_weights` does all, so that no half-open session can outlive a failure. Until then no report of an earlier
+        version can be taken for one of this."""
+        self.report = (False, "took no weights")
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""
@@ -113,17 +116,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader = StreamReader(self._shape, self._worker())
         started = time.perf_counter()
         self._repack_s = 0.0
-        boxes = self._reader.boxes(manifest, update_info.engine)
-        if manifest.mode == "checkpoint":
-            tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
-            load_checkpoint_tensors(self.model, self.model_config, tensors)
-        else:
-            try:
-                self._load(boxes, DTYPES[manifest.precision])
-            finally:
-                self._spare.clear()
+        # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine)) as boxes:
+            if manifest.mode == "checkpoint":
+                tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
+                load_checkpoint_tensors(self.model, self.model_config, tensors)
+            else:
+                try:
+                    self._load(boxes, DTYPES[manifest.precision])
+                finally:
+                    self._spare.clear()
         received_s, figures = time.perf_counter() - started, self._reader.figures
         self.report = {
+            "version": manifest.version,
             "received_bytes": float(figures.received_bytes),
             "wait_s": figures.wait_s,
             "verify_s": figures.verify_s,
@@ -250,7 +255,7 @@ class WorkerReport:
         complete(self)
 
     def megarl_weight_report(self) -> dict[str, float] | tuple[bool, str]:
-        """Figures of the last update; or whether another process failed before this one, and what happened."""
+        """Version and figures of the last update; or whether another process failed before this one, and what happened."""
         return self.weight_transfer_engine.report  # type: ignore[attr-defined]
 
     def megarl_record_routing(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megarl.sync.delta import TakenParts
-from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, WeightManifest
 from megarl.sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
 from megarl.sync.ring import Ring, RingReceiver
 from megarl.sync.segment import PREFIX, ROOT, sweep
@@ -24,7 +24,7 @@ class Link:
         self._parts: TakenParts | None = None
 
     def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
-        """Raises SyncError where the other end is not there in time."""
+        """Raises SyncError where the other end is not there in time, SyncAborted where that is the engine that leads."""
         name, timeout_s = manifest.rings[worker], manifest.timeout_s
         if not TRANSPORTS[manifest.transport].messages:
             ring = self._mapped(name, manifest.layout.ranks, manifest, stream, owner=False)
@@ -33,11 +33,13 @@ class Link:
         leader = manifest.leaders[engine]
         # A leader that was started again makes a ring of its own: nothing that is left of the old one is taken for news.
         name = f"{name}-{leader}-{manifest.meetings[leader]}"
-        if leader != engine:
-            wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s)
+        if leader != engine and not wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s):
+            rule = f"within weight_sync.timeout_s = {timeout_s:g}"
+            raise SyncAborted(f"begin: engine {leader}, which leads, made no buckets to read {rule}")
         ring = self._mapped(name, 1, manifest, stream, owner=leader == engine)
         _begin(ring, manifest, engine, leader)
         if leader != engine:
+            self._parts = None  # of a version that it received as a leading engine; it keeps nothing of this one
             return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
         group = self._met(manifest, engine, manifest.layout.ranks + worker)
         if manifest.wire == "delta" and (self._parts is None or self._parts.stream is not stream):
@@ -92,6 +94,6 @@ def _begin(ring: Ring, manifest: WeightManifest, engine: int, leader: int) -> No
         ring.offer(session)
     wait_until(lambda: ring.reached(session) or ring.is_gone(leader, session), manifest.timeout_s)
     if not ring.reached(session):
-        raise SyncError(
+        raise SyncAborted(
             f"begin: engine {leader}, which leads, offered no buckets within weight_sync.timeout_s = {manifest.timeout_s:g}"
         )

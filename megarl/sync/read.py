@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,9 +55,9 @@ class StreamReader:
         self._link = Link()
         self.figures = ReadFigures()
 
-    def boxes(self, manifest: WeightManifest, engine: int) -> Iterator[Box]:
+    def boxes(self, manifest: WeightManifest, engine: int) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer and verified; a box larger than a bucket comes in pieces. The contents are
-        overwritten after the next one was asked for.
+        overwritten after the next one was asked for. Who asks for no more has to close it.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """

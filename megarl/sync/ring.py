@@ -240,6 +240,7 @@ class RingReceiver:
     ) -> None:
         """`relayed` buckets come whole, from the engine that leads on this node, and not from trainer ranks."""
         self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
+        self._relayed = relayed
         self._who = "the engine that leads, rank" if relayed else "trainer rank"
         self._waits = FOLLOWER_WAITS if relayed else ENGINE_WAITS
         sources = [[0] if relayed else [part.source_rank for part in parts] for parts in stream.parts]
@@ -248,7 +249,7 @@ class RingReceiver:
     def take(self, bucket: int) -> torch.Tensor:
         if not wait_until(lambda: not len(self._missing(bucket)), self._waits * self._timeout_s, self._look):
             late = ", ".join(map(str, self._missing(bucket)))
-            raise SyncError(
+            raise (SyncAborted if self._relayed else SyncError)(
                 f"take: bucket {bucket} of {len(self._sources)} has nothing from {self._who} {late} within "
                 f"{self._waits} times weight_sync.timeout_s = {self._timeout_s:g}"
             )
