@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ import torch
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
+from megarl.sync import point_to_point
 from megarl.sync.manifest import WeightManifest
+from megarl.sync.point_to_point import PointToPointSender
 from megarl.sync.publish import EngineFacts
+from megarl.sync.transport import SENDER_WAITS
 from tests.engine_processes import STATES, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, cut, save_model
 
@@ -76,6 +80,23 @@ def test_an_engine_that_breaks_is_started_again_and_served_alone(
     if (engine, fault) == (1, "stall"):
         assert engines.served[1] == (1,), "the engine that waited was given up, not the one that stalled"
     assert_answers_from(engines, 2, model)
+
+
+@pytest.mark.parametrize("state", ["begin", "middle"])
+def test_an_engine_on_another_node_is_served_while_one_is_waited_for(
+    trainer: tuple[Publisher, ProcessEngines], model: Path, state: str
+) -> None:
+    publisher, engines = trainer
+    if publisher.sync._settings.transport != "gloo":
+        pytest.skip("only messages reach other nodes")
+    engines.served.clear()
+    engines.nodes, engines.faults = ["here", "there"], {0: ("stall", state)}
+    try:
+        publisher.publish(4, model, engines)
+    finally:
+        engines.nodes = ["here", "here"]
+    assert engines.served == [(0, 1), (0,)]
+    assert_answers_from(engines, 4, model)
 
 
 @pytest.mark.parametrize("bucket", [0, 9, -1])
@@ -150,3 +171,29 @@ def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(mo
                 assert engines.answer(engine) == report
     finally:
         engines.close()
+
+
+class LateGroup:
+    """Its messages never arrive; it takes all the time that it is given."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+
+    def finish(self, work: None, timeout_s: float) -> None:
+        assert timeout_s > 0, "no time at all is for ever"
+        self._clock[0] += timeout_s
+        raise RuntimeError("late")
+
+    def leave(self) -> None: ...
+
+
+def test_a_rank_waits_once_for_all_engines_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an engine that waits for the rank meanwhile gives it up."""
+    clock, sender = [0.0], PointToPointSender.__new__(PointToPointSender)
+    monkeypatch.setattr(point_to_point.time, "monotonic", lambda: clock[0])
+    sender._manifest = SimpleNamespace(timeout_s=TIMEOUT_S)  # type: ignore[assignment]
+    sender._groups = {engine: (1, LateGroup(clock)) for engine in range(4)}  # type: ignore[misc]
+    sender._sending, sender.lost = [[(engine, "send", None, torch.empty(0)) for engine in range(4)]], {}
+    sender._wait(0)
+    assert set(sender.lost) == set(range(4))
+    assert clock[0] < 1.1 * SENDER_WAITS * TIMEOUT_S

@@ -83,14 +83,15 @@ class Platform:
             torch.cuda.current_stream().synchronize()
 
     def message_group(
-        self, store: dist.Store, member: int, size: int, timeout_s: float, host: str, on_device: bool
+        self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float, host: str, on_device: bool
     ) -> GlooMessages | NcclMessages:
         """Meet in a group of processes, to exchange messages between the memory of their devices or of their hosts; `host`
-        is the store's machine. On a CPU gloo stands in for NCCL. Raises RuntimeError where others do not come in time."""
-        store.set_timeout(timedelta(seconds=timeout_s))
+        is the store's machine. On a CPU gloo stands in for NCCL. Raises RuntimeError where others do not come within
+        `meeting_s`; `timeout_s` is how long a call of NCCL's may take."""
+        store.set_timeout(timedelta(seconds=meeting_s))
         if on_device and self.kind == "cuda":
-            return NcclMessages(store, member, size, timeout_s)
-        return GlooMessages(store, member, size, timeout_s, host, numbered=not on_device)
+            return NcclMessages(store, member, size, timeout_s, meeting_s)
+        return GlooMessages(store, member, size, meeting_s, host, numbered=not on_device)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

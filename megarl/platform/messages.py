@@ -66,10 +66,10 @@ class NcclMessages:
     other in a circle: the first message that is not through is the next one at both of its ends.
     """
 
-    def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float) -> None:
-        """Raises RuntimeError where the other members do not come."""
+    def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float) -> None:
+        """Raises RuntimeError where the other members do not come within `meeting_s`."""
         store.set(f"here-{member}", "")
-        store.wait([f"here-{one}" for one in range(size)], timedelta(seconds=timeout_s))
+        store.wait([f"here-{one}" for one in range(size)], timedelta(seconds=meeting_s))
         options = dist.ProcessGroupNCCL.Options()
         # Calls that must wait for a partner return at once, and torch gives them up after this time: else a partner that
         # hangs holds this process for ever.

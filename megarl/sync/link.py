@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megarl.sync.delta import TakenParts
-from megarl.sync.manifest import SyncAborted, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
-from megarl.sync.ring import Ring, RingReceiver
+from megarl.sync.ring import Ring, RingReceiver, RingSender
 from megarl.sync.segment import PREFIX, ROOT, sweep
 from megarl.sync.stream import Stream
 from megarl.sync.transport import TRANSPORTS, Receiver, wait_until
@@ -41,7 +41,13 @@ class Link:
         if leader != engine:
             self._parts = None  # of a version that it received as a leading engine; it keeps nothing of this one
             return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
-        group = self._met(manifest, engine, manifest.layout.ranks + worker)
+        try:
+            group = self._met(manifest, engine, manifest.layout.ranks + worker)
+        except SyncError:
+            relay = RingSender([ring], [stream], 0, timeout_s, None)
+            relay.begin_for(manifest.session, manifest.followers[engine])
+            relay.abort()  # what reads here need not wait
+            raise
         if manifest.wire == "delta" and (self._parts is None or self._parts.stream is not stream):
             self._parts = TakenParts(stream)
         followers = manifest.followers[engine]

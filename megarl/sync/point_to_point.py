@@ -19,6 +19,7 @@ that the receiver has ready for it, which gloo allows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,9 +33,11 @@ from megarl.sync.delta import SentParts, TakenParts
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.stream import Part, Stream
-from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANSPORTS
+from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANSPORTS, wait_until
 
 MessageGroup = GlooMessages | NcclMessages
+# Of a wait whose time is up, for what is complete by then: gloo takes no time at all for all the time there is.
+LAST_LOOK_S = 0.001
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
@@ -51,14 +54,42 @@ def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPS
 def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
     """Meet in an engine's group; `member` is a trainer rank, or the number of trainer ranks plus a worker's. Raises
     SyncError where the others do not come in time."""
-    size = manifest.layout.ranks + manifest.rollout.workers
-    meeting = dist.PrefixStore(f"engine-{engine}-{manifest.meetings[engine]}", store)
+    ranks, workers, timeout_s = manifest.layout.ranks, manifest.rollout.workers, manifest.timeout_s
+    meeting, waits = dist.PrefixStore(f"engine-{engine}-{manifest.meetings[engine]}", store), 1
     try:
+        if member >= ranks:
+            # The ranks may be waiting for other engines first.
+            waits = LEADER_WAITS
+            store.set(_presence(manifest, engine, member - ranks), "")
         on_device = TRANSPORTS[manifest.transport].on_device
-        return platform.message_group(meeting, member, size, manifest.timeout_s, store.host, on_device)
+        return platform.message_group(meeting, member, ranks + workers, timeout_s, waits * timeout_s, store.host, on_device)
     except RuntimeError as error:
         raise SyncError(
             f"meet: no group of the trainer ranks and engine {engine} within "
+            f"{waits} times weight_sync.timeout_s = {timeout_s:g}: {error}"
+        ) from error
+
+
+def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
+    """The store's key for a worker that has come to its engine's meeting."""
+    return f"here-{engine}-{manifest.meetings[engine]}-{worker}"
+
+
+def engines_present(store: dist.TCPStore, manifest: WeightManifest, engines: Sequence[int], rank: int) -> list[int]:
+    """Those of some engines all of whose workers have come to their meeting, within one deadline for all. Rank 0 sees who
+    has, and all ranks go by what it saw: else one of them waited for an engine that another one has given up, and was late
+    at the next meeting. Raises SyncError where rank 0 says nothing."""
+    workers, seen = range(manifest.rollout.workers), f"present-{manifest.session}"
+    try:
+        if rank == 0:
+            keys = {engine: [_presence(manifest, engine, worker) for worker in workers] for engine in engines}
+            wait_until(lambda: all(store.check(of) for of in keys.values()), manifest.timeout_s)
+            store.set(seen, ",".join(str(engine) for engine, of in keys.items() if store.check(of)))
+        store.wait([seen], timedelta(seconds=SENDER_WAITS * manifest.timeout_s))
+        return [int(engine) for engine in store.get(seen).decode().split(",") if engine]
+    except RuntimeError as error:
+        raise SyncError(
+            f"meet: trainer rank 0 did not say which engines have come, within {SENDER_WAITS} times "
             f"weight_sync.timeout_s = {manifest.timeout_s:g}: {error}"
         ) from error
 
@@ -87,13 +118,20 @@ class PointToPointSender:
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         if self._parts is not None:
             self._parts.begin(manifest)
-        for engine in manifest.leading:
-            if engine not in self._groups or self._groups[engine][0] != manifest.meetings[engine]:
-                self._leave(engine)
-                try:
-                    self._groups[engine] = manifest.meetings[engine], open_group(self._store, manifest, engine, self._rank)
-                except SyncError as error:
-                    self._lose(engine, str(error))
+        meeting = [engine for engine in manifest.leading if self._met(engine) != manifest.meetings[engine]]
+        for engine in meeting:
+            self._leave(engine)
+        present = engines_present(self._store, manifest, meeting, self._rank) if meeting else []
+        for engine in meeting:
+            if engine not in present:
+                self._lose(
+                    engine, f"meet: engine {engine} did not come within weight_sync.timeout_s = {manifest.timeout_s:g}"
+                )
+                continue
+            try:
+                self._groups[engine] = manifest.meetings[engine], open_group(self._store, manifest, engine, self._rank)
+            except SyncError as error:
+                self._lose(engine, str(error))
 
     def room(self, worker: int, bucket: int) -> torch.Tensor:
         self._turn = (self._turn + 1) % NUM_BUCKETS
@@ -137,12 +175,18 @@ class PointToPointSender:
     def close(self) -> None:
         self.abort()
 
+    def _met(self, engine: int) -> int | None:
+        """The meeting of the group that this rank has with an engine."""
+        return self._groups[engine][0] if engine in self._groups else None
+
     def _wait(self, turn: int) -> None:
+        """One deadline for all messages: an engine waits for this rank meanwhile, whoever else is late."""
+        end = time.monotonic() + SENDER_WAITS * self._manifest.timeout_s
         for engine, what, work, _ in self._sending[turn]:
             if engine in self.lost:
                 continue
             try:
-                self._groups[engine][1].finish(work, SENDER_WAITS * self._manifest.timeout_s)
+                self._groups[engine][1].finish(work, max(LAST_LOOK_S, end - time.monotonic()))
             except RuntimeError as error:
                 rule = f"within {SENDER_WAITS} times weight_sync.timeout_s = {self._manifest.timeout_s:g}"
                 self._lose(engine, f"{what} {rule}: {error}")
