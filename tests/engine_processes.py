@@ -40,7 +40,6 @@ class ProcessEngines:
         self._workers: list[Any] = [None] * num_engines
         self.connections: list[Connection] = [None] * num_engines  # type: ignore[list-item]
         self.starts = [0] * num_engines
-        self.nodes = ["here"] * num_engines
         self.served: list[tuple[int, ...]] = []
         self.faults: dict[int, Fault] = {}  # by engine: what it meets in the next sync
         self._manifest: WeightManifest
@@ -52,7 +51,7 @@ class ProcessEngines:
             if self._ask(engine, ("pause", self.faults.pop(engine, None))) is None:
                 self._start(engine)
                 assert self._ask(engine, ("pause", None)) is not None
-        return [EngineFacts(node, starts) for node, starts in zip(self.nodes, self.starts, strict=True)]
+        return [EngineFacts("here", starts) for starts in self.starts]
 
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest = manifest

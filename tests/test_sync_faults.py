@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import point_to_point
-from megarl.sync.manifest import WeightManifest
+from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.point_to_point import PointToPointSender
 from megarl.sync.publish import EngineFacts
+from megarl.sync.read import StreamReader
 from megarl.sync.transport import SENDER_WAITS
 from tests.engine_processes import STATES, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, cut, save_model
+from tests.sync_cases import ThreadEngines
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
 
@@ -80,23 +83,6 @@ def test_an_engine_that_breaks_is_started_again_and_served_alone(
     if (engine, fault) == (1, "stall"):
         assert engines.served[1] == (1,), "the engine that waited was given up, not the one that stalled"
     assert_answers_from(engines, 2, model)
-
-
-@pytest.mark.parametrize("state", ["begin", "middle"])
-def test_an_engine_on_another_node_is_served_while_one_is_waited_for(
-    trainer: tuple[Publisher, ProcessEngines], model: Path, state: str
-) -> None:
-    publisher, engines = trainer
-    if publisher.sync._settings.transport != "gloo":
-        pytest.skip("only messages reach other nodes")
-    engines.served.clear()
-    engines.nodes, engines.faults = ["here", "there"], {0: ("stall", state)}
-    try:
-        publisher.publish(4, model, engines)
-    finally:
-        engines.nodes = ["here", "here"]
-    assert engines.served == [(0, 1), (0,)]
-    assert_answers_from(engines, 4, model)
 
 
 @pytest.mark.parametrize("bucket", [0, 9, -1])
@@ -197,3 +183,29 @@ def test_a_rank_waits_once_for_all_engines_that_are_late(monkeypatch: pytest.Mon
     sender._wait(0)
     assert set(sender.lost) == set(range(4))
     assert clock[0] < 1.1 * SENDER_WAITS * TIMEOUT_S
+
+
+def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
+    shape = ModelShape.from_directory(model)
+    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, TIMEOUT_S, transport="gloo")
+    engines = ThreadEngines(shape, RolloutLayout(), engines=4, retries=1)
+    engines.nodes = ["one", "two", "three", "four"]
+
+    def stay_away_once(reader: StreamReader) -> None:
+        boxes = reader.boxes
+
+        def stay_away(manifest: WeightManifest, engine: int) -> Any:
+            reader.boxes = boxes  # type: ignore[method-assign]
+            raise SyncError("it does something else")
+
+        reader.boxes = stay_away  # type: ignore[method-assign]
+
+    for engine in range(3):
+        stay_away_once(engines.readers[engine, 0])
+    try:
+        publisher.publish(1, model, engines)
+        assert engines.served == [(0, 1, 2, 3), (0, 1, 2)]
+        assert engines.versions == [1] * 4
+    finally:
+        engines.close()
+        publisher.close()
