@@ -63,8 +63,8 @@ class Ring:
             segment = SharedSegment.open(name)
         except FileNotFoundError as error:
             raise SyncError(
-                f"no shared memory {name!r} on this machine; with weight_sync.transport = shared_memory or cuda_ipc engines "
-                "and trainer must share one"
+                f"no shared memory {name!r} on this machine: its owner is gone; or engines and trainer run on two "
+                "machines, and weight_sync.transport = shared_memory and cuda_ipc need one"
             ) from error
         size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
         if segment.num_bytes != size:

@@ -49,8 +49,7 @@ class SharedSegment:
             hidden.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
                 raise ValueError(
-                    f"weight_sync.transport = shared_memory needs {num_bytes} bytes more in {ROOT}; "
-                    "enlarge it (docker run --shm-size)"
+                    f"the weight sync's buckets need {num_bytes} bytes more in {ROOT}; enlarge it (docker run --shm-size)"
                 ) from error
             raise
         return cls(name, descriptor, num_bytes, owner=True)
