@@ -51,7 +51,8 @@ class StreamReader:
         self._plan: ReshardPlan
         self._stream: Stream
         self._elements: dict[str, int] = {}
-        self._boxes: dict[int, list[tuple[Piece, list[Piece]]]] = {}  # by bucket; and what each is made of
+        # By bucket: where it lies in memory, and its boxes there with what each is made of.
+        self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -80,37 +81,45 @@ class StreamReader:
         return self._elements[parameter]
 
     def close(self) -> None:
+        self._boxes = {}
         self._link.close()
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
         begun = time.perf_counter()
         memory = end.take(bucket)
-        figures, dtype = self.figures, DTYPES[manifest.precision]
-        elements = memory.view(dtype)
-        boxes = self._boxes.get(bucket)
-        if boxes is None:
-            boxes = self._boxes[bucket] = self._stream.at_destination(self._plan, bucket)
-        taken = time.perf_counter()
+        figures, taken = self.figures, time.perf_counter()
+        figures.wait_s += taken - begun
+        place, boxes = self._boxes.get(bucket, (0, []))
+        if place != memory.data_ptr():
+            boxes = self._boxes_in(memory, bucket, DTYPES[manifest.precision])
+            self._boxes[bucket] = memory.data_ptr(), boxes
+        begun = time.perf_counter()
         checks = open_checks(memory, manifest, bucket)
         checks.expect([piece for _, parts in boxes for piece in parts])
-        figures.wait_s += taken - begun
-        figures.verify_s += time.perf_counter() - taken
-        for whole, parts in boxes:
-            begun = time.perf_counter()
+        for box, parts in boxes:
             wrong = checks.wrong(parts)
             if wrong is not None:
-                box = self._plan.describe(self._stream.copy[wrong.number])
+                which = self._plan.describe(self._stream.copy[wrong.number])
                 where = f"bucket {bucket} of {self._stream.num_buckets}"
-                raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {box}")
+                raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {which}")
             figures.verify_s += time.perf_counter() - begun
             figures.received_bytes += sum(piece.end - piece.start for piece in parts)
+            yield box
+            begun = time.perf_counter()
+
+    def _boxes_in(self, memory: torch.Tensor, bucket: int, dtype: torch.dtype) -> list[tuple[Box, list[Piece]]]:
+        """A bucket's boxes, whose contents are views of its memory, each with the pieces that it is made of."""
+        boxes, elements = [], memory.view(dtype)
+        for whole, parts in self._stream.at_destination(self._plan, bucket):
+            place = whole.parameter, whole.row, whole.col
             if whole.scale_bytes:
                 blocks = read_blocks(memory[whole.start : whole.end], whole.rows, whole.cols)
-                yield Box(whole.parameter, whole.row, whole.col, blocks.weight, blocks.weight_scale_inv)
-                continue
-            matrix = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
-            yield Box(whole.parameter, whole.row, whole.col, matrix.view(whole.rows, whole.cols))
+                boxes.append((Box(*place, blocks.weight, blocks.weight_scale_inv), parts))
+            else:
+                matrix = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
+                boxes.append((Box(*place, matrix.view(whole.rows, whole.cols)), parts))
+        return boxes
 
     def _prepare(self, manifest: WeightManifest) -> None:
         key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization)
