@@ -19,10 +19,9 @@ quickstart: setup
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN)
 	.venv/bin/megarl report runs/$(RUN)
 
-# Two streams, as one alone would often leave one of two cores with nothing to do. The tests of engines of vLLM come first in
-# theirs, beside the tests of Megatron's engines: whole runs, at the end of the other stream, start engines of their own.
-BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync reward schedule reshard algorithm data family planner recipe)) \
-	$(patsubst %,tests/test_estimate_%.py,attention flops rollout) tests/test_telemetry.py
+# Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM runs beside the tests of
+# Megatron's engines: whole runs, at the end of the other stream, start engines of their own.
+BESIDE := $(wildcard tests/test_rollout_*.py tests/test_sync_*.py)
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup

@@ -56,7 +56,6 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     ("family", "tied"),
     [
         ("llama", True),
-        ("llama", False),
         ("qwen2", False),
         ("qwen3", True),
         ("qwen3_moe", False),
@@ -66,21 +65,33 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     ],
 )
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
+    """The engine itself, when it had started: after a version that changes everything its first weights come back."""
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
-    with ThreadPoolExecutor() as threads:  # two engines start in the time of one
-        synced, loaded = threads.map(lambda model: open_engines(model, temperature=0.8), (old, new))
+    engine = open_engines(old, temperature=0.8)
     try:
-        before = samples(synced, 1)
-        assert distance(old, before, 0.8) < 1e-4
-        figures = publisher.publish(1, new, synced)
+        loaded = samples(engine, 1)
+        assert distance(old, loaded, 0.8) < 1e-4
+        figures = publisher.publish(1, new, engine)
         assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-        after = samples(synced, 1)
+        after = samples(engine, 1)
         assert distance(new, after, 0.8) < 1e-4
-        assert not same(before, after)
-        assert same(after, samples(loaded, 1))
-        publisher.publish(2, old, synced)
-        assert same(before, samples(synced, 1)), "a second sync did not bring the first weights back"
+        assert not same(loaded, after)
+        publisher.publish(2, old, engine)
+        assert same(loaded, samples(engine, 1)), "a second sync did not bring the first weights back"
+    finally:
+        engine.shutdown()
+        publisher.close()
+
+
+def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
+    old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    with ThreadPoolExecutor() as threads:  # two engines start in the time of one
+        synced, loaded = threads.map(open_engines, (old, new))
+    try:
+        publisher.publish(1, new, synced)
+        assert same(samples(synced, 1), samples(loaded, 1))
     finally:
         synced.shutdown()
         loaded.shutdown()
