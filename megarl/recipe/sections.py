@@ -483,7 +483,7 @@ class WeightSyncSection(Section):
     write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
     `nccl` from GPU to GPU, where each trainer rank and each worker needs a GPU of its own. `auto` takes `shared_memory` or
     `cuda_ipc` where all trainer ranks are on one machine, else `gloo` or `nccl`, by what the trainer runs on. `cuda_ipc` and
-    `nccl` were not yet run on a GPU."""
+    `nccl` were not yet run on a GPU, and `nccl` waits for engines to be placed on GPUs that no rank has."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
