@@ -124,6 +124,7 @@ def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
     """Which checkpoint element stands at each place of each parameter of one worker, by vLLM's loader."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import utils as vllm_models
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     tensor_rank, pipeline_rank, data_rank = rollout.coordinates(worker)
@@ -139,6 +140,8 @@ def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
     with pytest.MonkeyPatch.context() as patch:
         for name, group in groups.items():
             patch.setattr(parallel_state, name, group)
+        # vLLM keeps the layers that a model lacks by id(): the next model may get the address of one that is gone.
+        patch.setattr(vllm_models, "_model_to_pp_missing_layer_names", {})
         with set_default_torch_dtype(torch.float32):
             built = initialize_model(config)
         for parameter in built.parameters():
