@@ -409,7 +409,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {"weight_sync.bucket_bytes": "must hold a row"},
     ),
     "a transport between GPUs without one": (
-        edited(("weight_sync", {"transport": "nccl"})),
+        edited(("weight_sync", {"transport": "nccl"}), ("rollout.placement", "separate")),
         {"weight_sync.transport": "the torch that is installed here knows none"},
     ),
     "FP8 blocks without a GPU": (

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.family import ModelShape
 from megarl.recipe import RecipeError, load_recipe, rollout_rules
-from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, reload, routed_experts
+from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
 from megarl.recipe.table import engine_name
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import check_layout
@@ -114,6 +114,13 @@ def test_a_stage_caches_its_own_layers_and_sends_its_own_rows() -> None:
     tight = wide.model_copy(update={"weight_sync": wide.weight_sync.model_copy(update={"bucket_bytes": 64 * 4 + 255})})
     assert not list(bucket(wide, SHAPES["dense"]))
     assert [one.nearest for one in bucket(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
+
+
+def test_nccl_needs_devices_that_no_rank_has() -> None:
+    for transport, placement, refused in (("nccl", "colocated", 1), ("nccl", "separate", 0), ("auto", "colocated", 0)):
+        one = recipe(Path("model"), placement=placement)
+        one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"transport": transport})})
+        assert [found.key for found in own_devices(one)] == ["weight_sync.transport"] * refused
 
 
 def test_checkpoint_mode_takes_no_dealt_experts() -> None:

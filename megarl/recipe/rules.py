@@ -562,6 +562,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.concurrent,
     rollout_rules.routed_experts,
     rollout_rules.dealt_over_one,
+    rollout_rules.own_devices,
     rollout_rules.reload,
     rollout_rules.on_cpu,
     wire_rules.quantization,

@@ -366,6 +366,10 @@ class RolloutSection(Section):
     """Longest completion, in tokens."""
     engines: Positive = 1
     """vLLM engines, each with processes of its own."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: engines lie on the trainer's nodes and share its devices. `separate`: on nodes without a trainer rank, or
+    where there are none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other
+    engine; on CPUs all share the cores. Not yet run on a GPU."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1
@@ -481,9 +485,9 @@ class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
     """How new weights reach the engines. On one machine: `shared_memory`, of the host; or `cuda_ipc`, where trainer ranks
     write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
-    `nccl` from GPU to GPU, where each trainer rank and each worker needs a GPU of its own. `auto` takes `shared_memory` or
-    `cuda_ipc` where all trainer ranks are on one machine, else `gloo` or `nccl`, by what the trainer runs on. `cuda_ipc` and
-    `nccl` were not yet run on a GPU, and `nccl` waits for engines to be placed on GPUs that no rank has."""
+    `nccl` from GPU to GPU, where `rollout.placement: separate` gives each trainer rank and each worker a GPU of its own.
+    `auto` takes `shared_memory` or `cuda_ipc` where trainer ranks and engines are on one machine, else `nccl` between GPUs
+    that are apart, else `gloo`. `cuda_ipc` and `nccl` were not yet run on a GPU."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
