@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Builds .venv with the CPU stack of locks/cpu-py311.txt and megarl itself, editable.
 #
-#     bash launch/setup.sh        (or: make setup)
+#     bash launch/setup.sh            (or: make setup)
+#     bash launch/setup.sh --stack    leaves out megarl itself (Dockerfile.cpu: its sources change more often)
 #
 # Nothing is resolved: every version is in the lock and is installed with --no-deps, so that two machines get the
 # same environment. A second call sees the stamp and returns at once; an interrupted one is continued.
+# MEGARL_WHEELS=DIRECTORY installs from the wheels in it and asks no package index (docs/install.md).
 set -euo pipefail
+WHEELS=${MEGARL_WHEELS:+$(realpath -- "$MEGARL_WHEELS")} # before leaving the caller's directory
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 LOCK=locks/cpu-py311.txt
@@ -18,11 +21,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 
+case "$*" in "" | --stack) ;; *) fail "unknown: $*. It takes --stack or nothing." ;; esac
+SOURCE=()
+if [ -n "$WHEELS" ]; then
+    [ -n "$(find "$WHEELS" -maxdepth 1 -name '*.whl' -print -quit)" ] ||
+        fail "MEGARL_WHEELS = $MEGARL_WHEELS: no wheel there. docs/install.md says how to fill it."
+    SOURCE=(--no-index --find-links "$WHEELS")
+fi
+
 # pip_install ARGUMENT...: pip's own words go to the log, and to the screen where it fails.
 pip_install() {
     local first_line
     first_line=$(($(wc -l 2>/dev/null <"$PIP_LOG" || echo 0) + 1))
-    "$PYTHON" -m pip install --progress-bar off --no-deps "$@" >>"$PIP_LOG" 2>&1 && return
+    "$PYTHON" -m pip install --progress-bar off --no-deps "${SOURCE[@]}" "$@" >>"$PIP_LOG" 2>&1 && return
     tail -n "+$first_line" "$PIP_LOG" | grep -v '^WARNING' | tail -n 20 >&2
     return 1
 }
@@ -83,8 +94,9 @@ install_torch() {
     torch=$(grep '^torch==' "$LOCK")
     "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit('torch==' + m.version('torch') != '$torch')" \
         2>/dev/null && return
-    say "installing $torch from the configured package index"
+    say "installing $torch from ${WHEELS:-the configured package index}"
     pip_install "$torch" && return
+    [ -z "$WHEELS" ] || fail "$torch is not among the wheels of $WHEELS."
     say "$torch is not on the configured index; trying PyTorch's own CPU index once: $TORCH_CPU_INDEX"
     pip_install --index-url "$TORCH_CPU_INDEX" "$torch" ||
         fail "$torch was found neither on the configured index nor on PyTorch's own."
@@ -92,7 +104,6 @@ install_torch() {
 
 hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 stack_hash=$(hash_of "$LOCK")
-package_hash="$PWD $(hash_of pyproject.toml)"
 PYTHON=.venv/bin/python
 
 if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
@@ -108,6 +119,9 @@ if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
     say "the CPU stack is in .venv after $((SECONDS - started)) s"
 fi
 
+[ "${1:-}" != --stack ] || exit 0
+
+package_hash="$PWD $(hash_of pyproject.toml)"
 if [ "$(cat "$PACKAGE_STAMP" 2>/dev/null)" != "$package_hash" ]; then
     pip_install --no-build-isolation --editable . || fail "megarl itself was not installed."
     echo "$package_hash" >"$PACKAGE_STAMP"
