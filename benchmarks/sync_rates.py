@@ -1,7 +1,9 @@
 """How long does a sync take on this machine, by the real code of both ends, each in a process of its own?
 
 Ranks pack and send, workers verify and copy into memory of the sizes of their parameters; no engine runs. Of the simplest
-case, one rank to one worker, come the rates of both ends: processor seconds, so that waits and other programs do not count.
+case, one rank to one worker, come the rates of both ends. In shared memory they are of the seconds that each end spent on
+buckets: who waits for one there looks again and again, which costs processor time and is no work. Where messages travel they
+are of processor seconds, which count the threads of the network as well.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
+from megarl.sync.transport import TRANSPORTS
 from tests.ranks import run_ranks
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -45,8 +48,8 @@ class Sync(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The least of all rounds: seconds from the order to receive until the last worker has all in place, and the processor
-    seconds of all ranks and of all workers."""
+    """The least of all rounds: seconds from the order to receive until the last worker has all in place, and the seconds
+    that all ranks and all workers worked."""
 
     seconds: float
     rank_work: float
@@ -58,7 +61,7 @@ class _Workers:
 
     def __init__(self, sync: Sync) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.ended: list[tuple[float, float]] = []  # (seconds, processor seconds of all workers) of each version
+        self.ended: list[tuple[float, float]] = []  # (seconds, those that all workers worked) of each version
         self._connections, self._processes = [], []
         for engine in range(sync.engines):
             for worker in range(sync.rollout.workers):
@@ -92,7 +95,7 @@ class _Workers:
             process.join(TIMEOUT_S)
 
 
-def measured(sync: Sync, rounds: int = 8) -> Measured:
+def measured(sync: Sync, rounds: int = 40) -> Measured:
     """One sync, `rounds` times after one that warms up."""
     answers = run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)
     work, ended = [answer[0] for answer in answers], answers[0][1]
@@ -101,7 +104,7 @@ def measured(sync: Sync, rounds: int = 8) -> Measured:
 
 
 def measured_rates(
-    shape: ModelShape, itemsize: int, bucket_bytes: int, transport: str, rounds: int = 8
+    shape: ModelShape, itemsize: int, bucket_bytes: int, transport: str, rounds: int = 40
 ) -> tuple[float, float]:
     """(write, read): bytes a second of a rank that packs and checksums, and of a worker that verifies and copies."""
     found = measured(Sync(shape, Layout(), RolloutLayout(), 1, transport, itemsize, bucket_bytes), rounds)
@@ -111,7 +114,7 @@ def measured_rates(
 
 
 def _publish(sync: Sync, rounds: int) -> tuple[list[float], list[tuple[float, float]]]:
-    """On a rank: its processor seconds in each round, and on rank 0 what `_Workers.ended` says."""
+    """On a rank: the seconds that it worked in each round, and on rank 0 what `_Workers.ended` says."""
     torch.set_num_threads(1)
     rank, group = int(os.environ["RANK"]), None
     if sync.trainer.ranks > 1:
@@ -127,8 +130,9 @@ def _publish(sync: Sync, rounds: int) -> tuple[list[float], list[tuple[float, fl
     try:
         for version in range(1, rounds + 2):
             began = time.process_time()
-            weights.publish(version, parameters, workers)
-            work.append(time.process_time() - began)
+            figures = weights.publish(version, parameters, workers)
+            spent = time.process_time() - began
+            work.append(spent if TRANSPORTS[sync.transport].messages else figures["sync/pack_s"])
     finally:
         if workers is not None:
             workers.close()
@@ -143,9 +147,10 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
     connection.send(None)
     while (values := connection.recv()) is not None:
-        began = time.process_time()
+        began, cpu = time.perf_counter(), time.process_time()
         for box in reader.boxes(WeightManifest.from_dict(values), engine):
             rows, cols = box.content.shape
             targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
-        connection.send(time.process_time() - began)
+        busy = time.perf_counter() - began - reader.figures.wait_s
+        connection.send(time.process_time() - cpu if TRANSPORTS[sync.transport].messages else busy)
     reader.close()
