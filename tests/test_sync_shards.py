@@ -262,6 +262,19 @@ def test_a_failing_rank_tells_the_engines_at_once(published: Published) -> None:
     assert engines.versions == [3, 3]
 
 
+def test_one_that_follows_is_told_which_engine_failed_before_it(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m", "llama", True, 0)
+    publisher = Publisher(model, engines=2, bucket_bytes=BUCKET_BYTES, timeout_s=5.0, transport="gloo")
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2, retries=1)
+    corrupt(publisher, bucket=1, times=1)
+    publisher.publish(1, model, engines)
+    engines.close()
+    publisher.close()
+    failures = sorted(map(str, engines.failures))
+    assert len(failures) == 2 and failures[0] == "engine 0, which leads, failed and passes nothing on"
+    assert "wrong bytes in bucket 1" in failures[1]
+
+
 def test_a_manifest_of_another_plan_or_machine_is_refused(published: Published) -> None:
     publisher, engines, _ = published
     manifest = announced(publisher, 2)

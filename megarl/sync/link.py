@@ -40,7 +40,7 @@ class Link:
         _begin(ring, manifest, engine, leader)
         if leader != engine:
             self._parts = None  # of a version that it received as a leading engine; it keeps nothing of this one
-            return RingReceiver(ring, stream, manifest.session, engine, timeout_s, relayed=True)
+            return RingReceiver(ring, stream, manifest.session, engine, timeout_s, leader)
         try:
             group = self._met(manifest, engine, manifest.layout.ranks + worker)
         except SyncError:

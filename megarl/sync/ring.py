@@ -236,21 +236,21 @@ class RingReceiver:
     """An engine's end, in the worker of that number."""
 
     def __init__(
-        self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float, relayed: bool = False
+        self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float, leader: int | None = None
     ) -> None:
-        """`relayed` buckets come whole, from the engine that leads on this node, and not from trainer ranks."""
+        """From a `leader`, the engine that leads on this node, buckets come whole, and not from trainer ranks."""
         self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
-        self._relayed = relayed
-        self._who = "the engine that leads, rank" if relayed else "trainer rank"
-        self._waits = FOLLOWER_WAITS if relayed else ENGINE_WAITS
-        sources = [[0] if relayed else [part.source_rank for part in parts] for parts in stream.parts]
+        self._leader = leader
+        self._waits = ENGINE_WAITS if leader is None else FOLLOWER_WAITS
+        sources = [[0] if leader is not None else [part.source_rank for part in parts] for parts in stream.parts]
         self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
         if not wait_until(lambda: not len(self._missing(bucket)), self._waits * self._timeout_s, self._look):
-            late = ", ".join(map(str, self._missing(bucket)))
-            raise (SyncAborted if self._relayed else SyncError)(
-                f"take: bucket {bucket} of {len(self._sources)} has nothing from {self._who} {late} within "
+            late = f"trainer rank {', '.join(map(str, self._missing(bucket)))}"
+            who = late if self._leader is None else f"engine {self._leader}, which leads,"
+            raise (SyncError if self._leader is None else SyncAborted)(
+                f"take: bucket {bucket} of {len(self._sources)} has nothing from {who} within "
                 f"{self._waits} times weight_sync.timeout_s = {self._timeout_s:g}"
             )
         return self._ring.bucket(bucket)
@@ -269,7 +269,10 @@ class RingReceiver:
 
     def _look(self) -> None:
         """A worker that was given up must not go on: its bucket may be overwritten under its hands."""
-        _raise_aborted(self._ring, self._session, None)
+        if self._leader is None:
+            _raise_aborted(self._ring, self._session, None)
+        elif int(self._ring.aborted[0]) >> SESSION_SHIFT == self._session:
+            raise SyncAborted(f"engine {self._leader}, which leads, failed and passes nothing on")
         if self._ring.is_gone(self._engine, self._session):
             # vLLM shows the failure of one worker alone, so this one says where else to look.
             raise SyncAborted(
