@@ -84,6 +84,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     command -v g++ >/dev/null || install_debian g++ || say "no g++: trainer.compile = true will fall back"
     # For one test alone, which is skipped without it.
     command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
+    # For the tests of launch/slurm alone, which start a Slurm of their own and are skipped without it.
+    command -v sbatch >/dev/null || install_debian slurm-wlm munge || say "no Slurm: the tests of launch/slurm will be skipped"
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }
