@@ -110,6 +110,40 @@ def train(
 
 
 @app.command()
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="As a job of Slurm; the only way so far.")] = False,
+    devices_per_node: Annotated[int, typer.Option(min=0, help="GPUs of each node; 0 for a job on CPUs.")] = 8,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Trainer ranks on a node; as many as fit.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="The most nodes that the job may have.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account that pays.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit of one start, as 24:00:00.")] = None,
+    container: Annotated[str | None, typer.Option(help="pyxis:IMAGE or apptainer:IMAGE.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
+) -> None:
+    """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
+    from megarl.slurm_job import describe, fill, fit_job, submit_job
+
+    if not slurm:
+        _fail("launch where? --slurm; on this machine alone, megarl train RECIPE")
+    loaded = _load(recipe, overrides or [])
+    given = {"job-name": loaded.run.name, "partition": partition, "account": account, "time": time}
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        job = fit_job(loaded, devices_per_node, ranks_per_node, nodes)
+        variables = {} if container is None else {"CONTAINER": container}
+        text = fill(job, options, variables, [recipe, *(overrides or [])])
+        typer.echo(f"{describe(loaded, job)}: {job.file}", err=True)
+        if submit:
+            raise typer.Exit(submit_job(text))
+    except ValueError as error:
+        _fail(f"error: {error}")
+    typer.echo(text, nl=False)
+
+
+@app.command()
 def export(
     run_dir: RunArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, in Hugging Face format.")],
