@@ -56,7 +56,7 @@ done'
 
 # Tells node.sh on each node, and nobody else. A signal that Slurm sends to a step, or srun to its tasks, reaches every process
 # in it: Ray's daemons, engines and reward workers would die of SIGUSR1 before the ranks have saved.
-# shellcheck disable=SC2317  # called by the trap
+# shellcheck disable=SC2317,SC2329  # called by the trap
 warn() {
     warned=yes
     echo "megarl: SIGUSR1 at $(date '+%F %T'): the run saves and the job is queued again"
