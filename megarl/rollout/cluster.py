@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
@@ -66,18 +66,26 @@ def stop_cluster() -> None:
         ray.shutdown()
 
 
-@contextmanager
-def _without_torchrun() -> Iterator[None]:
-    """Ray's daemons, and all workers they start, inherit the environment as it is in here."""
-    kept = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
+def daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What Ray's daemons, and all workers they start, are to find in their environment, from that of a trainer rank or of a
+    launcher."""
     # Ray gives workers the lowest priority but four; engines starve wherever anything else runs on the machine
     # (starting one took 110 s in place of 20 beside busy neighbours).
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(added)
+    return settings | {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
+
+
+@contextmanager
+def _without_torchrun() -> Iterator[None]:
+    """The environment of the daemons for as long as they are started from this process."""
+    kept = dict(os.environ)
+    wanted = daemon_environment(kept)
+    for name in kept.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update(wanted)
     try:
         yield
     finally:
+        for name in wanted.keys() - kept.keys():
+            os.environ.pop(name, None)
         os.environ.update(kept)
-        for name in added:
-            del os.environ[name]

@@ -1,0 +1,145 @@
+"""`python -m megarl.node RECIPE [key=value ...]`: one node of a job. `launch/node.sh` calls it and explains its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.node.failure import NodeError
+from megarl.node.processes import Signalled, Signals, adopt_orphans, catch_signals, end_descendants, start_tied
+from megarl.node.settings import NodeSettings, network_environment, read_node_settings
+from megarl.recipe import Recipe, RecipeError, load_recipe
+
+COMPLETE, FAILED, BAD_INPUT, REQUEUE = 0, 1, 2, 75
+POLL_S = 0.5
+# A head that has ended refuses connections at once; one whose machine or network has gone says nothing.
+SILENT_S = 30.0
+
+
+def main(arguments: list[str]) -> int:
+    """The agent's exit status; 2 for what a user must mend, 1 where the nodes are not fit or did not come."""
+    if not arguments:
+        print("usage: node.sh RECIPE [key=value ...]; its variables are explained in launch/node.sh", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        settings = read_node_settings(os.environ)
+        recipe = load_recipe(arguments[0], _overrides(arguments))
+        settings.check(recipe)
+    except (RecipeError, ValueError) as error:
+        print(error if isinstance(error, RecipeError) else f"node.sh: {error}", file=sys.stderr)
+        return BAD_INPUT
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary) as directory, catch_signals() as signals:
+        status = FAILED
+        try:
+            status = _run(settings, recipe, arguments, Path(directory), signals)
+        except Signalled as signalled:  # before any rank was there: nothing is lost, so it may be started again
+            status = FAILED if signalled.number == signal.SIGINT else REQUEUE
+        except NodeError as error:
+            print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
+        finally:
+            signals.ignore()
+            end_descendants()
+            if status and settings.log_dir is not None:
+                _keep_logs(Path(directory), settings.log_dir / f"ray-node{settings.node_rank}")
+    return status
+
+
+def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory: Path, signals: Signals) -> int:
+    os.environ.update(network_environment(settings.address))
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.trainer.threads))
+    _ask_doctor(settings, arguments)
+    if recipe.rollout.replay is not None:  # no engines, so no Ray
+        if not settings.is_trainer:
+            raise NodeError("rollout.replay is set, so nothing runs beside the trainer: set NUM_NODES = TRAINER_NODES")
+        return _run_agent(settings, arguments, os.environ, signals)
+    from megarl.node.ray_node import ray_address, start_ray
+
+    daemons = start_ray(settings, directory)
+    if settings.is_trainer:
+        return _run_agent(settings, arguments, {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}, signals)
+    return _wait_for_end_of_head(settings, daemons, signals)
+
+
+def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
+    """Shows what is not well. Raises NodeError where a node is not fit."""
+    where = ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
+    where += ["--master", f"{settings.master}:{settings.master_port}", "--timeout-s", f"{settings.join_timeout_s:g}"]
+    command = [sys.executable, "-m", "megarl.cli", "doctor", arguments[0], *_overrides(arguments), *where, "--json"]
+    process = start_tied(command, os.environ, signal.SIGKILL, subprocess.PIPE)
+    said, _ = process.communicate()
+    try:
+        findings = [one for one in json.loads(said) if one["verdict"] != "ok"]
+    except ValueError:
+        raise NodeError(f"the doctor ended with status {process.returncode}: {said.decode()[-3000:]}") from None
+    for one in findings:
+        fix = f" -> {one['fix']}" if one["fix"] else ""
+        line = f"node {settings.node_rank}: {one['verdict']} {one['check']}: {one['found']}{fix}"
+        print(line, file=sys.stderr, flush=True)
+    if process.returncode:
+        raise NodeError("the doctor finds the nodes unfit; what it says stands above")
+
+
+def _run_agent(settings: NodeSettings, arguments: list[str], environment: Mapping[str, str], signals: Signals) -> int:
+    """torchrun's agent for the ranks of this node, to its end; signals go to it."""
+    options = ["--nnodes", str(settings.trainer_nodes), "--node-rank", str(settings.node_rank)]
+    options += ["--nproc-per-node", str(settings.ranks_per_node), "--max-restarts", str(settings.max_restarts)]
+    options += ["--master-addr", settings.master, "--master-port", str(settings.master_port)]
+    options += ["--local-addr", settings.address]
+    if settings.log_dir is not None:
+        options += ["--log-dir", str(settings.log_dir / f"node{settings.node_rank}"), "--tee", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "megarl.train", *arguments]
+    agent = start_tied(command, environment, signal.SIGTERM)
+    signals.target = agent.send_signal
+    status = agent.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _wait_for_end_of_head(settings: NodeSettings, daemons: subprocess.Popen[bytes], signals: Signals) -> int:
+    """On a node of engines alone. Engines must live until the trainer has saved, so the first signal is only noted."""
+    from megarl.node.ray_node import head_answers
+
+    def once(number: int) -> None:
+        signals.target = None
+
+    signals.target = once
+    heard = time.monotonic()
+    while True:
+        error = head_answers(settings)
+        if error is None:
+            heard = time.monotonic()
+        elif isinstance(error, ConnectionRefusedError):
+            return COMPLETE
+        elif time.monotonic() - heard > SILENT_S:
+            raise NodeError(f"node 0 at {settings.master}:{settings.ray_port} has not answered for {SILENT_S:g} s: {error}")
+        if daemons.poll() is not None:
+            time.sleep(POLL_S)
+            if isinstance(head_answers(settings), ConnectionRefusedError):
+                return COMPLETE
+            raise NodeError(f"Ray on this node ended with status {daemons.returncode} before node 0 did")
+        time.sleep(POLL_S)
+
+
+def _overrides(arguments: list[str]) -> list[str]:
+    """Behind the recipe's name; what begins with a dash is the trainer's."""
+    return [word for word in arguments[1:] if not word.startswith("-")]
+
+
+def _keep_logs(directory: Path, target: Path) -> None:
+    """Ray's own logs of a job that failed, which would be gone with its directory."""
+    for logs in directory.glob("session_2*/logs"):
+        with contextlib.suppress(shutil.Error):  # a file that could not be copied is left out
+            shutil.copytree(logs, target, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""Processes of a node: started so that none outlives this one, and ended without touching any other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+# prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SHARED_MEMORY = "/dev/shm/"
+# Long enough for Python to unlink what it shares: multiprocessing's resource tracker does it after its program has ended.
+TERM_S, KILL_S = 10.0, 10.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Signalled(Exception):
+    """A signal came while nothing was there that it could be passed on to."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Signals:
+    """Passes signals on to `target` once there is one; before, they end what is under way with `Signalled`."""
+
+    target: Callable[[int], None] | None = None
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.target is None:
+            raise Signalled(number)
+        self.target(number)
+
+    def ignore(self) -> None:
+        """From here on this process ends anyway; it must not be kept from tidying up."""
+        self.target = lambda number: None
+
+
+@contextmanager
+def catch_signals() -> Iterator[Signals]:
+    signals = Signals()
+    before = {number: signal.signal(number, signals.handle) for number in FORWARDED}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def adopt_orphans() -> None:
+    """From here on a descendant whose parent has ended is a child of this process, and so is found and ended."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def start_tied(
+    command: list[str], environment: Mapping[str, str], end: signal.Signals, output: IO[bytes] | int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own, so that a terminal's signals reach it through this process alone. It gets
+    `end` where this process ends without a word."""
+    library = ctypes.CDLL(None)  # before the fork: loading it takes locks
+
+    def tie() -> None:
+        library.prctl(PR_SET_PDEATHSIG, int(end), 0, 0, 0)
+
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=tie,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output is not None else None,
+    )
+
+
+def end_descendants() -> None:
+    """End every process that began here: in good order, then by force; and remove the files in /dev/shm that only they
+    mapped."""
+    me = psutil.Process()
+    shared = _mapped(me.children(recursive=True))
+    for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
+        processes = me.children(recursive=True)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        _wait_for_end(me, wait_s)
+    for file in shared - _mapped(psutil.process_iter()):
+        Path(file).unlink(missing_ok=True)
+
+
+def _wait_for_end(me: psutil.Process, wait_s: float) -> None:
+    """Until no descendant is left, also none that came to this process as an orphan in the meantime."""
+    end = time.monotonic() + wait_s
+    while (left := me.children(recursive=True)) and time.monotonic() < end:
+        psutil.wait_procs(left, timeout=0.2)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files in /dev/shm that some of `processes` map and that still have their name."""
+    found = set()
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:  # it has ended, or belongs to somebody else, who shares nothing with ours
+            continue
+        found |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+    return {file for file in found if not file.endswith(" (deleted)")}
