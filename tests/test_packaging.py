@@ -264,3 +264,14 @@ def test_torchrun_script_names_the_variable_that_is_missing() -> None:
     )
     assert done.returncode != 0
     assert "NODE_RANK" in done.stderr
+
+
+def test_shell_commands_of_the_install_page_parse_and_name_what_is_there() -> None:
+    page = (ROOT / "docs/install.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)
+    commands = "\n".join(line.removeprefix("$ ") for block in blocks for line in block.splitlines())
+    subprocess.run(["bash", "-n"], input=commands, text=True, timeout=30, check=True)
+    named = set(re.findall(r"(?:locks|launch|recipes)/[\w./-]+|Dockerfile(?:\.cpu)?", page))
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not (ROOT / name.rstrip(".")).exists()] == []
+    assert "MEGARL_WHEELS" in (ROOT / "launch/setup.sh").read_text()
