@@ -15,9 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megarl.exit_status import BAD_INPUT
+
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
     from megarl.recipe.checkpoint import Fetch
+    from megarl.telemetry.run_directory import Resume
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,8 +39,6 @@ CheckArgument = Annotated[
     typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes, YAML files, and overrides that hold for all of them."),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as runs/NAME.")]
-
-BAD_INPUT = 2
 
 
 @app.command()
@@ -90,22 +91,26 @@ def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    if_saved: Annotated[
+        bool, typer.Option("--resume-if-saved", help="The same where there is one, else start anew.")
+    ] = False,
 ) -> None:
     """Check a recipe, then train it on this machine with torchrun."""
     from megarl.data.model_files import model_directory
 
     loaded = _load(recipe, overrides or [], fetch=model_directory)
-    from megarl.telemetry.run_directory import RunDirectory
+    from megarl.telemetry.run_directory import Resume, RunDirectory
 
     try:
-        RunDirectory.of(loaded).check(loaded, resume)  # here already: torchrun would bury what it says
+        how = Resume.of(resume, if_saved)
+        RunDirectory.of(loaded).check(loaded, how)  # here already: before any process starts
     except ValueError as error:
         _fail(f"error: {error}")
-    command = train_command(recipe, overrides or [], loaded.trainer.ranks, resume)
+    command = train_command(recipe, overrides or [], loaded.trainer.ranks, how)
     # torchrun sets this to 1 where it is absent, silently; the recipe decides.
     environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}
     sys.stdout.flush()
-    # In place of this process: signals reach torchrun itself, and its exit status is ours.
+    # In place of this process: signals reach the agent itself, and its exit status is ours.
     os.execve(command[0], command, environment)
 
 
@@ -207,10 +212,10 @@ def doctor(
     raise typer.Exit(1 if any(finding.verdict == Verdict.FAIL for finding in findings) else 0)
 
 
-def train_command(recipe: str, overrides: list[str], ranks: int, resume: bool) -> list[str]:
-    """The torchrun command of one machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "megarl.train", recipe, *overrides, *(["--resume"] if resume else [])]
+def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:
+    """The command of one machine: torchrun, with the exit status of its ranks."""
+    launcher = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", "megarl.train", recipe, *overrides, *([resume.value] if resume.value else [])]
 
 
 def _load(path: str, overrides: list[str], fetch: Fetch | None = None) -> Recipe:

@@ -26,6 +26,7 @@ from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
+from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
@@ -43,14 +44,14 @@ from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
-from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
+from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
 
 
-def train(recipe: Recipe, resume: bool) -> None:
+def train(recipe: Recipe, resume: Resume) -> None:
     """Run the recipe on this rank. Raises ValueError for what a user can mend; any other error names rank and phase."""
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(recipe.trainer.threads)
@@ -60,11 +61,7 @@ def train(recipe: Recipe, resume: bool) -> None:
     layouts = recipe.layouts
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
-    checkpoint = None
-    if rank == 0:
-        checkpoint = directory.check(recipe, resume)
-        directory.prepare(recipe)
-    checkpoint = broadcast_from_first(checkpoint)
+    checkpoint = _open(directory, recipe, resume, rank)
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         clock = PhaseClock(rank, on_phase=progress.phase)
@@ -72,6 +69,23 @@ def train(recipe: Recipe, resume: bool) -> None:
             role_places = {role: places[layout] for role, layout in layouts.items()}
             parts = build_parts(recipe, role_places, control, directory, stack)
         run_steps(Pipeline(recipe, rank, parts, clock), recipe, directory, checkpoint, progress)
+
+
+def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) -> Path | None:
+    """The checkpoint to resume from, on every rank. Raises RunDirectoryError, on every rank too."""
+    found: Path | None = None
+    refusal: RunDirectoryError | None = None
+    if rank == 0:
+        try:
+            found = directory.check(recipe, resume)
+            if (kept := directory.prepare(recipe, found)) is not None:
+                print(f"{directory.path}: no checkpoint to go on from; earlier metrics are in {kept.name}", file=sys.stderr)
+        except RunDirectoryError as error:
+            refusal = error
+    found, refusal = broadcast_from_first((found, refusal))
+    if refusal is not None:
+        raise refusal
+    return found
 
 
 def check_models(recipe: Recipe) -> None:
@@ -210,23 +224,27 @@ def _longest_wait_s(recipe: Recipe) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 when the run is complete, 1 after an error, 2 for a recipe with violations."""
-    resume = "--resume" in arguments
-    words = [argument for argument in arguments if argument != "--resume"]
-    if not words or "LOCAL_RANK" not in os.environ:
-        print("usage: torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume]", file=sys.stderr)
-        return 2
+    """COMPLETE, FAILED after an error, BAD_INPUT for a recipe with violations."""
+    options = {option.value: option for option in Resume if option is not Resume.NEVER}
+    resume = [options[word] for word in arguments if word in options]
+    words = [word for word in arguments if word not in options]
+    if not words or len(resume) > 1 or "LOCAL_RANK" not in os.environ:
+        usage = "torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume | --resume-if-saved]"
+        print(f"usage: {usage}", file=sys.stderr)
+        return BAD_INPUT
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        resume = [Resume.IF_SAVED]  # torchrun starts its ranks again with the words of the first start
     rank = os.environ["RANK"]
     try:
         recipe = load_recipe(words[0], words[1:], fetch=model_directory)
         check_models(recipe)
-        train(recipe, resume)
-    except RecipeError as error:
-        if rank == "0":  # all ranks read the same recipe
+        train(recipe, resume[0] if resume else Resume.NEVER)
+    except (RecipeError, RunDirectoryError) as error:
+        if rank == "0":  # all ranks read the same recipe, and are told of the same directory
             print(error, file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except (ValueError, RolloutError, SyncError, TimeoutError) as error:
         # These say by themselves what happened, where, and what to do; a traceback would bury it.
         print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-        return 1
-    return 0
+        return FAILED
+    return COMPLETE

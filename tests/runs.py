@@ -122,8 +122,9 @@ def train_on_ranks(recipe: Path, resume: bool = False) -> None:
 
 def _train(recipe: str, resume: bool) -> None:
     from megarl.run import train
+    from megarl.telemetry.run_directory import Resume
 
-    train(load_recipe(recipe), resume)
+    train(load_recipe(recipe), Resume.of(resume, False))
 
 
 def figures(folder: Path, name: str) -> list[dict[str, Any]]:

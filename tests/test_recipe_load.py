@@ -17,6 +17,7 @@ from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse
 from megarl.recipe.sections import Section
 from megarl.recipe.table import phase_table
 from megarl.recipe.yaml_text import parse_yaml
+from megarl.telemetry.run_directory import Resume
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,10 +184,10 @@ print("HEAVY", [name for name in {heavy} if name in sys.modules])
 
 
 def test_train_starts_torchrun_with_the_recipe_and_its_overrides() -> None:
-    command = train_command("r.yaml", ["run.steps=3"], 4, resume=True)
+    command = train_command("r.yaml", ["run.steps=3"], 4, Resume.ALWAYS)
     assert command[command.index("--nproc-per-node") + 1] == "4"
     assert command[command.index("megarl.train") :] == ["megarl.train", "r.yaml", "run.steps=3", "--resume"]
-    assert "--resume" not in train_command("r.yaml", [], 1, resume=False)
+    assert "--resume" not in train_command("r.yaml", [], 1, Resume.NEVER)
 
 
 def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:

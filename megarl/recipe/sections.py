@@ -53,6 +53,8 @@ class RunSection(Section):
     """Write a checkpoint after every that many steps; one is written after the last step in any case."""
     dump_rollouts: bool = False
     """Write every step's rollouts into the run directory, for `rollout.replay`."""
+    grace_s: Seconds = 120.0
+    """Time to leave after such a signal, in seconds; what is still there then is killed."""
 
 
 class ModelSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,26 @@ from megarl.recipe import Recipe, recipe_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A prompt position means something only with these unchanged; adapters, only under their own rank and factor.
-_FIXED = ("model", "data", "run.seed", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
+_FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
+
+
+class RunDirectoryError(ValueError):
+    """A run may not write into this directory, or not go on from what is in it."""
+
+
+class Resume(Enum):
+    """How a start takes to what is in its run directory; the value is the option that asks for it."""
+
+    NEVER = ""
+    ALWAYS = "--resume"
+    IF_SAVED = "--resume-if-saved"
+
+    @classmethod
+    def of(cls, always: bool, if_saved: bool) -> Resume:
+        """Raises ValueError where both are asked for."""
+        if always and if_saved:
+            raise ValueError("--resume and --resume-if-saved: one of them, the first where a checkpoint must be there")
+        return cls.ALWAYS if always else cls.IF_SAVED if if_saved else cls.NEVER
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
@@ -35,36 +55,47 @@ class RunDirectory:
     def of(cls, recipe: Recipe) -> RunDirectory:
         return cls(Path(recipe.run.dir) / recipe.run.name)
 
-    def check(self, recipe: Recipe, resume: bool) -> Path | None:
+    def check(self, recipe: Recipe, resume: Resume) -> Path | None:
         """The checkpoint to resume from; None for a new run.
 
-        Raises ValueError where a run would write over another one, has nothing to resume from, or would go on with
+        Raises RunDirectoryError where a run would write over another one, has nothing to resume from, or would go on with
         other data.
         """
-        if not resume:
-            if self.metrics.is_file() and self.metrics.stat().st_size:
-                raise ValueError(
+        if resume is Resume.NEVER:
+            if self._has_metrics:
+                raise RunDirectoryError(
                     f"run.name = {recipe.run.name!r}: {self.path} holds a run already; "
                     "continue it with --resume, take another run.name, or remove the directory"
                 )
             return None
         checkpoint = latest_checkpoint(self.checkpoints)
-        if checkpoint is None:
-            raise ValueError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
+        if checkpoint is None and resume is Resume.ALWAYS:
+            raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
             old, new = yaml.safe_load(self.recipe.read_text()), yaml.safe_load(recipe_yaml(recipe))
             for key in _FIXED:
                 if _at(old, key) != _at(new, key):
-                    raise ValueError(
-                        f"--resume: {key} was {_at(old, key)!r} and is {_at(new, key)!r} now; "
-                        "a resumed run keeps it, another one starts under another run.name"
+                    raise RunDirectoryError(
+                        f"{resume.value}: {self.path} is the run directory of another recipe: {key} was {_at(old, key)!r} "
+                        f"and is {_at(new, key)!r} now; a resumed run keeps it, another one starts under another run.name"
                     )
         return checkpoint
 
-    def prepare(self, recipe: Recipe) -> None:
-        """Make the directory and write the resolved recipe."""
+    def prepare(self, recipe: Recipe, checkpoint: Path | None) -> Path | None:
+        """Make the directory and write the resolved recipe. Metrics of an earlier start that left no checkpoint are kept:
+        under the name that is returned."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe_yaml(recipe))
+        if checkpoint is not None or not self._has_metrics:
+            return None
+        number = 1
+        while (kept := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
+            number += 1
+        return self.metrics.rename(kept)
+
+    @property
+    def _has_metrics(self) -> bool:
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
 
 def _at(content: Any, key: str) -> Any:
