@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,11 +42,28 @@ def test_a_larger_parameter_gets_larger_memory() -> None:
     assert spare.take((400, 8), torch.float32, CPU).fill_(3).sum() == 9600
 
 
-def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> None:
-    """With a module that packs its weight and drops it, as vLLM's linear layers do on CPUs that have a kernel for it."""
+def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
+    """A worker whose modules have a weight [4, 8] each, of which so many elements come."""
     pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
     from megarl.rollout.receiver import WeightReceiver
 
+    receiver: Any = WeightReceiver.__new__(WeightReceiver)
+    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
+    receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
+    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    return receiver
+
+
+def linear(elements: int, quant_method: Any) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(elements), requires_grad=False)
+    setattr(module, "quant_method", quant_method)  # noqa: B010
+    return module
+
+
+def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> None:
+    """With a module that packs its weight and drops it, as vLLM's linear layers do on CPUs that have a kernel for it."""
     places, packed = [], []
 
     class Packing:
@@ -55,20 +73,32 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> No
             module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
     names = [f"layers.{number}.linear" for number in range(3)]
-    modules = {}
-    for name in names:
-        modules[name] = module = torch.nn.Module()
-        module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        setattr(module, "quant_method", Packing())  # noqa: B010
-    receiver: Any = WeightReceiver.__new__(WeightReceiver)
-    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
-    receiver._sizes = {f"{name}.weight": (4, 8) for name in names}
-    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
     # The last one has a row of padding, which is zero although the memory was written before.
-    covered = dict(zip(receiver._sizes, (32, 32, 24), strict=True))
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
+    receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
     contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
     boxes = (Box(f"{name}.weight", 0, 0, content) for name, content in zip(names, contents, strict=True))
     receiver._load(boxes, torch.float32)
     assert len(set(places)) == 1
     assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
+
+
+def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None:
+    """Each once; one that vLLM keeps packed stands between them, and does not wait."""
+    order: list[str] = []
+
+    class Noting:
+        def process_weights_after_loading(self, module: Any) -> None:
+            order.append(next(name for name, one in modules.items() if one is module))
+
+    modules = {name: linear(elements, Noting()) for name, elements in (("a", 32), ("packed", 0), ("b", 32))}
+    receiver = receiver_of(modules, {"packed.weight": 32})
+
+    def boxes() -> Iterator[Box]:
+        for number, name in enumerate(modules, start=1):
+            yield Box(f"{name}.weight", 0, 0, torch.full((4, 8), float(number)))
+        order.append("all came")
+
+    receiver._load(boxes(), torch.float32)
+    assert order == ["packed", "all came", "a", "b"]
+    assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]

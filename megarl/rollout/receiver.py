@@ -176,13 +176,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._check_names(self._worker())
             self._modules = dict(self.model.named_modules())
         owner: str | None = None
+        in_place: list[str] = []  # modules whose own parameters were written: no memory waits for them to be packed
         targets: dict[str, torch.Tensor] = {}
         for box in boxes:
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
                 if module_name != owner:  # boxes come module by module
                     targets = {}  # first: spare memory that somebody refers to is not lent again
-                    self._process(owner)
+                    self._written(owner, in_place)
                     owner = module_name
                 size = self._sizes[box.parameter]
                 targets[box.parameter] = self._target(module_name, name, dtype if box.scales is None else FP8, size)
@@ -196,7 +197,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
         targets = {}
-        self._process(owner)
+        self._written(owner, in_place)
+        for name in in_place:
+            self._process(name)
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
@@ -227,10 +230,18 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target.view(rows, cols)
 
-    def _process(self, owner: str | None) -> None:
-        """Let vLLM pack what was written, as it does after load."""
+    def _written(self, owner: str | None, in_place: list[str]) -> None:
+        """A module is complete. What is in spare memory is packed at once, so that the next one may have it; all others when
+        everything has come: packing between two buckets would take the cache from them."""
         if owner is None:
             return
+        if self._spare.in_use:
+            self._process(owner)
+        else:
+            in_place.append(owner)
+
+    def _process(self, owner: str) -> None:
+        """Let vLLM pack what was written, as it does after load."""
         begun = time.perf_counter()
         module = self._modules[owner]
         quant_method = getattr(module, "quant_method", None)

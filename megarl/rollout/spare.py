@@ -15,6 +15,11 @@ class SpareMemory:
         self._blocks: list[torch.Tensor] = []  # uint8; one for each parameter of a module
         self._taken = 0
 
+    @property
+    def in_use(self) -> bool:
+        """Whether anything was taken and not taken back."""
+        return self._taken > 0
+
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor with unknown content, which nobody uses after `take_back`."""
         num_bytes = math.prod(size) * dtype.itemsize

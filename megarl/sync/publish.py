@@ -113,7 +113,8 @@ class WeightSync:
         self._held = set(parameter_sizes(shape, layout, rank))
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
         self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
-        self._pieces: dict[tuple[int, int], list[Piece]] = {}  # of this rank, by worker and bucket
+        # Of this rank, by worker and bucket: where the bucket lies in memory, and the pieces with their places there.
+        self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
@@ -170,6 +171,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Give the transport back. Not a collective: it also runs on the way out of a failure."""
+        self._pieces = {}  # views of what is given back
         self._sender.close()
 
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
@@ -305,22 +307,29 @@ class WeightSync:
         self, manifest: WeightManifest, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor
     ) -> None:
         """Cast and copy a part's boxes into the bucket, each with its checksum."""
-        pieces = self._pieces.get((worker, bucket))
-        if pieces is None:
-            pieces = self._pieces[worker, bucket] = self._streams[worker].at_source(self._plan, part)
+        place, pieces = self._pieces.get((worker, bucket), (0, []))
+        if place != memory.data_ptr():
+            pieces = self._pieces_in(memory, worker, part)
+            self._pieces[worker, bucket] = memory.data_ptr(), pieces
         checks = open_checks(memory, manifest, bucket)
-        elements, itemsize = memory.view(self._settings.dtype), self._settings.dtype.itemsize
-        for piece in pieces:
-            _, parameter, row, col, rows, cols, start, end, _, scales = piece
-            box = matrices[parameter][row : row + rows]
-            if box.shape[1] != cols:
-                box = box[:, col : col + cols]
-            if scales:
-                write_blocks(quantise_blocks(box.to(self._settings.dtype)), memory[start:end])
+        for piece, target in pieces:
+            box = matrices[piece.parameter][piece.row : piece.row + piece.rows]
+            if box.shape[1] != piece.cols:
+                box = box[:, piece.col : piece.col + piece.cols]
+            if piece.scale_bytes:
+                write_blocks(quantise_blocks(box.to(self._settings.dtype)), target)
             else:
-                elements[start // itemsize : end // itemsize].view(rows, cols).copy_(box)
+                target.copy_(box)
             checks.add(piece)
         checks.close()
+
+    def _pieces_in(self, memory: torch.Tensor, worker: int, part: Part) -> list[tuple[Piece, torch.Tensor]]:
+        """A part's pieces, each with where it goes in a bucket's memory: [rows, cols], or the bytes of FP8 blocks."""
+        dtype, pieces = self._settings.dtype, []
+        for piece in self._streams[worker].at_source(self._plan, part):
+            target = memory[piece.start : piece.end]
+            pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
+        return pieces
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
