@@ -57,8 +57,8 @@ class Update(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[NoInit, Update]):
-    """Takes this worker's shards of one version while they arrive: a module is packed while the next one travels. A version
-    that breaks off leaves a mixture, so the engine must answer nothing until a version went through.
+    """Takes this worker's shards of one version while they arrive. A version that breaks off leaves a mixture, so the engine
+    must answer nothing until a version went through.
     """
 
     init_info_cls = NoInit
