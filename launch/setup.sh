@@ -116,7 +116,10 @@ if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
     # setuptools first: megarl and the few source packages are built with it and not with a newer one.
     pip_install "$(grep '^setuptools==' "$LOCK")"
     say "installing the $(grep -c '==' "$LOCK") packages of $LOCK (1 to 2 minutes on two cores; log: $PIP_LOG)"
-    pip_install --no-build-isolation -r "$LOCK" || fail "the lock was not installed; run set-up again to continue."
+    # pip compiles one file after another, this on all cores. As with pip, a file that is no Python 3.11 is left as it is.
+    pip_install --no-build-isolation --no-compile -r "$LOCK" ||
+        fail "the lock was not installed; run set-up again to continue."
+    "$PYTHON" -m compileall -q -j 0 .venv/lib >>"$PIP_LOG" 2>&1 || true
     echo "$stack_hash" >"$STACK_STAMP"
     say "the CPU stack is in .venv after $((SECONDS - started)) s"
 fi
