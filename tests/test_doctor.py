@@ -151,6 +151,22 @@ def test_a_controller_of_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPa
     assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
 
 
+def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {"scontrol": "echo 'AuthInfo                = socket=/site/munge,cred_expire=9'", "munge": 'echo "$@"',
+                "unmunge": 'echo "munge: $(cat), unmunge: $*" >&2; exit 1'}  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = "munge: --no-input --socket=/site/munge, unmunge: --socket=/site/munge"
+    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "munge", said, "munged")
+
+
+def test_a_container_without_programs_of_slurm_is_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [one.verdict for one in check_slurm({"SLURM_JOB_ID": "1"})] == [Verdict.OK, Verdict.OK]
+
+
 def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:
     question = Question(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", free_port()))
     assert_fails(examine(question), "model", "no config.json", "copy it to each")

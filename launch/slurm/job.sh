@@ -52,15 +52,17 @@ exec bash launch/node.sh "$@"'
 to_node='for _ in {1..60}; do
     [ -s "$LOG_DIR/node-$SLURM_NODEID.pid" ] && exec kill -USR1 "$(cat "$LOG_DIR/node-$SLURM_NODEID.pid")"
     sleep 1
-done'
+done
+echo "megarl: node $SLURM_NODEID has not started, and cannot be told" >&2
+exit 1'
 
 # Tells node.sh on each node, and nobody else. A signal that Slurm sends to a step, or srun to its tasks, reaches every process
 # in it: Ray's daemons, engines and reward workers would die of SIGUSR1 before the ranks have saved.
 # shellcheck disable=SC2317,SC2329  # called by the trap
 warn() {
     warned=yes
-    echo "megarl: SIGUSR1 at $(date '+%F %T'): the run saves and the job is queued again"
-    srun --overlap --ntasks-per-node=1 --output=none bash -c "$to_node" &
+    echo "megarl: SIGUSR1 at $(date '+%F %T'): the run saves, and the job is queued again"
+    srun --overlap --ntasks-per-node=1 bash -c "$to_node" && echo "megarl: every node has been told"
 }
 trap warn USR1
 # scancel's: what happens is up to the steps, and this shell reports their status.

@@ -48,14 +48,28 @@ def check_ray(address: str) -> Iterator[Finding]:
     yield fail("ray head", f"{address} answers, but is no healthy head of this Ray: {answer}", "ray stop there, start again")
 
 
+# A site may have put munged's socket somewhere else, and Slurm's configuration then says where.
+MUNGE = """socket=$(scontrol show config | sed -n 's/^AuthInfo *=.*socket=\\([^,]*\\).*/\\1/p')
+munge --no-input ${socket:+"--socket=$socket"} | unmunge ${socket:+"--socket=$socket"}"""
+
+
 def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """The controller and the authentication between nodes; only inside a job."""
+    """The controller and the authentication between nodes; only inside a job. A container need not have Slurm's programs: it
+    is the job outside of it that calls them."""
     if "SLURM_JOB_ID" not in environment:
         return
-    for name, command, fix in (
-        ("slurm controller", ["scontrol", "ping"], "is slurmctld up, and SlurmctldHost of slurm.conf reachable from here?"),
-        ("munge", ["sh", "-c", "munge -n | unmunge"], "start munged; all nodes need the same /etc/munge/munge.key"),
+    for name, program, command, fix in (
+        (
+            "slurm controller",
+            "scontrol",
+            ["scontrol", "ping"],
+            "is slurmctld up, and SlurmctldHost of slurm.conf reachable?",
+        ),
+        ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
     ):
+        if shutil.which(program) is None:
+            yield ok(name, f"not asked: no program {program} here, as in a container")
+            continue
         answer = _run(command)
         yield ok(name, "answers") if answer is None else fail(name, answer, fix)
 
