@@ -200,6 +200,18 @@ def test_another_version_and_another_time_on_a_node() -> None:
         assert_fails(findings, "same time", "c is -90.0 s from a", "chrony")
 
 
+def test_what_makes_one_node_unfit_fails_all() -> None:
+    """Else the others would start, and wait for it."""
+    for findings in meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS, ["shared memory: full"])], 2, 20.0):
+        assert_fails(findings, "node 1", "b: shared memory: full")
+
+
+def test_a_first_node_whose_port_is_taken_says_so(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    findings = compare_nodes(Node(0, "a", VERSIONS), 2, ("127.0.0.1", port), 5.0)
+    assert_fails(findings, "node 0", f"port {port}: Address already in use", "MASTER_PORT")
+
+
 def test_a_node_that_does_not_come_is_named_on_those_that_did() -> None:
     for findings in meet([Node(0, "a", VERSIONS), Node(2, "c", VERSIONS)], 4, 2.0):
         assert_fails(findings, "nodes", "1, 3 of 4 did not come within 2 s")

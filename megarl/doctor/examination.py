@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.doctor.finding import Finding, fail, ok
+from megarl.doctor.finding import Finding, Verdict, fail, ok
 from megarl.doctor.machine import check_machine
 from megarl.doctor.network import check_network, check_ray, check_slurm
 from megarl.doctor.nodes import Node, compare_nodes, shared_versions
@@ -33,7 +33,20 @@ class Question:
 
 
 def examine(question: Question) -> Iterator[Finding]:
-    """The findings, as they are made. Other nodes come last: what is wrong here is known even where they never answer."""
+    """The findings, as they are made. Other nodes come last: what is wrong here is known even where they never answer, and
+    they are told."""
+    unfit = []
+    for finding in _examine_this_node(question):
+        if finding.verdict == Verdict.FAIL:
+            unfit.append(f"{finding.check}: {finding.found}")
+        yield finding
+    if question.num_nodes > 1:
+        versions = shared_versions(SHARED, importlib.metadata.version)
+        node = Node(question.node_rank, socket.gethostname(), versions, unfit)
+        yield from compare_nodes(node, question.num_nodes, question.master, question.timeout_s)
+
+
+def _examine_this_node(question: Question) -> Iterator[Finding]:
     yield from check_packages()
     yield from check_machine(question.run_dir)
     # torchrun on the first node will listen where the nodes meet.
@@ -43,9 +56,6 @@ def examine(question: Question) -> Iterator[Finding]:
     yield from check_slurm()
     if question.model is not None:
         yield _model(question.model)
-    if question.num_nodes > 1:
-        node = Node(question.node_rank, socket.gethostname(), shared_versions(SHARED, importlib.metadata.version))
-        yield from compare_nodes(node, question.num_nodes, question.master, question.timeout_s)
 
 
 def _model(path: str) -> Finding:

@@ -22,11 +22,12 @@ CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself: its number, its name, and `versions`, which all nodes must share."""
+    """What a node says of itself: its number, its name, `versions`, which all nodes must share, and what makes it unfit."""
 
     rank: int
     name: str
     versions: Mapping[str, str]
+    unfit: Sequence[str] = ()
 
 
 def compare_nodes(
@@ -45,7 +46,12 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
     nodes, skews = {0: node}, {0: 0.0}
     connections: dict[int, socket.socket] = {}
     end = time.monotonic() + timeout_s
-    with socket.create_server(("", port)) as server:
+    try:
+        listening = socket.create_server(("", port))
+    except OSError as error:
+        fix = "choose another port (MASTER_PORT), or end what listens there"
+        return [fail("node 0", f"cannot listen for the others at port {port}: {error.strerror}", fix)]
+    with listening as server:
         while len(nodes) < num_nodes:
             server.settimeout(max(0.01, end - time.monotonic()))
             try:
@@ -64,8 +70,8 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
                 continue
             # Its clock was read half-way between our question and its answer.
             skews[rank] = float(answered["time"]) - (asked + clock()) / 2
-            nodes[rank], connections[rank] = Node(rank, said["name"], said["versions"]), connection
-    found = [_missing(num_nodes, nodes, timeout_s), *_differences(nodes), _clocks(nodes, skews)]
+            nodes[rank], connections[rank] = Node(rank, said["name"], said["versions"], said["unfit"]), connection
+    found = [_missing(num_nodes, nodes, timeout_s), *_unfit(nodes), *_differences(nodes), _clocks(nodes, skews)]
     for connection in connections.values():
         with connection:
             _send(connection, {"findings": [[one.check, one.verdict, one.found, one.fix] for one in found]})
@@ -78,7 +84,10 @@ def _ask(node: Node, master: tuple[str, int], timeout_s: float, clock: Callable[
     while time.monotonic() < end:
         try:
             with socket.create_connection(master, max(0.1, end - time.monotonic())) as connection:
-                _send(connection, {"rank": node.rank, "name": node.name, "versions": dict(node.versions)})
+                _send(
+                    connection,
+                    {"rank": node.rank, "name": node.name, "versions": dict(node.versions), "unfit": list(node.unfit)},
+                )
                 _receive(connection)
                 _send(connection, {"time": clock()})
                 connection.settimeout(2 * timeout_s)  # until the last node has come
@@ -97,6 +106,12 @@ def _missing(num_nodes: int, nodes: Mapping[int, Node], timeout_s: float) -> Fin
         fix = "look at their own logs: not started, or no way to node 0"
         return fail("nodes", f"{', '.join(late)} of {num_nodes} did not come within {timeout_s:g} s", fix)
     return ok("nodes", f"all {num_nodes} came: {', '.join(nodes[rank].name for rank in sorted(nodes))}")
+
+
+def _unfit(nodes: Mapping[int, Node]) -> list[Finding]:
+    """No node is to wait for one that does not start: what a node has found about itself fails all of them."""
+    fix = "the finding stands with its fix in that node's own output"
+    return [fail(f"node {rank}", f"{node.name}: {what}", fix) for rank, node in sorted(nodes.items()) for what in node.unfit]
 
 
 def _differences(nodes: Mapping[int, Node]) -> list[Finding]:

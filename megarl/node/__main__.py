@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.node.failure import NodeError
 from megarl.node.processes import Signalled, Signals, adopt_orphans, catch_signals, end_descendants, start_tied
 from megarl.node.settings import NodeSettings, network_environment, read_node_settings
 from megarl.recipe import Recipe, RecipeError, load_recipe
 
-COMPLETE, FAILED, BAD_INPUT, REQUEUE = 0, 1, 2, 75
 POLL_S = 0.5
 # A head that has ended refuses connections at once; one whose machine or network has gone says nothing.
 SILENT_S = 30.0
@@ -62,8 +62,9 @@ def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory
         if not settings.is_trainer:
             raise NodeError("rollout.replay is set, so nothing runs beside the trainer: set NUM_NODES = TRAINER_NODES")
         return _run_agent(settings, arguments, os.environ, signals)
-    from megarl.node.ray_node import ray_address, start_ray
+    from megarl.node.ray_node import ray_address, ray_environment, start_ray
 
+    os.environ.update(ray_environment(recipe))
     daemons = start_ray(settings, directory)
     if settings.is_trainer:
         return _run_agent(settings, arguments, {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}, signals)
@@ -97,7 +98,8 @@ def _run_agent(settings: NodeSettings, arguments: list[str], environment: Mappin
     options += ["--local-addr", settings.address]
     if settings.log_dir is not None:
         options += ["--log-dir", str(settings.log_dir / f"node{settings.node_rank}"), "--tee", "3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "megarl.train", *arguments]
+    resume = [] if any(word.startswith("--resume") for word in arguments) else ["--resume-if-saved"]
+    command = [sys.executable, "-m", "megarl.agent", *options, "-m", "megarl.train", *arguments, *resume]
     agent = start_tied(command, environment, signal.SIGTERM)
     signals.target = agent.send_signal
     status = agent.wait()

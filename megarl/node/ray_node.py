@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -19,15 +20,26 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from megarl.node.failure import NodeError
 from megarl.node.processes import start_tied
 from megarl.node.settings import NodeSettings
+from megarl.recipe import Recipe
 from megarl.rollout.cluster import OBJECT_STORE_BYTES, daemon_environment
 
 CONNECT_S = 2.0
 POLL_S = 0.5
+# What a rank has beyond a collective's deadline to say what happened, before Ray ends it without a word.
+LAST_WORDS_S = 60.0
 
 
 def ray_address(settings: NodeSettings) -> str:
     """Of the head, by its number: Ray compares addresses as texts, and a name would be another one."""
     return f"{socket.gethostbyname(settings.master)}:{settings.ray_port}"
+
+
+def ray_environment(recipe: Recipe) -> dict[str, str]:
+    """What every process that uses Ray finds in its environment."""
+    # Ray ends drivers, raylets and workers that have not reached its head for a minute, with no word of which phase that was
+    # in; megarl's own deadlines come first.
+    patience_s = math.ceil(recipe.trainer.collective_timeout_s + LAST_WORDS_S)
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(patience_s)}
 
 
 def start_ray(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes]:

@@ -1,0 +1,117 @@
+"""One node of a job: what its settings mean, and that nothing it starts outlives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.exit_status import BAD_INPUT
+from megarl.node.__main__ import main
+from megarl.node.settings import interface_of, network_environment, own_address, read_node_settings
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = {"NUM_NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "4", "MASTER_ADDRESS": "127.0.0.1"}
+
+
+def test_settings_have_their_defaults() -> None:
+    settings = read_node_settings(SETTINGS)
+    assert (settings.trainer_nodes, settings.master_port, settings.ray_port, settings.max_restarts) == (2, 29500, 6379, 0)
+    assert settings.address == "127.0.0.1" and settings.is_trainer and settings.log_dir is None
+    assert not read_node_settings({**SETTINGS, "TRAINER_NODES": "1"}).is_trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"NUM_NODES": ""}, "NUM_NODES = nothing: must be a whole number from 1 on"),
+        ({"RANKS_PER_NODE": "many"}, "RANKS_PER_NODE = many: must be a whole number from 1 on"),
+        ({"NODE_RANK": "2"}, "NODE_RANK = 2: must be below NUM_NODES = 2"),
+        ({"TRAINER_NODES": "3"}, "TRAINER_NODES = 3: must not be above NUM_NODES = 2"),
+        ({"MASTER_ADDRESS": ""}, "MASTER_ADDRESS is not set"),
+        ({"MASTER_ADDRESS": "no.such.host.invalid"}, "MASTER_ADDRESS = no.such.host.invalid: no way there"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_node_settings({**SETTINGS, **changes})
+
+
+def test_ranks_that_are_not_the_recipe_s_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    assert main([str(ROOT / "recipes/ppo-tiny.yaml")]) == BAD_INPUT
+    assert "TRAINER_NODES * RANKS_PER_NODE = 2 * 4 = 8: must be trainer.ranks = 4" in capsys.readouterr().err
+
+
+def test_messages_take_the_interface_to_the_first_node_unless_the_site_says_otherwise() -> None:
+    address = own_address("127.0.0.1")
+    assert interface_of(address) == "lo" and interface_of("192.0.2.1") is None
+    chosen = network_environment(address, {"NCCL_SOCKET_IFNAME": "ib0"})
+    assert chosen == {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+# A process that ignores SIGTERM and has lost its parent, and that holds a file in /dev/shm.
+STUBBORN = """
+import mmap, os, signal, sys, time
+if os.fork():
+    os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.truncate(file, 4096)
+memory = mmap.mmap(file, 4096)
+open(sys.argv[2], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+NODE = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.node import processes
+processes.TERM_S = 0.5
+processes.adopt_orphans()
+processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.SIGKILL).wait()
+while not Path(sys.argv[3]).exists():
+    time.sleep(0.01)
+processes.end_descendants()
+"""
+
+
+def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: Path) -> None:
+    shared, mark = Path(f"/dev/shm/megarl-test-node-{os.getpid()}"), tmp_path / "pid"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", NODE, STUBBORN, shared, mark], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert not psutil.pid_exists(int(mark.read_text()))
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
+
+
+TIED = """
+import os, signal, sys, time
+from megarl.node.processes import start_tied
+child = start_tied(["sleep", "600"], os.environ, signal.SIGKILL)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_node_started_ends_with_it_when_it_is_killed() -> None:
+    node = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
+    assert node.stdout is not None
+    child = psutil.Process(int(node.stdout.readline()))
+    node.kill()
+    node.communicate()
+    end = time.monotonic() + 60
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
