@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(paths(PPO)), anything, st.sampled_from(["set", "remove", "add"])), max_size=4))
 def test_a_damaged_recipe_is_a_recipe_or_violations(damage: list[tuple[tuple[Any, ...], Any, str]]) -> None:
     data: Any = copy.deepcopy(PPO)
