@@ -115,16 +115,21 @@ def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
 
 
 def train_on_ranks(recipe: Path, resume: bool = False) -> None:
-    """A run with replayed rollouts on the rank processes that the tests share: `megarl train` without torchrun's start and
-    every rank's imports, which take longer than the run. Raises AssertionError with a failing rank's traceback."""
+    """A run on the rank processes that the tests share: `megarl train` without torchrun's start and every rank's imports,
+    which take longer than the run; engines, if the recipe has any, are started as always. Raises AssertionError with a
+    failing rank's traceback."""
     run_ranks(_train, load_recipe(recipe).trainer.ranks, str(recipe), resume, deadline_s=RUN_DEADLINE_S)
 
 
 def _train(recipe: str, resume: bool) -> None:
+    from megarl.rollout.cluster import stop_cluster
     from megarl.run import train
     from megarl.telemetry.run_directory import Resume
 
-    train(load_recipe(recipe), Resume.of(resume, False))
+    try:
+        train(load_recipe(recipe), Resume.of(resume, False))
+    finally:
+        stop_cluster()  # a rank that goes on would see the cluster die
 
 
 def figures(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.runs import fake_rollouts, figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS = 2
@@ -21,7 +21,7 @@ CHANGES = {
 def test_the_choices_of_the_engine_arrive_at_the_trainer(tmp_path):
     tiny_run(tmp_path, "qwen3_moe")
     recipe = tiny_recipe(tmp_path, "live", False, 2, 2, 1, STEPS, run__dump_rollouts=True, **CHANGES)
-    megarl("train", str(recipe))
+    train_on_ranks(recipe)
     live = figures(tmp_path, "live")
     for number, line in enumerate(live, 1):
         with np.load(tmp_path / "runs" / "live" / "rollouts" / f"step-{number:06d}.npz") as dump:
