@@ -102,7 +102,8 @@ def _host_name(name: str) -> Finding:
 
 def _chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
     """A name that no interface has makes gloo fail at once and NCCL at its first collective."""
-    present = sorted(interface.name for interface in INTERFACES.iterdir())
+    # Not /sys, which in a container may be that of another network.
+    present = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = environment.get(variable)
         if not value:
