@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.recipe import load_recipe
-from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 from tests.tiny_models import save_tiny_reward_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -24,7 +24,7 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     changes = CHANGES | {"reward_model": {"path": str(tmp_path / "judge")}}
     recipe = tiny_recipe(tmp_path, "whole", False, 2, 2, 1, STEPS, run__dump_rollouts=True, **changes)
     assert load_recipe(recipe).reference_is_base
-    megarl("train", str(recipe))
+    train_on_ranks(recipe)
     whole = figures(tmp_path, "whole")
     # The engine samples with what the trainer has, after every update too: the merged weights arrived.
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in whole)

@@ -29,7 +29,11 @@ def run(request, tmp_path_factory):
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
     if ppo:
         changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
-    megarl("train", str(tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)))
+    recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
+    if ppo:
+        megarl("train", str(recipe))
+    else:  # without torchrun's start
+        train_on_ranks(recipe)
     return folder, ppo, changes
 
 
@@ -72,10 +76,20 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(run):
+    """PPO with an engine; GRPO with the whole run's rollouts: all figures but the engine's and the sync's."""
     folder, ppo, changes = run
     _from_the_middle(folder, "resumed")
-    megarl("train", str(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)), "--resume")
-    assert figures(folder, "resumed") == figures(folder, "whole")
+    if ppo:
+        train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes), resume=True)
+        assert figures(folder, "resumed") == figures(folder, "whole")
+        return
+    changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
+    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes), resume=True)
+    whole = figures(folder, "whole")
+    for line, expected in zip(figures(folder, "resumed"), whole, strict=True):
+        without = expected.keys() - line.keys()
+        assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
+        assert line == {key: value for key, value in expected.items() if key in line}
 
 
 def test_a_run_resumes_under_another_layout(run):
