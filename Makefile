@@ -20,8 +20,9 @@ quickstart: setup
 	.venv/bin/megarl report runs/$(RUN)
 
 # Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM runs beside the tests of
-# Megatron's engines: whole runs, at the end of the other stream, start engines of their own.
-BESIDE := $(wildcard tests/test_rollout_*.py tests/test_sync_*.py)
+# Megatron's engines: whole runs, at the end of the other stream, start engines of their own. What needs one process alone
+# comes after it, so that both streams end at about the same time.
+BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync schedule reshard planner recipe))
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup
