@@ -33,7 +33,8 @@ from torch.distributed.launcher import api as launcher
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.sections import RunSection
-from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
+from megarl.telemetry import starts
+from megarl.telemetry.run_directory import RunDirectory
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 # Not SIGTERM, which asks a rank to save first.
@@ -77,8 +78,8 @@ class Verdict:
 
 
 def judge(ended: Mapping[int, int], killed: Collection[int], asked: Collection[int], can_resume: bool) -> Verdict:
-    """`ended`: exit codes, as Python gives them, by rank, of those that ended before the agent stopped any; `killed`: ranks
-    that did not leave in time. `asked`: the signals passed on; `can_resume`: there is a complete checkpoint."""
+    """`ended`: exit codes, as Python gives them, by rank, of those that ended before the agent stopped any; `killed`: those
+    that did not leave in time; `asked`: the signals passed on; `can_resume`: there is a checkpoint, or no step yet."""
     # Before its own handler is there, a rank ends by the signal, or by Ray's handler, which makes it an exit status.
     left = {rank for rank, code in ended.items() if abs(code) in asked}
     codes = {rank: code for rank, code in sorted(ended.items()) if rank not in left}
@@ -92,7 +93,7 @@ def judge(ended: Mapping[int, int], killed: Collection[int], asked: Collection[i
         status = BAD_INPUT if refused else FAILED
         return Verdict(status, f"rank {rank} ended with exit status {codes[rank]}", rank)
     if killed:
-        stands = "the last checkpoint stands" if can_resume else "there is no checkpoint to go on from"
+        stands = "what was saved before stands" if can_resume else "there is no checkpoint to go on from"
         sentence = f"ranks {_named(killed)} did not leave within run.grace_s and were killed; {stands}"
         return Verdict(REQUEUE if can_resume else FAILED, sentence, min(killed), signal.SIGKILL.name)
     if left:
@@ -133,11 +134,14 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL if overdue else STOP, self._shutdown_timeout)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            can_resume = self._run is not None and latest_checkpoint(self._run.checkpoints) is not None
+            can_resume = self._run is not None and self._run.can_go_on
             self.verdict = judge(ended, running if overdue else (), self._leaving.received, can_resume)
             if self.verdict.status != FAILED or self._leaving.received:
                 self._remaining_restarts = 0
             self._sweep()
+            if self._run is not None and self.verdict.status in (FAILED, REQUEUE):
+                how = starts.REQUEUED if self.verdict.status == REQUEUE else starts.FAILED
+                starts.record_end(self._run.path, how, self.verdict.sentence, self.verdict.rank, self.verdict.signal)
         return result
 
     def _pass_on(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +71,16 @@ class Resync:
 class Pipeline:
     """Runs steps. `version` counts weight syncs; it and the prompt position are what a resume needs besides the roles."""
 
-    def __init__(self, recipe: Recipe, rank: int, parts: Parts, clock: PhaseClock) -> None:
-        self.recipe, self.rank, self.parts, self.clock = recipe, rank, parts, clock
+    def __init__(
+        self,
+        recipe: Recipe,
+        rank: int,
+        parts: Parts,
+        clock: PhaseClock,
+        boundary: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
+        self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
         self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
         self.runs = frozenset(recipe.running_phases)
         self.version = 0
@@ -291,6 +299,7 @@ class Pipeline:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """A phase ends when the device has finished it, so that its seconds are not found in the next one."""
+        self.boundary(name)
         with self.clock.phase(name):
             yield
             platform.synchronize()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from platform import node as host_name
 from typing import Any
 
+import ray
 import torch
 
 # Every rank would print them, and none is the user's to mend.
@@ -23,13 +26,14 @@ from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
-from megarl.engine.exchange import broadcast_from_first, start_control  # noqa: E402
+from megarl.engine.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
-from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED  # noqa: E402
+from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
+from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
@@ -44,7 +48,8 @@ from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
-from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError  # noqa: E402
+from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
+from megarl.telemetry.starts import record_end, record_start  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
@@ -62,13 +67,22 @@ def train(recipe: Recipe, resume: Resume) -> None:
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
     checkpoint = _open(directory, recipe, resume, rank)
+    hosts = gather_to_all(host_name())
+    if rank == 0:
+        record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         clock = PhaseClock(rank, on_phase=progress.phase)
         with clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
-            parts = build_parts(recipe, role_places, control, directory, stack)
-        run_steps(Pipeline(recipe, rank, parts, clock), recipe, directory, checkpoint, progress)
+            with ASKED.nothing_begun():
+                parts = build_parts(recipe, role_places, control, directory, stack)
+            ASKED.watch_again()
+        preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
+        pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
+        run_steps(pipeline, recipe, directory, checkpoint, progress, preemption)
+    if rank == 0:
+        record_end(directory.path, "complete", f"all {recipe.run.steps} steps")
 
 
 def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) -> Path | None:
@@ -182,25 +196,49 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
 
 
 def run_steps(
-    pipeline: Pipeline, recipe: Recipe, run: RunDirectory, checkpoint: Path | None, progress: ProgressLine
+    pipeline: Pipeline,
+    recipe: Recipe,
+    run: RunDirectory,
+    checkpoint: Path | None,
+    progress: ProgressLine,
+    preemption: Preemption,
 ) -> None:
-    """From the first step, or from behind the checkpoint, to the last one."""
+    """From the first step, or from behind the checkpoint, to the last. Raises Preempted where the run is told to leave."""
     rank, clock, trained = pipeline.rank, pipeline.clock, pipeline.parts.trained
     done = 0
     if checkpoint is not None:
         with clock.phase("load_checkpoint"):
             state = load_checkpoint(checkpoint, trained)
             pipeline.restore(state)
-            done = state["step"]
+            done = preemption.saved = state["step"]
         progress.resumed(done)
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
     metrics = MetricsWriter(run.metrics) if rank == 0 else None
     if metrics is not None:
         metrics.truncate_after(done)
+
+    def save(state: dict[str, Any]) -> None:
+        with clock.phase("checkpoint"):  # counted in the next step's line
+            save_checkpoint(run.checkpoints, state["step"], trained, state)
+        preemption.saved = state["step"]
+
     clock.take()  # the start of a run belongs to no step
     for number in range(done + 1, recipe.run.steps + 1):
-        figures = pipeline.step(number)
+        if preemption.agreed():
+            if preemption.saved != done and done > 0:
+                save(pipeline.state(done))
+            raise preemption.left(done, recipe.run.steps, str(run.checkpoints))
+        preemption.begin(number)
+        before = pipeline.state(done) if preemption.abandons else None
+        try:
+            figures = pipeline.step(number)
+        except Abandoned as left:
+            assert before is not None
+            if not left.moved and preemption.saved != done and done > 0:
+                save(before)
+            raise preemption.left(done, recipe.run.steps, str(run.checkpoints)) from None
+        done = number
         figures |= clock.take()
         # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
         if metrics is not None:
@@ -208,8 +246,7 @@ def run_steps(
         progress.step(number, figures)
         every = recipe.run.checkpoint_every
         if number == recipe.run.steps or (every and number % every == 0):
-            with clock.phase("checkpoint"):  # counted in the next step's line
-                save_checkpoint(run.checkpoints, number, trained, pipeline.state(number))
+            save(pipeline.state(number))
     if metrics is not None:
         metrics.close()
 
@@ -235,6 +272,8 @@ def main(arguments: list[str]) -> int:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         resume = [Resume.IF_SAVED]  # torchrun starts its ranks again with the words of the first start
     rank = os.environ["RANK"]
+    ASKED.watch_again()
+    recipe: Recipe | None = None
     try:
         recipe = load_recipe(words[0], words[1:], fetch=model_directory)
         check_models(recipe)
@@ -243,8 +282,30 @@ def main(arguments: list[str]) -> int:
         if rank == "0":  # all ranks read the same recipe, and are told of the same directory
             print(error, file=sys.stderr)
         return BAD_INPUT
+    except Preempted as left:
+        if rank == "0" and recipe is not None:
+            print(left, file=sys.stderr, flush=True)
+            record_end(RunDirectory.of(recipe).path, "requeued", str(left))
+        return left.status
+    except LeaveNow:
+        return _cut_short(recipe, rank, "left at once")
     except (ValueError, RolloutError, SyncError, TimeoutError) as error:
         # These say by themselves what happened, where, and what to do; a traceback would bury it.
         print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-        return FAILED
+        return FAILED if ASKED.name is None else _cut_short(recipe, rank, "failed while it was to leave")
+    except (RuntimeError, ray.exceptions.RayError):
+        if ASKED.name is None:
+            raise
+        # Peers that have left at once, or engines that were sent the same signal.
+        traceback.print_exc()
+        return _cut_short(recipe, rank, "failed while it was to leave")
     return COMPLETE
+
+
+def _cut_short(recipe: Recipe | None, rank: str, how: str) -> int:
+    """A rank that was asked to leave and saved nothing: REQUEUE where no finished step is lost with it, or can be done again
+    from a checkpoint."""
+    can_go_on = recipe is None or RunDirectory.of(recipe).can_go_on
+    stands = "what was saved before stands" if can_go_on else "no checkpoint was written so far"
+    print(f"rank {rank} {how}, {ASKED.seconds():.0f} s after {ASKED.name}: {stands}", file=sys.stderr, flush=True)
+    return REQUEUE if can_go_on else FAILED

@@ -7,6 +7,12 @@ with the trainer in it, that took each of them as long as the start of the run.
 import sys
 
 if __name__ == "__main__":
-    from megarl.run import main
+    from megarl.preemption import ASKED
 
-    sys.exit(main(sys.argv[1:]))
+    ASKED.watch()  # before the imports, which take seconds
+    try:
+        from megarl.run import main
+
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # the agent stops a rank whose peer has failed: its traceback would bury the peer's
+        sys.exit(130)

@@ -53,6 +53,9 @@ class RunSection(Section):
     """Write a checkpoint after every that many steps; one is written after the last step in any case."""
     dump_rollouts: bool = False
     """Write every step's rollouts into the run directory, for `rollout.replay`."""
+    preemption: Literal["finish", "abandon"] = "finish"
+    """What a run does at SIGTERM or SIGUSR1: finish the step and save it, or leave at the next phase boundary. Then what the
+    step before left is saved, or, where this step has changed weights already, the last checkpoint stands."""
     grace_s: Seconds = 120.0
     """Time to leave after such a signal, in seconds; what is still there then is killed."""
 

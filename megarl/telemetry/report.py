@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.starts import starts_summary
 
 METRIC = "reward/mean"
 ENDS = 3
@@ -34,6 +35,8 @@ def report(run_dir: str | Path, console: Console | None = None) -> Path:
     console.print(f"{METRIC} of {run_dir.name}", highlight=False)
     console.print("\n".join(plot_lines(steps, rewards)), highlight=False, markup=False, soft_wrap=True)
     console.print(summary(rewards), highlight=False, soft_wrap=True)
+    for line in starts_summary(run_dir):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"curve: {png}", highlight=False, soft_wrap=True)
     return png
 

@@ -41,6 +41,13 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     return found[max(found)] if found else None
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was written after."""
+    match = _CHECKPOINT.match(checkpoint.name)
+    assert match is not None, f"{checkpoint} is no name of a checkpoint"
+    return int(match[1])
+
+
 class RunDirectory:
     """The directory of one run; nothing is made before `prepare`."""
 
@@ -92,6 +99,11 @@ class RunDirectory:
         while (kept := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
             number += 1
         return self.metrics.rename(kept)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a start with --resume-if-saved goes on from something, or has nothing to lose."""
+        return latest_checkpoint(self.checkpoints) is not None or not self._has_metrics
 
     @property
     def _has_metrics(self) -> bool:
