@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -59,7 +60,7 @@ PHASES = ("rollout", "reward", "critic_update", "actor_update", "weight_sync")
     ],
 )
 def test_a_step_is_left_where_nothing_is_lost(abandons, step, saved, asked_before, left_before, moved):
-    words = [None, None]  # of two ranks
+    words: list[str | None] = [None, None]  # of two ranks
     rules = Preemption(abandons, 60.0, lambda word: words)
     rules.saved = saved
     rules.begin(step)
@@ -106,7 +107,12 @@ def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refus
     with pytest.raises(RunDirectoryError, match="no complete checkpoint"):
         run.check(recipe, Resume.ALWAYS)
     kept = run.prepare(recipe, None)
-    assert kept.name == "metrics.1.jsonl" and kept.read_text() == '{"step": 1}\n' and not run.metrics.exists()
+    assert (
+        kept is not None
+        and kept.name == "metrics.1.jsonl"
+        and kept.read_text() == '{"step": 1}\n'
+        and not run.metrics.exists()
+    )
     (run.checkpoints / "step-000002").mkdir(parents=True)
     assert run.check(recipe, Resume.IF_SAVED) == run.checkpoints / "step-000002" and run.can_go_on
     other = load_recipe(tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2, run__seed=7))
@@ -154,9 +160,10 @@ def _recipe(folder, name, mode):
 def _train_until(recipe, resume, step, phase):
     """`train` on this rank; the last rank gets SIGTERM in a phase of a step. What the run says when it leaves, or None."""
     from megarl import run
+    from megarl.pipeline import Pipeline
     from megarl.recipe import load_recipe
 
-    class Signalling(run.Pipeline):
+    class Signalling(Pipeline):
         number = 0
 
         def step(self, number):
@@ -170,17 +177,19 @@ def _train_until(recipe, resume, step, phase):
                     os.kill(os.getpid(), TERM)
                 yield
 
-    kept = run.Pipeline, preemption.ASKED, run.ASKED, signal.getsignal(TERM)
-    preemption.ASKED = run.ASKED = Asked()
-    run.Pipeline = Signalling
-    signal.signal(TERM, run.ASKED.note)
+    asked = Asked()
+    kept = signal.signal(TERM, asked.note)
     try:
-        run.train(load_recipe(recipe), resume)
+        with (
+            patch.object(preemption, "ASKED", asked),
+            patch.object(run, "ASKED", asked),
+            patch.object(run, "Pipeline", Signalling),
+        ):
+            run.train(load_recipe(recipe), resume)
     except preemption.Preempted as left:
         return str(left)
     finally:
-        run.Pipeline, preemption.ASKED, run.ASKED = kept[:3]
-        signal.signal(TERM, kept[3])
+        signal.signal(TERM, kept)
     return None
 
 
@@ -208,7 +217,7 @@ def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
 
 @pytest.mark.slow
 def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_start_goes_on(folder):
-    recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 400, rollout__replay=str(fake_rollouts(folder, 400)))
+    recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--resume-if-saved"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     metrics, end = folder / "runs" / "live" / "metrics.jsonl", time.monotonic() + RUN_DEADLINE_S
@@ -219,7 +228,7 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
     _, said = run.communicate(timeout=RUN_DEADLINE_S)
     assert run.returncode == REQUEUE, said
     done = len(figures(folder, "live"))
-    assert 0 < done < 400 and f"SIGUSR1 after step {done} of 400: step {done} is saved" in said
+    assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in said
     again = subprocess.run([*command, f"run.steps={done + 1}"], capture_output=True, text=True, timeout=RUN_DEADLINE_S)
     assert again.returncode == 0, again.stderr
     assert [line["step"] for line in figures(folder, "live")] == list(range(1, done + 2))
