@@ -269,7 +269,7 @@ def main(arguments: list[str]) -> int:
         usage = "torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume | --resume-if-saved]"
         print(f"usage: {usage}", file=sys.stderr)
         return BAD_INPUT
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         resume = [Resume.IF_SAVED]  # torchrun starts its ranks again with the words of the first start
     rank = os.environ["RANK"]
     ASKED.watch_again()
