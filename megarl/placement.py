@@ -12,7 +12,7 @@ from megarl.recipe.recipe import Recipe
 
 
 class PlacementError(ValueError):
-    """A recipe and a cluster that do not fit, with the arithmetic and a way out."""
+    """A recipe that does not fit the nodes it is to run on, with the arithmetic and a way out."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,19 @@ def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
         # Only of a shared node do devices come again: elsewhere there was room.
         places.append(EnginePlace(first_node + node, tuple(device % cluster.devices_per_node for device in devices)))
     return tuple(places)
+
+
+def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
+    """The list of devices that a process is to see: some of those that its node `listed`, None for all of them. Raises
+    PlacementError where the node lists fewer."""
+    if listed is None:
+        return ",".join(map(str, devices))
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if max(devices) >= len(names):
+        raise PlacementError(
+            f"device {max(devices)} of a node, from 0, is not among the {len(names)} that it lists: {listed}"
+        )
+    return ",".join(names[device] for device in devices)
 
 
 def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:

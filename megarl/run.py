@@ -32,6 +32,7 @@ from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
+from megarl.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption  # noqa: E402
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
@@ -40,10 +41,10 @@ from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
-from megarl.rollout.cluster import join_cluster  # noqa: E402
+from megarl.rollout.cluster import ClusterError, join_cluster  # noqa: E402
 from megarl.rollout.failure import RolloutError  # noqa: E402
+from megarl.rollout.nodes import Stage, check_local_device, set_stage  # noqa: E402
 from megarl.rollout.pool import open_pool  # noqa: E402
-from megarl.sync.choice import choose_transport  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
@@ -59,6 +60,8 @@ ENGINE_START_S = 900.0
 def train(recipe: Recipe, resume: Resume) -> None:
     """Run the recipe on this rank. Raises ValueError for what a user can mend; any other error names rank and phase."""
     local_rank = int(os.environ["LOCAL_RANK"])
+    check_local_device(os.environ)
+    found = set_stage(recipe, os.environ) if os.environ["RANK"] == "0" else None
     torch.set_num_threads(recipe.trainer.threads)
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     rank = int(os.environ["RANK"])
@@ -75,8 +78,9 @@ def train(recipe: Recipe, resume: Resume) -> None:
         clock = PhaseClock(rank, on_phase=progress.phase)
         with clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
+            stage: Stage = broadcast_from_first(found)
             with ASKED.nothing_begun():
-                parts = build_parts(recipe, role_places, control, directory, stack)
+                parts = build_parts(recipe, role_places, control, directory, stage, stack)
             ASKED.watch_again()
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
         pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
@@ -119,7 +123,9 @@ def check_models(recipe: Recipe) -> None:
         raise RecipeError(found)
 
 
-def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stack: ExitStack) -> Parts:
+def build_parts(
+    recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stage: Stage, stack: ExitStack
+) -> Parts:
     """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective.
 
     What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
@@ -163,12 +169,9 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
     weights = None
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
-        # Engines are on rank 0's host: a run starts its own Ray there.
-        one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-        transport = choose_transport(section.transport, platform.kind, one_host)
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
                                 section.bucket_bytes, section.timeout_s, section.mode,
-                                transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
+                                stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
                                 recipe.rollout.quantization)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
@@ -182,7 +185,8 @@ def build_parts(recipe: Recipe, places: dict[str, Place], control: Any, run: Run
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
         check_answers(load_terms(recipe.verifiers), list(prompts.every()))
-        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
+        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
+                             os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines)  # fmt: skip
         stack.callback(rollouts.shutdown)
         rollouts.start()
         rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=replayed)
@@ -261,7 +265,7 @@ def _longest_wait_s(recipe: Recipe) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """COMPLETE, FAILED after an error, BAD_INPUT for a recipe with violations."""
+    """COMPLETE, FAILED after an error, BAD_INPUT for a recipe with violations, or that does not fit the nodes."""
     options = {option.value: option for option in Resume if option is not Resume.NEVER}
     resume = [options[word] for word in arguments if word in options]
     words = [word for word in arguments if word not in options]
@@ -281,6 +285,9 @@ def main(arguments: list[str]) -> int:
     except (RecipeError, RunDirectoryError) as error:
         if rank == "0":  # all ranks read the same recipe, and are told of the same directory
             print(error, file=sys.stderr)
+        return BAD_INPUT
+    except (PlacementError, ClusterError) as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
     except Preempted as left:
         if rank == "0" and recipe is not None:

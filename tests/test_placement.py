@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megarl.placement import Cluster, EnginePlace, NodesNeeded, PlacementError, nodes_needed, place_engines
+from megarl.placement import (
+    Cluster,
+    EnginePlace,
+    NodesNeeded,
+    PlacementError,
+    nodes_needed,
+    place_engines,
+    visible_devices,
+)
 from megarl.recipe import Recipe
 from tests.rollout_cases import recipe
 
@@ -116,6 +124,13 @@ NEEDED: dict[str, tuple[Recipe, int, NodesNeeded]] = {
 def test_the_nodes_that_a_recipe_needs(name: str) -> None:
     wanted, devices, expected = NEEDED[name]
     assert nodes_needed(wanted, devices) == expected
+
+
+def test_an_engine_sees_its_own_of_the_devices_that_its_node_lists() -> None:
+    assert visible_devices(None, (2, 3)) == "2,3"
+    assert visible_devices("4, 5,GPU-a,7", (2, 3)) == "GPU-a,7"
+    with pytest.raises(PlacementError, match="device 3 of a node, from 0, is not among the 2 it lists: 4,5"):
+        visible_devices("4,5", (2, 3))
 
 
 def test_no_number_of_nodes_is_enough() -> None:

@@ -109,29 +109,31 @@ def test_another_process_writes_into_device_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "one_host", "chosen"),
+    ("wanted", "device", "one_host", "separate", "chosen"),
     [
-        ("auto", "cpu", True, "shared_memory"),
-        ("auto", "cpu", False, "gloo"),
-        ("auto", "cuda", True, "cuda_ipc"),
-        ("auto", "cuda", False, "nccl"),
-        ("gloo", "cuda", True, "gloo"),
-        ("shared_memory", "cuda", True, "shared_memory"),
-        ("nccl", "cuda", True, "nccl"),
-        ("cuda_ipc", "cpu", True, "needs GPUs"),
-        ("nccl", "cpu", False, "needs GPUs"),
-        ("cuda_ipc", "cuda", False, "needs all trainer ranks on one host"),
-        ("shared_memory", "cpu", False, "needs all trainer ranks on one host"),
+        ("auto", "cpu", True, True, "shared_memory"),
+        ("auto", "cpu", False, True, "gloo"),
+        ("auto", "cuda", True, False, "cuda_ipc"),
+        ("auto", "cuda", True, True, "cuda_ipc"),
+        ("auto", "cuda", False, True, "nccl"),
+        ("auto", "cuda", False, False, "gloo"),
+        ("gloo", "cuda", True, False, "gloo"),
+        ("shared_memory", "cuda", True, False, "shared_memory"),
+        ("nccl", "cuda", True, True, "nccl"),
+        ("cuda_ipc", "cpu", True, False, "needs GPUs"),
+        ("nccl", "cpu", False, True, "needs GPUs"),
+        ("cuda_ipc", "cuda", False, True, "needs all trainer ranks and engines on one host"),
+        ("shared_memory", "cpu", False, False, "needs all trainer ranks and engines on one host"),
     ],
 )
 def test_a_run_takes_the_transport_that_fits_or_says_why_it_cannot(
-    wanted: str, device: str, one_host: bool, chosen: str
+    wanted: str, device: str, one_host: bool, separate: bool, chosen: str
 ) -> None:
     if chosen in TRANSPORTS:
-        assert choose_transport(wanted, device, one_host) == chosen
+        assert choose_transport(wanted, device, one_host, separate) == chosen
     else:
         with pytest.raises(ValueError, match=f"weight_sync.transport = {wanted} {chosen}.*; use auto"):
-            choose_transport(wanted, device, one_host)
+            choose_transport(wanted, device, one_host, separate)
 
 
 def test_the_recipe_offers_every_transport() -> None:

@@ -24,6 +24,16 @@ class Platform:
     backend: str  # torch.distributed backend of the collectives on tensors of this device
     layer_spec: str  # "transformer_engine" or "local": which megatron-core layer specs run here
 
+    @property
+    def num_devices(self) -> int | None:
+        """Devices that a process of this node sees; None on a CPU, whose cores all share."""
+        return torch.cuda.device_count() if self.kind == "cuda" else None
+
+    @property
+    def device_variable(self) -> str | None:
+        """The environment variable that lists the devices a process may see, numbered anew from 0 in its order."""
+        return "CUDA_VISIBLE_DEVICES" if self.kind == "cuda" else None
+
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
 

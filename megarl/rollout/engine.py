@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from megarl.family import ModelShape
+from megarl.placement import EnginePlace, visible_devices
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
@@ -54,6 +55,8 @@ class EngineSettings:
     seed: int
     record_routing: bool = False
     quantization: str | None = None
+    place: EnginePlace = EnginePlace(0, ())
+    device_variable: str | None = None  # that the place's devices are set in; None on a CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +141,10 @@ class RolloutEngine:
             self._dirty = f"it was started again and has the checkpoint's, not version {version}"
         # Counts in whole GiB and overrides kv_cache_memory_bytes; it may come from the user's shell.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        variable = self._settings.device_variable
+        if variable is not None:
+            # Before anything asks the driver. Ray leaves the list as its node has it, as no GPU is asked of it (2.60).
+            os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:

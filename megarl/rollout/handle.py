@@ -11,6 +11,7 @@ import psutil
 import ray
 
 from megarl.platform import current as device_platform
+from megarl.rollout.cluster import node_share
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.sync.manifest import SyncError
@@ -37,6 +38,17 @@ def engine_environment(workers: int) -> dict[str, str]:
     return variables
 
 
+def clear_away(process: EngineProcess) -> None:
+    """On an engine's own node, end its processes but the actor, and remove their shared memory."""
+    for pid, created in process.pids[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
+            if child.create_time() == created:  # else the number belongs to another process by now
+                child.kill()
+    for file in process.shared_files:
+        Path(file).unlink(missing_ok=True)
+
+
 class EngineHandle:
     """Starts, calls and ends one engine. Every call has the deadline `timeout_s`."""
 
@@ -50,12 +62,14 @@ class EngineHandle:
         self.process: EngineProcess | None = None
 
     def begin_start(self, version: int | None = None) -> Any:
-        """Create the actor and let it build its engine; the reference that `finish_start` waits for. `version` was published
-        before it."""
+        """Create the actor on its node and let it build its engine; the reference that `finish_start` waits for. `version`
+        was published before it. Raises RolloutError where the node is gone."""
         environment = engine_environment(self.settings.layout.workers)
         remote = ray.remote(RolloutEngine).options(
+            # Trainer ranks have most GPUs, of which Ray knows nothing: the engine itself takes those of its place.
             num_cpus=0,
-            num_gpus=self.settings.layout.workers if device_platform.kind == "cuda" else 0,
+            num_gpus=0,
+            resources=node_share(self.settings.place.node),
             max_concurrency=self._max_calls,
             max_restarts=0,  # a new actor is made instead: one way back for a dead actor and a dead engine core
             runtime_env={"env_vars": environment},
@@ -114,14 +128,13 @@ class EngineHandle:
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
-        if self.process is not None and self.process.host == platform.node():
-            for pid, created in self.process.pids[1:]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child = psutil.Process(pid)
-                    if child.create_time() == created:  # else the number belongs to another process by now
-                        child.kill()
-            for file in self.process.shared_files:
-                Path(file).unlink(missing_ok=True)
+        if self.process is not None:
+            if self.process.host == platform.node():
+                clear_away(self.process)
+            else:
+                with contextlib.suppress(RolloutError, ray.exceptions.RayError):  # its node is gone, or does not answer
+                    remote = ray.remote(clear_away).options(num_cpus=0, resources=node_share(self.settings.place.node))
+                    ray.get(remote.remote(self.process), timeout=STOP_S)
         self.process = None
 
     def stop(self) -> None:

@@ -12,12 +12,15 @@ import ray
 
 from megarl.data.sample import Prompt
 from megarl.family import ModelShape
+from megarl.placement import EnginePlace, place_engines
+from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
-from megarl.rollout.cluster import start_cluster, stop_cluster
+from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
 from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.handle import EngineHandle
+from megarl.rollout.nodes import one_machine
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.store import GroupStore, StoredPayload
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
@@ -37,8 +40,10 @@ class EnginePool:
         stop_token_ids: Sequence[int],
         seed: int,
         ray_address: str | None = None,
+        places: Sequence[EnginePlace] = (),
     ) -> None:
-        """`model_path` is a Hugging Face directory; without `ray_address` a local Ray is started."""
+        """`model_path` is a Hugging Face directory; without `ray_address` a local Ray is started. `places` has one for each
+        engine; without any they are placed on this machine."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
         self._vocab = ModelShape.from_directory(model_path).vocab
         self._version: int | None = None  # the last one that was published
@@ -53,6 +58,7 @@ class EnginePool:
         self._owns_cluster = False
         self.address: str | None = None
         rollout = recipe.rollout
+        places = places or place_engines(recipe, one_machine(recipe))
         self._engines = [
             EngineHandle(
                 EngineSettings(
@@ -71,18 +77,21 @@ class EnginePool:
                     seed=seed,
                     record_routing=recipe.actor.router_replay,
                     quantization=rollout.quantization,
+                    place=place,
+                    device_variable=platform.device_variable,
                 ),
                 rollout.timeout_s,
                 max_calls=recipe.phases.rollout.prompts + 16,
             )
-            for index in range(rollout.engines)
+            for index, place in enumerate(places)
         ]
 
     def start(self) -> None:
         """Start Ray and all engines, side by side. Raises RolloutError naming the engine that did not start."""
         self._owns_cluster = not ray.is_initialized()
         self.address = start_cluster(self._ray_address)
-        self._store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0).remote()
+        beside = node_share(0)  # where rank 0 is: the loss of another node takes no rollouts along
+        self._store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=beside).remote()
         started = [(engine, engine.begin_start()) for engine in self._engines]
         for engine, reference in started:
             try:
@@ -323,10 +332,11 @@ def open_pool(
     stop_token_ids: Sequence[int],
     seed: int,
     ray_address: str | None = None,
+    places: Sequence[EnginePlace] = (),
 ) -> EnginePool | ReplayPool:
     """Engines, or the replay that the recipe names in their place; not started yet."""
     if recipe.rollout.replay is not None:
         section = recipe.phases.rollout
         routed = recipe.actor.router_replay
         return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed)
-    return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address)
+    return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places)

@@ -1,0 +1,143 @@
+"""Recipe, nodes and Ray cluster fit each other, or it is said before anything starts which of them does not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+import megarl
+from megarl.placement import EnginePlace, PlacementError
+from megarl.reshard.boxes import RolloutLayout
+from megarl.rollout import handle as handle_module
+from megarl.rollout import nodes
+from megarl.rollout.cluster import ClusterError, join_cluster
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.handle import EngineHandle
+from tests.test_placement import of
+
+ADDRESS = "10.0.0.1:6379"
+
+
+def started(ranks: int, each: int, address: str | None = None, master: str = "node0") -> dict[str, str]:
+    """What torchrun and the launcher say to rank 0."""
+    said = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": "0", "MASTER_ADDR": master}
+    return said if address is None else said | {"MEGARL_RAY_ADDRESS": address}
+
+
+def have(monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, num_nodes: int = 1) -> None:
+    """Ray nodes with so many GPUs, or without any; rank 0 sees those of the first."""
+    known = [{"Resources": {"GPU": float(count)}} for count in gpus or [0] * num_nodes]
+    device = SimpleNamespace(kind="cuda" if gpus else "cpu", num_devices=gpus[0] if gpus else None)
+    monkeypatch.setattr(nodes, "platform", device)
+    monkeypatch.setattr(nodes, "ray_nodes", lambda address: known)
+
+
+def test_engines_and_transport_follow_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = EnginePlace(0, (0,)), EnginePlace(1, (0,))
+    have(monkeypatch, None)
+    assert nodes.set_stage(of(2, engines=1), started(2, 2)) == ((first,), "shared_memory")
+    assert nodes.set_stage(of(4, replay="rollouts"), started(4, 2)) == ((), "")
+    have(monkeypatch, None, num_nodes=2)
+    assert nodes.set_stage(of(4, engines=2), started(4, 2, ADDRESS)) == ((first, second), "gloo")
+    assert nodes.set_stage(of(2, "separate"), started(2, 2, ADDRESS)) == ((second,), "gloo")
+    have(monkeypatch, [4])
+    assert nodes.set_stage(of(2, "separate", tensor=2), started(2, 2)) == ((EnginePlace(0, (2, 3)),), "cuda_ipc")
+    have(monkeypatch, [4, 8])  # the fewest count
+    assert nodes.set_stage(of(8, tensor=4), started(8, 4, ADDRESS)) == ((EnginePlace(0, (0, 1, 2, 3)),), "gloo")
+    assert nodes.set_stage(of(4, "separate", tensor=4), started(4, 4, ADDRESS)) == ((EnginePlace(1, (0, 1, 2, 3)),), "nccl")
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, None, num_nodes=2)
+    for said, recipe, variables in (
+        ("trainer.ranks = 4, but 2 ranks were started", of(4), started(2, 2)),
+        ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
+        ("engine 0 is on node 1, and MASTER_ADDR = 127.0.0.1", of(2, "separate"), started(2, 2, ADDRESS, "127.0.0.1")),
+        ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
+        ("shared_memory needs all trainer ranks and engines on one host", synced(of(4), "shared_memory"),
+         started(4, 2, ADDRESS)),
+    ):  # fmt: skip
+        with pytest.raises(PlacementError, match=said):
+            nodes.set_stage(recipe, variables)
+    have(monkeypatch, [4, 2])
+    with pytest.raises(PlacementError, match="4 trainer ranks a node need 4 devices, and a node has 2"):
+        nodes.set_stage(of(8), started(8, 4, ADDRESS))
+    have(monkeypatch, [4, 0])
+    with pytest.raises(ClusterError, match="node 1 has no GPU for Ray"):
+        nodes.set_stage(of(8), started(8, 4, ADDRESS))
+    have(monkeypatch, [2])
+    nodes.check_local_device(started(4, 4) | {"LOCAL_RANK": "1"})
+    with pytest.raises(PlacementError, match="4 trainer ranks were started on this node .* which has 2 GPUs"):
+        nodes.check_local_device(started(4, 4) | {"LOCAL_RANK": "2"})
+
+
+def synced(recipe: Any, transport: str) -> Any:
+    return recipe.model_copy(update={"weight_sync": recipe.weight_sync.model_copy(update={"transport": transport})})
+
+
+def test_an_address_without_ray_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ClusterError, match=f"no Ray answers at 127.0.0.1:{port} within 10 s"):
+        join_cluster(f"127.0.0.1:{port}")
+    with pytest.raises(ClusterError, match="MEGARL_RAY_ADDRESS = node0 is not HOST:PORT"):
+        join_cluster("node0")
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RayCluster, Any]]:
+    """Ray nodes 0 and 1 of a job, both on this machine; this process has not joined."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # these daemons have no token, and would end a driver's actors that has
+    sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = RayCluster(initialize_head=True, head_node_args=sizes | {"resources": {"megarl_node_0": 1}})
+    try:
+        yield cluster, cluster.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"megarl_node_1": 1})
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Engine:
+    """In place of vLLM: says on which Ray node it is."""
+
+    def start(self, version: int | None) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, second = two_nodes
+    with monkeypatch.context() as patch:
+        patch.setattr("ray._private.utils.compute_version_info", lambda: ("1.9.0", "3.9.2"))
+        with pytest.raises(ClusterError, match=r"Ray: 2\..* Ray: 1.9.0 .*ray stop"):
+            join_cluster(cluster.address)
+    found = nodes.ray_nodes(cluster.address)
+    assert [node["Resources"].get(f"megarl_node_{number}") for number, node in enumerate(found)] == [1, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(megarl, "__version__", "9.9")
+        with pytest.raises(ClusterError, match=f"node 0 .* has megarl {megarl_version()}, not 9.9: end that Ray"):
+            nodes.ray_nodes(cluster.address)
+
+    class Placed(Engine):  # a class of this function, which Ray sends along
+        def __init__(self, settings: Any) -> None:
+            self.settings = settings
+
+    monkeypatch.setattr(handle_module, "RolloutEngine", Placed)
+    for node in (0, 1):
+        settings: Any = SimpleNamespace(index=node, layout=RolloutLayout(), place=EnginePlace(node, (0,)))
+        engine = EngineHandle(settings, 60.0, 4)
+        assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
+    cluster.remove_node(second)
+    with pytest.raises(RolloutError, match=r"node 1 is gone from the Ray cluster, which has the nodes \[0\] left"):
+        engine.begin_start()
+
+
+def megarl_version() -> str:
+    from importlib.metadata import version
+
+    return version("megarl")
