@@ -372,9 +372,10 @@ class RolloutSection(Section):
     engines: Positive = 1
     """vLLM engines, each with processes of its own."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """`colocated`: engines lie on the trainer's nodes and share its devices. `separate`: on nodes without a trainer rank, or
-    where there are none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other
-    engine; on CPUs all share the cores. Not yet run on a GPU."""
+    """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
+    without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
+    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs all
+    share the cores. Not yet run on a GPU."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1

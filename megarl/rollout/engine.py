@@ -57,6 +57,7 @@ class EngineSettings:
     quantization: str | None = None
     place: EnginePlace = EnginePlace(0, ())
     device_variable: str | None = None  # that the place's devices are set in; None on a CPU
+    takes_turns: bool = False  # with the trainer, for the memory of a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,7 @@ class RolloutEngine:
         self._queued = 0  # requests of the batch
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
+        self._asleep = False
 
     async def start(self, version: int | None = None) -> EngineProcess:
         """Build the engine; where a `version` was published already, it has to receive that one before it answers. Raises
@@ -180,6 +182,13 @@ class RolloutEngine:
         del groups[position]
         return GroupFacts.of(result), result
 
+    async def sleep(self) -> None:
+        """Give the device's memory to the trainer until the next sync, whose `pause` brings back the memory of weights, and
+        whose `receive` that of the cache. No weights are kept (vLLM's level 2): a sync writes all. Not yet run on a GPU."""
+        self._dirty = "it sleeps, without weights, until the next sync"
+        self._asleep = True
+        await self._utility(self._alive().sleep(level=2))
+
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
         """Bring generation to a stand before a sync, with empty caches; the seconds it took, and how many completions were
         under way, in groups that are not complete. From here on the engine is dirty, until all its workers have verified and
@@ -198,6 +207,8 @@ class RolloutEngine:
             for group in incomplete:
                 group.stop()
         await self._stand_still(in_flight)
+        if self._asleep:
+            await self._utility(self._alive().wake_up(["weights"]))
         completions = sum(len(group.request.seeds) for group in incomplete)
         return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
 
@@ -217,6 +228,10 @@ class RolloutEngine:
             report = {key: max(worker[key] for worker in workers) for key in workers[0]}
             report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
             await self._utility(engine.update_weight_version(str(manifest.version)))
+            if self._asleep:
+                await self._utility(engine.wake_up(["kv_cache"]))
+                self._asleep = False
+                await self._stand_still("abort")  # vLLM generates as soon as it is wide awake, and nothing is queued yet
         except EngineDied:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
@@ -367,6 +382,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts those of a data-parallel rank
         kv_cache_memory_bytes=settings.kv_cache_bytes,
+        enable_sleep_mode=settings.takes_turns,
         **share,
         **more,
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,

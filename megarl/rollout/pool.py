@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,8 @@ class EnginePool:
                     quantization=rollout.quantization,
                     place=place,
                     device_variable=platform.device_variable,
+                    # Cores have no memory of their own to hand over, and vLLM for CPUs refuses to sleep.
+                    takes_turns=rollout.placement == "colocated" and platform.num_devices is not None,
                 ),
                 rollout.timeout_s,
                 max_calls=recipe.phases.rollout.prompts + 16,
@@ -123,8 +126,16 @@ class EnginePool:
         executed = RolloutExecuted(len(prompts), size, max(process.max_concurrent for process in processes))
         payload = StoredPayload(self._store_name, batch, size, self._recipe.rollout.timeout_s)
         result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
+        self._rest()
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
+
+    def _rest(self) -> None:
+        """Engines that take turns with the trainer leave it the devices, until the sync that ends the step."""
+        resting = [(engine, engine.call("sleep")) for engine in self._engines if engine.settings.takes_turns]
+        for engine, call in resting:
+            with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync starts it again
+                engine.get(call, "rollout")
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         """Pause some engines for a version, with their weights unknown from here on; where every engine runs. What they
