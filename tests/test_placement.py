@@ -129,7 +129,7 @@ def test_the_nodes_that_a_recipe_needs(name: str) -> None:
 def test_an_engine_sees_its_own_of_the_devices_that_its_node_lists() -> None:
     assert visible_devices(None, (2, 3)) == "2,3"
     assert visible_devices("4, 5,GPU-a,7", (2, 3)) == "GPU-a,7"
-    with pytest.raises(PlacementError, match="device 3 of a node, from 0, is not among the 2 it lists: 4,5"):
+    with pytest.raises(PlacementError, match="device 3 of a node, from 0, is not among the 2 that it lists: 4,5"):
         visible_devices("4,5", (2, 3))
 
 
