@@ -509,7 +509,8 @@ class WeightSyncSection(Section):
     shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""
     timeout_s: Seconds = 120.0
     """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
-    longer for a rank. Other waits of a sync are multiples of it, too, which errors name."""
+    longer for a rank. Other waits of a sync are multiples of it, too, which errors name; what vLLM does with the weights
+    once they are there counts in the wait for an engine's report."""
     retries: Count = 1
     """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"

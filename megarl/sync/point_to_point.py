@@ -116,6 +116,7 @@ class PointToPointSender:
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
         self._sending = [[] for _ in range(NUM_BUCKETS)]
+        self._turn = 0  # in every version a part lies in the same memory
         if self._parts is not None:
             self._parts.begin(manifest)
         meeting = [engine for engine in manifest.leading if self._met(engine) != manifest.meetings[engine]]
