@@ -21,7 +21,7 @@ Targets (with --check, exit 1 when one is missed): every worker receives exactly
 bound for every model; the plans of the largest one in 10 s and 2 GB.
 
     python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--transport shared_memory] [--tensor 1]
-        [--pipeline 2] [--rollout-tensor 1] [--engines 1] [--hand-over 2e-4] [--cores 2] [--bucket-bytes 4194304]
+        [--pipeline 2] [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304]
         [--bytes-per-weight 2] [--write 4e9 --read 5e9] [--check]
 
 predicts instead a sync between processes of this machine, and then measures it (`benchmarks/sync_rates.py`). The model is
@@ -336,7 +336,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shared_memory", "gloo"), default="shared_memory")
     parser.add_argument("--write", type=float)
     parser.add_argument("--read", type=float)
-    parser.add_argument("--hand-over", type=float, default=2e-4)
+    parser.add_argument("--hand-over", type=float, default=1e-4)  # half of `transport.LOOK_S`, on average
     sizes = {"tensor": 1, "pipeline": 2, "rollout-tensor": 1, "engines": 1, "cores": 2}
     for name, number in (sizes | {"bucket-bytes": 4194304, "bytes-per-weight": 2}).items():
         parser.add_argument(f"--{name}", type=int, default=number)
