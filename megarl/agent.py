@@ -118,6 +118,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._leaving.can_pass_on = True  # from here on nothing may be raised: a rank that is started would be lost
+        self._refused_since = None  # of ranks before a restart; with signals there is none
         return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -173,6 +174,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)
+        if self._pcontext is not None:
+            self._sweep()
 
     def _sweep(self) -> None:
         """End what the ranks left behind; each of them led a process group of its own."""

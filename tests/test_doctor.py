@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -222,8 +223,9 @@ def test_a_first_node_that_cannot_be_reached() -> None:
     assert_fails(findings, "node 0", "node 1 does not reach 127.0.0.1:", "refused", "firewall")
 
 
-def test_a_stranger_at_the_meeting_disturbs_nobody() -> None:
-    """Something else than doctor connects, as a port scan does."""
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b"", b'{"rank": 1}\n{"time": 0}\n'])
+def test_a_stranger_at_the_meeting_disturbs_nobody(words: bytes) -> None:
+    """Something else than doctor connects, as a port scan does, and breaks off."""
     port, found = free_port(), []
     first = Node(0, "a", VERSIONS)
     serving = threading.Thread(target=lambda: found.extend(compare_nodes(first, 2, ("127.0.0.1", port), 20.0)))
@@ -231,7 +233,9 @@ def test_a_stranger_at_the_meeting_disturbs_nobody() -> None:
     while True:
         try:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                stranger.sendall(words)
+                # It ends with a reset: what node 0 sends next fails.
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 break
         except ConnectionRefusedError:
             time.sleep(0.05)

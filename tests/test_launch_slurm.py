@@ -17,9 +17,16 @@ MULTI_NODE = "launch/slurm/colocated.sbatch"
 JOB_S = 60.0
 pytestmark = pytest.mark.slurm
 
-# Stands for launch/node.sh. `hold` waits for a signal on its first start, together with a child that would die of one.
+# Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, together
+# with a child that would die of one.
 NODE = """#!/usr/bin/env bash
 echo "node $NODE_RANK of $NUM_NODES, $RANKS_PER_NODE ranks on the first $TRAINER_NODES, master $MASTER_ADDRESS: $*"
+if [ "$1" = says ]; then
+    shift
+    status=${@:NODE_RANK+1:1}
+    echo "$status" >"$LOG_DIR/node-$NODE_RANK.status"
+    exit "$status"
+fi
 [ "$1" = hold ] || exit "$1"
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
 stop() { echo "$1 with the child $(kill -0 $child 2>/dev/null && echo alive || echo dead)"; kill $child; exit 75; }
@@ -27,6 +34,7 @@ trap 'stop USR1' USR1
 trap 'sleep 1; stop TERM' TERM
 sleep 600 &
 child=$!
+echo $$ >"$LOG_DIR/node-$NODE_RANK.pid"
 echo holding
 while :; do wait; done
 """
@@ -78,6 +86,19 @@ def test_a_job_ends_with_the_status_of_its_nodes(cluster: SlurmCluster, tmp_path
     for number in (0, 1):
         expected = f"node {number} of 2, 2 ranks on the first 2, master 10.0.0.7: {status} run.steps=3\n"
         assert job.node(number) == expected
+
+
+def test_a_failure_of_one_node_is_not_hidden_by_another_that_asks_for_a_start(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """srun gives the highest status, and 75 is higher than 1."""
+    ended = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "1").ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
+
+
+def test_starts_that_save_nothing_more_come_to_an_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "75")
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "2")
+    assert "3 starts in a row have saved nothing beyond" in job.output.read_text()
 
 
 def test_rollout_nodes_and_the_first_host(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -147,10 +168,11 @@ def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_pyxis_is_told_of_the_container(tmp_path: Path) -> None:
-    done = run_alone(tmp_path, "x.yaml", CONTAINER="pyxis:/images/megarl.sqsh", CONTAINER_MOUNTS="/models:/models")
+@pytest.mark.parametrize("more", ["", "/models:/models"])
+def test_pyxis_is_told_of_the_container(tmp_path: Path, more: str) -> None:
+    done = run_alone(tmp_path, "x.yaml", CONTAINER="pyxis:/images/megarl.sqsh", CONTAINER_MOUNTS=more)
     assert done.returncode == 0
-    mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/7:{tmp_path}/7,/models:/models"
+    mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/7:{tmp_path}/7" + (f",{more}" if more else "")
     assert {"--container-image=/images/megarl.sqsh", f"--container-workdir={ROOT}", mounts} <= set(done.stdout.splitlines())
 
 

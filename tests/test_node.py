@@ -34,6 +34,7 @@ def test_settings_have_their_defaults() -> None:
         ({"NODE_RANK": "2"}, "NODE_RANK = 2: must be below NUM_NODES = 2"),
         ({"TRAINER_NODES": "3"}, "TRAINER_NODES = 3: must not be above NUM_NODES = 2"),
         ({"MASTER_ADDRESS": ""}, "MASTER_ADDRESS is not set"),
+        ({"MASTER_ADDRESS": "localhost"}, "MASTER_ADDRESS = localhost: is 127.0.0.1 on this machine, which other nodes"),
         ({"MASTER_ADDRESS": "no.such.host.invalid"}, "MASTER_ADDRESS = no.such.host.invalid: no way there"),
     ],
 )

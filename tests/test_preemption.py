@@ -118,6 +118,13 @@ def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refus
     other = load_recipe(tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2, run__seed=7))
     with pytest.raises(RunDirectoryError, match=r"another recipe: run\.seed was 1 and is 7 now"):
         run.check(other, Resume.IF_SAVED)
+    path = tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2)
+    faster = load_recipe(path, ["actor.optimizer.lr=0.5", "run.steps=9", "trainer.collective_timeout_s=7"])
+    with pytest.raises(RunDirectoryError, match=r"actor\.optimizer was .* and --resume goes on with it changed"):
+        run.check(faster, Resume.IF_SAVED)
+    assert run.check(faster, Resume.ALWAYS) == run.checkpoints / "step-000002"
+    longer = load_recipe(path, ["run.steps=9", "trainer.collective_timeout_s=7"])
+    assert run.check(longer, Resume.IF_SAVED) == run.checkpoints / "step-000002"
 
 
 def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):

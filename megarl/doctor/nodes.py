@@ -5,6 +5,7 @@ The exchange is the test of the network, too: it takes the way that torchrun's r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -58,22 +59,21 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
                 connection, _ = server.accept()
                 connection.settimeout(max(0.01, end - time.monotonic()))
                 said = _receive(connection)
-            except (TimeoutError, ValueError):
+                asked = clock()
+                _send(connection, {"time": asked})
+                answered = _receive(connection)
+                # Another megarl may say less: that it is another one is then the finding.
+                other = Node(int(said["rank"]), said["name"], said["versions"], said.get("unfit", ()))
+                # Its clock was read half-way between our question and its answer.
+                skew = float(answered["time"]) - (asked + clock()) / 2
+            except (OSError, ValueError, KeyError, TypeError):  # who breaks off, or is no doctor at all, may come again
                 if time.monotonic() >= end:
                     break
                 continue
-            rank, asked = int(said["rank"]), clock()
-            _send(connection, {"time": asked})
-            try:
-                answered = _receive(connection)
-            except (TimeoutError, ValueError):
-                continue
-            # Its clock was read half-way between our question and its answer.
-            skews[rank] = float(answered["time"]) - (asked + clock()) / 2
-            nodes[rank], connections[rank] = Node(rank, said["name"], said["versions"], said["unfit"]), connection
+            skews[other.rank], nodes[other.rank], connections[other.rank] = skew, other, connection
     found = [_missing(num_nodes, nodes, timeout_s), *_unfit(nodes), *_differences(nodes), _clocks(nodes, skews)]
     for connection in connections.values():
-        with connection:
+        with connection, contextlib.suppress(OSError):  # one that has gone says so itself
             _send(connection, {"findings": [[one.check, one.verdict, one.found, one.fix] for one in found]})
     return found
 

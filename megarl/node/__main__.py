@@ -17,12 +17,13 @@ from pathlib import Path
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.node.failure import NodeError
 from megarl.node.processes import Signalled, Signals, adopt_orphans, catch_signals, end_descendants, start_tied
-from megarl.node.settings import NodeSettings, network_environment, read_node_settings
+from megarl.node.settings import NodeSettings, check_port, network_environment, read_node_settings
 from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoint
 
 POLL_S = 0.5
-# A head that has ended refuses connections at once; one whose machine or network has gone says nothing.
-SILENT_S = 30.0
+# What the doctor does on this node alone, beside waiting for the others.
+EXAMINATION_S = 120.0
 
 
 def main(arguments: list[str]) -> int:
@@ -34,13 +35,17 @@ def main(arguments: list[str]) -> int:
         settings = read_node_settings(os.environ)
         recipe = load_recipe(arguments[0], _overrides(arguments))
         settings.check(recipe)
+        # Here already: a rank would say it when all nodes have been examined and Ray runs on them.
+        RunDirectory.of(recipe).check(recipe, Resume.of("--resume" in arguments, "--resume" not in arguments))
     except (RecipeError, ValueError) as error:
         print(error if isinstance(error, RecipeError) else f"node.sh: {error}", file=sys.stderr)
         return BAD_INPUT
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary) as directory, catch_signals() as signals:
+    directories = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
+    with catch_signals() as signals, directories as directory:
         status = FAILED
         try:
+            settings.tell("pid", str(os.getpid()))
             status = _run(settings, recipe, arguments, Path(directory), signals)
         except Signalled as signalled:  # before any rank was there: nothing is lost, so it may be started again
             status = FAILED if signalled.number == signal.SIGINT else REQUEUE
@@ -51,24 +56,29 @@ def main(arguments: list[str]) -> int:
             end_descendants()
             if status and settings.log_dir is not None:
                 _keep_logs(Path(directory), settings.log_dir / f"ray-node{settings.node_rank}")
+            saved = latest_checkpoint(RunDirectory.of(recipe).checkpoints)
+            settings.tell("saved", "nothing" if saved is None else saved.name)
+            settings.tell("status", str(status))
     return status
 
 
 def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory: Path, signals: Signals) -> int:
     os.environ.update(network_environment(settings.address))
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.trainer.threads))
+    if settings.node_rank == 0 and recipe.rollout.replay is None:
+        check_port(settings)  # before the doctor lets the other nodes go on: they would join what listens there
     _ask_doctor(settings, arguments)
     if recipe.rollout.replay is not None:  # no engines, so no Ray
         if not settings.is_trainer:
             raise NodeError("rollout.replay is set, so nothing runs beside the trainer: set NUM_NODES = TRAINER_NODES")
         return _run_agent(settings, arguments, os.environ, signals)
-    from megarl.node.ray_node import ray_address, ray_environment, start_ray
+    from megarl.node.ray_node import ray_address, ray_environment, start_ray  # here, because it takes Ray's seconds
 
     os.environ.update(ray_environment(recipe))
     daemons = start_ray(settings, directory)
     if settings.is_trainer:
         return _run_agent(settings, arguments, {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}, signals)
-    return _wait_for_end_of_head(settings, daemons, signals)
+    return _wait_for_end_of_head(settings, daemons, signals, recipe.trainer.collective_timeout_s)
 
 
 def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
@@ -76,8 +86,14 @@ def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
     where = ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
     where += ["--master", f"{settings.master}:{settings.master_port}", "--timeout-s", f"{settings.join_timeout_s:g}"]
     command = [sys.executable, "-m", "megarl.cli", "doctor", arguments[0], *_overrides(arguments), *where, "--json"]
-    process = start_tied(command, os.environ, signal.SIGKILL, subprocess.PIPE)
-    said, _ = process.communicate()
+    process = start_tied(command, os.environ, signal.SIGKILL, subprocess.PIPE, merged=False)
+    deadline_s = 3 * settings.join_timeout_s + EXAMINATION_S
+    try:
+        said, _ = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise NodeError(
+            f"the doctor has not ended within 3 * JOIN_TIMEOUT_S + {EXAMINATION_S:g} = {deadline_s:g} s"
+        ) from None
     try:
         findings = [one for one in json.loads(said) if one["verdict"] != "ok"]
     except ValueError:
@@ -101,13 +117,24 @@ def _run_agent(settings: NodeSettings, arguments: list[str], environment: Mappin
     resume = [] if any(word.startswith("--resume") for word in arguments) else ["--resume-if-saved"]
     command = [sys.executable, "-m", "megarl.agent", *options, "-m", "megarl.train", *arguments, *resume]
     agent = start_tied(command, environment, signal.SIGTERM)
-    signals.target = agent.send_signal
+    passed_on: list[int] = []
+
+    def pass_on(number: int) -> None:
+        passed_on.append(number)
+        agent.send_signal(number)
+
+    signals.target = pass_on
     status = agent.wait()
+    if -status in passed_on and -status != signal.SIGINT:
+        return REQUEUE  # it had no handler yet, and so no ranks
     return status if status >= 0 else 128 - status
 
 
-def _wait_for_end_of_head(settings: NodeSettings, daemons: subprocess.Popen[bytes], signals: Signals) -> int:
-    """On a node of engines alone. Engines must live until the trainer has saved, so the first signal is only noted."""
+def _wait_for_end_of_head(
+    settings: NodeSettings, daemons: subprocess.Popen[bytes], signals: Signals, silent_s: float
+) -> int:
+    """On a node of engines alone. Engines must live until the trainer has saved, so the first signal is only noted. A head
+    that has ended refuses connections at once; one whose machine or network has gone says nothing, for `silent_s`."""
     from megarl.node.ray_node import head_answers
 
     def once(number: int) -> None:
@@ -121,8 +148,9 @@ def _wait_for_end_of_head(settings: NodeSettings, daemons: subprocess.Popen[byte
             heard = time.monotonic()
         elif isinstance(error, ConnectionRefusedError):
             return COMPLETE
-        elif time.monotonic() - heard > SILENT_S:
-            raise NodeError(f"node 0 at {settings.master}:{settings.ray_port} has not answered for {SILENT_S:g} s: {error}")
+        elif time.monotonic() - heard > silent_s:
+            rule = f"trainer.collective_timeout_s = {silent_s:g}"
+            raise NodeError(f"node 0 at {settings.master}:{settings.ray_port} has not answered for {rule}: {error}")
         if daemons.poll() is not None:
             time.sleep(POLL_S)
             if isinstance(head_answers(settings), ConnectionRefusedError):
@@ -139,7 +167,7 @@ def _overrides(arguments: list[str]) -> list[str]:
 def _keep_logs(directory: Path, target: Path) -> None:
     """Ray's own logs of a job that failed, which would be gone with its directory."""
     for logs in directory.glob("session_2*/logs"):
-        with contextlib.suppress(shutil.Error):  # a file that could not be copied is left out
+        with contextlib.suppress(OSError):  # what cannot be copied is left out: the job's own status counts
             shutil.copytree(logs, target, dirs_exist_ok=True)
 
 

@@ -32,12 +32,13 @@ class Signalled(Exception):
 
 
 class Signals:
-    """Passes signals on to `target` once there is one; before, they end what is under way with `Signalled`."""
+    """Passes signals on to `target` once there is one; before, the first ends what is under way with `Signalled`."""
 
     target: Callable[[int], None] | None = None
 
     def handle(self, number: int, frame: object) -> None:
         if self.target is None:
+            self.ignore()  # a second one must not keep this process from tidying up
             raise Signalled(number)
         self.target(number)
 
@@ -64,10 +65,14 @@ def adopt_orphans() -> None:
 
 
 def start_tied(
-    command: list[str], environment: Mapping[str, str], end: signal.Signals, output: IO[bytes] | int | None = None
+    command: list[str],
+    environment: Mapping[str, str],
+    end: signal.Signals,
+    output: IO[bytes] | int | None = None,
+    merged: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, so that a terminal's signals reach it through this process alone. It gets
-    `end` where this process ends without a word."""
+    `end` where this process ends without a word. Its errors go to `output`, too, where they are `merged`."""
     library = ctypes.CDLL(None)  # before the fork: loading it takes locks
 
     def tie() -> None:
@@ -80,7 +85,7 @@ def start_tied(
         preexec_fn=tie,
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=subprocess.STDOUT if output is not None else None,
+        stderr=subprocess.STDOUT if output is not None and merged else None,
     )
 
 

@@ -48,9 +48,9 @@ def start_ray(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes
     Raises NodeError naming the nodes that did not come in time.
     """
     end = time.monotonic() + settings.join_timeout_s
-    _agree_on_token(settings)
     if settings.node_rank:
         _wait_for_head(settings, end)
+    _agree_on_token(settings, end)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_options(settings, directory)]
     log = directory / "ray-start.log"
     with log.open("wb") as output:
@@ -75,17 +75,24 @@ def _options(settings: NodeSettings, directory: Path) -> list[str]:
     return [*options, "--head", "--port", str(settings.ray_port), "--include-dashboard=false", "--no-monitor"]
 
 
-def _agree_on_token(settings: NodeSettings) -> None:
+def _agree_on_token(settings: NodeSettings, end: float) -> None:
     """Ray asks who joins for a token (2.60: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token), unless the site has
-    set RAY_AUTH_MODE=disabled. Raises NodeError where this node has none."""
+    set RAY_AUTH_MODE=disabled. A file that node 0 makes may take its time to be seen here. Raises NodeError where this node
+    has none at the `end`."""
     if not authentication.enable_token_auth_by_default():
         return
-    try:
-        authentication.ensure_token_if_auth_enabled(create_token_if_missing=settings.node_rank == 0)
-    except (RuntimeError, ray.exceptions.AuthenticationError) as error:
-        raise NodeError(
-            f"no token for Ray here: give all nodes the ~/.ray/auth_token of node 0, or set RAY_AUTH_TOKEN alike ({error})"
-        ) from error
+    while True:
+        try:
+            authentication.ensure_token_if_auth_enabled(create_token_if_missing=settings.node_rank == 0)
+            return
+        except (RuntimeError, ray.exceptions.AuthenticationError) as error:
+            if time.monotonic() > end:
+                raise NodeError(
+                    "no token for Ray here within JOIN_TIMEOUT_S: give all nodes the ~/.ray/auth_token of node 0, or set "
+                    f"RAY_AUTH_TOKEN alike ({error})"
+                ) from error
+        time.sleep(POLL_S)
+        authentication.AuthenticationTokenLoader.instance().reset_cache()  # it keeps that there was none
 
 
 def head_answers(settings: NodeSettings) -> OSError | None:
@@ -111,15 +118,19 @@ def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], lo
     """On every node, so that none starts ranks that would wait for the others in vain."""
     wanted = {f"megarl_node_{number}" for number in range(settings.num_nodes)}
     there: set[str] = set()
+    trouble = ""
     while not wanted <= there:
         if process.poll() is not None:
             raise NodeError(f"`ray start` ended with status {process.returncode}:\n{log.read_text().strip()[-3000:]}")
         if time.monotonic() > end:
             late = ", ".join(sorted(wanted - there))
-            raise NodeError(f"Ray: {late} did not join within JOIN_TIMEOUT_S = {settings.join_timeout_s:g}")
+            raise NodeError(f"Ray: {late} did not join within JOIN_TIMEOUT_S = {settings.join_timeout_s:g}{trouble}")
         time.sleep(POLL_S)
         if head_answers(settings) is None:
-            there = _present(ray_address(settings))
+            try:
+                there = _present(ray_address(settings))
+            except (ray.exceptions.RayError, RuntimeError) as error:  # the head is slow, or about to end
+                trouble = f"; the head last said: {error}"
 
 
 def _present(address: str) -> set[str]:

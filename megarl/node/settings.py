@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.node.failure import NodeError
 from megarl.recipe import Recipe
 
 # A socket's path holds 107 bytes; Ray puts up to 70 behind its directory.
@@ -44,6 +46,17 @@ class NodeSettings:
         root = tempfile.gettempdir()
         return root if len(root) <= LONGEST_DIRECTORY else "/tmp"
 
+    def tell(self, what: str, word: str) -> None:
+        """Leave a word for whoever started the nodes, in LOG_DIR where there is one: `pid`, once signals are taken; `status`
+        and the name of the last checkpoint, `saved`, at the end."""
+        if self.log_dir is None:
+            return
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            (self.log_dir / f"node-{self.node_rank}.{what}").write_text(f"{word}\n")
+        except OSError as error:  # a full disk must not change how the job ends
+            print(f"node.sh: LOG_DIR = {self.log_dir}: {error}", file=sys.stderr, flush=True)
+
     def check(self, recipe: Recipe) -> None:
         """Raises ValueError where the ranks are not those of the recipe."""
         ranks = self.trainer_nodes * self.ranks_per_node
@@ -66,6 +79,13 @@ def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
         raise ValueError(f"NODE_RANK = {node_rank}: must be below NUM_NODES = {num_nodes}")
     if trainer_nodes > num_nodes:
         raise ValueError(f"TRAINER_NODES = {trainer_nodes}: must not be above NUM_NODES = {num_nodes}")
+    number = _number(master)
+    if num_nodes > 1 and number != master and number.startswith("127."):
+        # Debian gives a machine's own name such a number. Node 0 would tell it to nodes that cannot reach it.
+        raise ValueError(
+            f"MASTER_ADDRESS = {master}: is {number} on this machine, which other nodes do not reach: give its "
+            "number in their network, or mend /etc/hosts"
+        )
     return NodeSettings(
         num_nodes=num_nodes,
         node_rank=node_rank,
@@ -91,14 +111,33 @@ def _whole(environment: Mapping[str, str], name: str, least: int, absent: int | 
 
 
 def own_address(master: str) -> str:
-    """This machine's address on the way to `master`. Raises ValueError where there is no way."""
+    """This machine's address (IPv4, as all of Ray's are) on the way to `master`. Raises ValueError where there is no way."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)  # sends nothing: it only asks the kernel for the route
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((_number(master), 9))  # sends nothing: it only asks the kernel for the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"MASTER_ADDRESS = {master}: no way there from this machine ({error})") from error
+
+
+def _number(master: str) -> str:
+    try:
+        return socket.gethostbyname(master)
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDRESS = {master}: no way there from this machine ({error})") from error
+
+
+def check_port(settings: NodeSettings) -> None:
+    """Raises NodeError where something listens at the port of Ray's head, on node 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed a moment ago is free
+        try:
+            probe.bind(("", settings.ray_port))
+        except OSError as error:
+            raise NodeError(
+                f"RAY_PORT = {settings.ray_port} is taken on node 0 ({error.strerror}), perhaps by the Ray of another job: "
+                "give all nodes another RAY_PORT, or end what listens there"
+            ) from error
 
 
 def interface_of(address: str) -> str | None:

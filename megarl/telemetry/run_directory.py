@@ -14,6 +14,8 @@ from megarl.recipe import Recipe, recipe_yaml
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A prompt position means something only with these unchanged; adapters, only under their own rank and factor.
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
+# Whoever asks to go on from whatever is there has not looked: then the run must be the same one, as far as it learns.
+_LEARNT = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
 
 
 class RunDirectoryError(ValueError):
@@ -80,11 +82,13 @@ class RunDirectory:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
             old, new = yaml.safe_load(self.recipe.read_text()), yaml.safe_load(recipe_yaml(recipe))
-            for key in _FIXED:
+            for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNT:
                 if _at(old, key) != _at(new, key):
+                    way = "a resumed run keeps it, another one starts under another run.name"
+                    way += "" if key in _FIXED else ", and --resume goes on with it changed"
                     raise RunDirectoryError(
                         f"{resume.value}: {self.path} is the run directory of another recipe: {key} was {_at(old, key)!r} "
-                        f"and is {_at(new, key)!r} now; a resumed run keeps it, another one starts under another run.name"
+                        f"and is {_at(new, key)!r} now; {way}"
                     )
         return checkpoint
 
