@@ -1,6 +1,7 @@
 """Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
+from megarl.recipe import load_recipe
 from megarl.recipe.sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 
 CHAT = (
@@ -187,3 +189,12 @@ def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
     assert first.token_ids.dtype == np.int32 and len(first.token_ids) in (3, 5)
     with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 prompts has 3"):
         PromptStream(section(jsonl(path), max_prompt_tokens=2), 0, byte_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])
+def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
+    """With the model that set-up makes for it."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    recipe = load_recipe(f"recipes/{name}.yaml")
+    prompts = PromptStream(recipe.data, recipe.run.seed, load_tokenizer(recipe.model.path))
+    assert prompts.num_dropped == 0 and len(list(prompts.every())) == recipe.data.prompts.size

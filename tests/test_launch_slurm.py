@@ -17,8 +17,8 @@ MULTI_NODE = "launch/slurm/colocated.sbatch"
 JOB_S = 60.0
 pytestmark = pytest.mark.slurm
 
-# Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, together
-# with a child that would die of one.
+# Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, with a
+# child that would die of one.
 NODE = """#!/usr/bin/env bash
 echo "node $NODE_RANK of $NUM_NODES, $RANKS_PER_NODE ranks on the first $TRAINER_NODES, master $MASTER_ADDRESS: $*"
 if [ "$1" = says ]; then
