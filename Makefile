@@ -26,6 +26,7 @@ BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync schedule reshar
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup
+	@bash launch/setup.sh --tests
 	@log=$$(mktemp); $(PYTEST) $(CHOSEN) $(BESIDE) > $$log 2>&1 & beside=$$!; \
 	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(BESIDE)); main=$$?; \
 	wait $$beside; beside=$$?; cat $$log; rm $$log; \

@@ -3,6 +3,7 @@
 #
 #     bash launch/setup.sh            (or: make setup)
 #     bash launch/setup.sh --stack    leaves out megarl itself (Dockerfile.cpu: its sources change more often)
+#     bash launch/setup.sh --tests    instead installs the Debian packages of the tests alone, where it may
 #
 # Nothing is resolved: every version is in the lock and is installed with --no-deps, so that two machines get the
 # same environment. A second call sees the stamp and returns at once; an interrupted one is continued.
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 
-case "$*" in "" | --stack) ;; *) fail "unknown: $*. It takes --stack or nothing." ;; esac
+case "$*" in "" | --stack | --tests) ;; *) fail "unknown: $*. It takes --stack, --tests or nothing." ;; esac
 SOURCE=()
 if [ -n "$WHEELS" ]; then
     [ -n "$(find "$WHEELS" -maxdepth 1 -name '*.whl' -print -quit)" ] ||
@@ -82,10 +83,6 @@ install_system_libraries() {
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=(python3.11-dev)
     # For trainer.compile alone: without it torch.compile fails, and the run says so and goes on.
     command -v g++ >/dev/null || install_debian g++ || say "no g++: trainer.compile = true will fall back"
-    # For one test alone, which is skipped without it.
-    command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
-    # For the tests of launch/slurm alone, which start a Slurm of their own and are skipped without it.
-    command -v sbatch >/dev/null || install_debian slurm-wlm munge || say "no Slurm: the tests of launch/slurm will be skipped"
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }
@@ -103,6 +100,13 @@ install_torch() {
     pip_install --index-url "$TORCH_CPU_INDEX" "$torch" ||
         fail "$torch was found neither on the configured index nor on PyTorch's own."
 }
+
+# What is not there skips its tests, which say so. No run needs it: a Slurm's services would start on a machine that has none.
+if [ "${1:-}" = --tests ]; then
+    command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
+    command -v sbatch >/dev/null || install_debian slurm-wlm munge || say "no Slurm: the tests of launch/slurm will be skipped"
+    exit 0
+fi
 
 hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 stack_hash=$(hash_of "$LOCK")
