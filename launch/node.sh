@@ -5,7 +5,7 @@
 #
 # It has the doctor look at all nodes, starts Ray (its head on node 0), runs the trainer ranks, and ends all it started. Its exit
 # status is that of the ranks: 0 complete, 75 saved and to be started again, 2 bad input, else a failure. A signal (TERM,
-# USR1, INT) goes on to the ranks, and is waited for.
+# USR1, INT) goes on to the ranks, and is waited for. Relative paths, RECIPE and LOG_DIR too, begin at the checkout.
 #
 #   NUM_NODES        nodes of the job
 #   NODE_RANK        which of them this is, from 0
@@ -18,7 +18,8 @@
 #   NODE_ADDRESS     this node's address, where it is not the one on the way to node 0
 #   MAX_RESTARTS     how often all ranks are started again from the last checkpoint when one dies (0)
 #   JOIN_TIMEOUT_S   how long nodes wait for each other at the start (300)
-#   LOG_DIR          directory for a log of each rank, and of Ray where the job fails; none without it
+#   LOG_DIR          directory for a log of each rank, and of Ray where the job fails; none without it. Also for node-N.pid,
+#                    whose process takes signals, and at the end node-N.status and node-N.saved, the last checkpoint
 #   OMP_NUM_THREADS  CPU threads of a rank (trainer.threads of the recipe)
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, VLLM_HOST_IP
 #                    the network interface, or address, of messages (those of NODE_ADDRESS)

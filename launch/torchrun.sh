@@ -5,9 +5,7 @@
 #
 # NUM_NODES * RANKS_PER_NODE must equal trainer.ranks of the recipe. MASTER_ADDRESS is the first machine, by a
 # name or address that the others reach. On one machine `megarl train RECIPE` does the same with nothing to set.
-# launch/node.sh, which does the work, explains these variables and those that may be set besides.
+# launch/node.sh, which does the work, explains these variables and those that may be set besides. Relative paths begin at the
+# checkout.
 set -euo pipefail
-: "${NUM_NODES:?how many machines}" "${NODE_RANK:?which of them this is, from 0}"
-: "${RANKS_PER_NODE:?trainer ranks on each}" "${MASTER_ADDRESS:?the first machine}"
-[ $# -ge 1 ] || { echo "usage: torchrun.sh RECIPE [key=value ...]" >&2; exit 2; }
 exec bash "$(dirname "${BASH_SOURCE[0]}")/node.sh" "$@"

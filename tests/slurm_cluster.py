@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from megarl.node.processes import start_tied
 
 DEADLINE_S = 60.0
 NODES = ("node0", "node1")
@@ -169,10 +172,8 @@ def _free_ports(number: int) -> list[int]:
 def _spawn(folder: Path, stack: ExitStack, environment: dict[str, str], name: str, program: str, *options: str) -> None:
     path = shutil.which(program, path=_path())
     assert path is not None
-    with open(folder / f"{name}.out", "w") as log:
-        process = subprocess.Popen(
-            [path, *options], stdout=log, stderr=subprocess.STDOUT, env={**environment, "PATH": _path()}
-        )
+    with open(folder / f"{name}.out", "wb") as log:
+        process = start_tied([path, *options], {**environment, "PATH": _path()}, signal.SIGTERM, log)
     stack.callback(_end, process)
 
 

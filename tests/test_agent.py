@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.agent import judge
@@ -40,20 +42,30 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
     assert verdict.status == status and words in verdict.sentence, verdict
 
 
+@contextmanager
 def _agent(folder, *words):
+    """It ends with the test, whatever becomes of that."""
     program = Path(__file__).with_name("exiting_rank.py")
     command = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    return subprocess.Popen([*command, str(program), *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+    command += [str(program), *words]
+    agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield agent
+    finally:
+        if agent.poll() is None:
+            for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+                process.kill()
+            agent.communicate()
 
 
 def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restarted(tmp_path):
-    agent = _agent(tmp_path, "save=3")
-    end = time.monotonic() + DEADLINE_S
-    while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
-        assert agent.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    os.kill(agent.pid, signal.SIGUSR1)
-    _, said = agent.communicate(timeout=DEADLINE_S)
+    with _agent(tmp_path, "save=3") as agent:
+        end = time.monotonic() + DEADLINE_S
+        while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
+            assert agent.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        os.kill(agent.pid, signal.SIGUSR1)
+        _, said = agent.communicate(timeout=DEADLINE_S)
     assert agent.returncode == REQUEUE, said
     assert (tmp_path / "saved").read_text() == "SIGUSR1", "rank 1 left three seconds before, and nobody stopped rank 0"
     assert (tmp_path / "starts-0").read_text() == "0\n"
@@ -64,7 +76,7 @@ def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restar
     [("-9", FAILED, "0\n1\n", "rank 1 was killed by SIGKILL"), ("2", BAD_INPUT, "0\n", "rank 1 ended with exit status 2")],
 )
 def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, starts, words):
-    agent = _agent(tmp_path, f"1={end}")
-    _, said = agent.communicate(timeout=DEADLINE_S)
+    with _agent(tmp_path, f"1={end}") as agent:
+        _, said = agent.communicate(timeout=DEADLINE_S)
     assert agent.returncode == status and words in said, said
     assert (tmp_path / "starts-1").read_text() == starts
