@@ -6,7 +6,9 @@ ends with the test.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import secrets
 import shutil
@@ -126,7 +128,7 @@ def _start_munge(folder: Path, stack: ExitStack) -> None:
 
 
 def _write_configuration(folder: Path) -> None:
-    ports = _free_ports(1 + len(NODES))
+    ports = free_ports(1 + len(NODES))
     nodes = [
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=1000"
         for name, port in zip(NODES, ports[1:], strict=True)
@@ -163,10 +165,15 @@ def _write_configuration(folder: Path) -> None:
     (folder / "state").mkdir()
 
 
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [int(server.getsockname()[1]) for server in servers]
+def free_ports(number: int) -> list[int]:
+    """Of those that the system gives to nobody unasked: they must still be free when a job is queued again."""
+    found: list[int] = []
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while len(found) < number:
+        port = random.randrange(lowest_given // 2, lowest_given)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found += [port] if port not in found else []
+    return found
 
 
 def _spawn(folder: Path, stack: ExitStack, environment: dict[str, str], name: str, program: str, *options: str) -> None:

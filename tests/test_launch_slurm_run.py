@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -13,7 +12,7 @@ import pytest
 
 from tests.gated_reward import GATE
 from tests.runs import figures, tiny_recipe, tiny_run
-from tests.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, free_ports, slurm_cluster
 from tests.test_launch_slurm import MULTI_NODE, ROOT
 
 JOB_S = 540.0
@@ -38,12 +37,6 @@ def own_address() -> str:
     """Of this machine, for both nodes: a loopback address leads nowhere from another node, and a run refuses it."""
     entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET]
     return next(entry.address for entry in entries if not entry.address.startswith("127."))
-
-
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [int(server.getsockname()[1]) for server in servers]
 
 
 def said(folder: Path, name: str, job: str) -> str:
