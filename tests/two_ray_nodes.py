@@ -1,0 +1,78 @@
+"""A real Ray cluster of two nodes: joined, refused for its versions, and given an engine on each node.
+
+`test_rollout_nodes.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+import megarl
+from megarl.placement import EnginePlace
+from megarl.reshard.boxes import RolloutLayout
+from megarl.rollout import handle as handle_module
+from megarl.rollout import nodes
+from megarl.rollout.cluster import ClusterError, join_cluster
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.handle import EngineHandle
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[tuple[RayCluster, Any]]:
+    """Ray nodes 0 and 1 of a job, both on this machine; this process has not joined."""
+    # These daemons have no token, and would end the actors of a driver that has one.
+    assert os.environ["RAY_AUTH_MODE"] == "disabled", "started by test_rollout_nodes.py"
+    sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = RayCluster(initialize_head=True, head_node_args=sizes | {"resources": {"megarl_node_0": 1}})
+    try:
+        yield cluster, cluster.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"megarl_node_1": 1})
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Engine:
+    """In place of vLLM: says on which Ray node it is."""
+
+    def start(self, version: int | None) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, second = two_nodes
+    with monkeypatch.context() as patch:
+        patch.setattr("ray._private.utils.compute_version_info", lambda: ("1.9.0", "3.9.2"))
+        with pytest.raises(ClusterError, match=r"Ray: 2\..* Ray: 1.9.0 .*ray stop"):
+            join_cluster(cluster.address)
+    found = nodes.ray_nodes(cluster.address)
+    assert [node["Resources"].get(f"megarl_node_{number}") for number, node in enumerate(found)] == [1, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(megarl, "__version__", "9.9")
+        with pytest.raises(ClusterError, match=f"node 0 .* has megarl {megarl_version()}, not 9.9: end that Ray"):
+            nodes.ray_nodes(cluster.address)
+
+    class Placed(Engine):  # a class of this function, which Ray sends along
+        def __init__(self, settings: Any) -> None:
+            self.settings = settings
+
+    monkeypatch.setattr(handle_module, "RolloutEngine", Placed)
+    for node in (0, 1):
+        settings: Any = SimpleNamespace(index=node, layout=RolloutLayout(), place=EnginePlace(node, (0,)))
+        engine = EngineHandle(settings, 60.0, 4)
+        assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
+    cluster.remove_node(second)
+    with pytest.raises(RolloutError, match=r"node 1 is gone from the Ray cluster, which has the nodes \[0\] left"):
+        engine.begin_start()
+
+
+def megarl_version() -> str:
+    from importlib.metadata import version
+
+    return version("megarl")
