@@ -50,6 +50,7 @@ def train_short_of_a_sequence(recipe):
     from megarl.engine import engine
     from megarl.recipe import load_recipe
     from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
     from megarl.schedule import MicroBatch
 
     whole = engine.pack
@@ -60,7 +61,7 @@ def train_short_of_a_sequence(recipe):
         return whole(batch, MicroBatch(samples, tokens, tokens), *rest, **options)
 
     engine.pack = short
-    run(load_recipe(recipe), resume=False)
+    run(load_recipe(recipe), Resume.NEVER)
 
 
 def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folder):
@@ -90,6 +91,7 @@ def train_drifting(recipe):
     from megarl.pipeline import Pipeline, logger
     from megarl.recipe import load_recipe
     from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
 
     forward = Pipeline._forward
 
@@ -99,7 +101,7 @@ def train_drifting(recipe):
         return [one - shift for one, shift in zip(results, shifts, strict=True)]
 
     with mock.patch.object(Pipeline, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
-        run(load_recipe(recipe), resume=False)
+        run(load_recipe(recipe), Resume.NEVER)
     return [call.args[0] for call in warned.call_args_list]
 
 
