@@ -50,8 +50,8 @@ def train_short_of_a_sequence(recipe):
     from megarl.engine import engine
     from megarl.recipe import load_recipe
     from megarl.run import train as run
-    from megarl.telemetry.run_directory import Resume
     from megarl.schedule import MicroBatch
+    from megarl.telemetry.run_directory import Resume
 
     whole = engine.pack
 
