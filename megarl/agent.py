@@ -31,12 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from megarl.preemption import SIGNALS
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.sections import RunSection
 from megarl.telemetry import starts
 from megarl.telemetry.run_directory import RunDirectory
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 # Not SIGTERM, which asks a rank to save first.
 STOP = signal.SIGINT
 # Ranks refuse bad input side by side; one that waits for another that has refused never ends by itself.
@@ -139,7 +139,6 @@ class Agent(LocalElasticAgent):
             self.verdict = judge(ended, running if overdue else (), self._leaving.received, can_resume)
             if self.verdict.status != FAILED or self._leaving.received:
                 self._remaining_restarts = 0
-            self._sweep()
             if self._run is not None and self.verdict.status in (FAILED, REQUEUE):
                 how = starts.REQUEUED if self.verdict.status == REQUEUE else starts.FAILED
                 starts.record_end(self._run.path, how, self.verdict.sentence, self.verdict.rank, self.verdict.signal)
@@ -195,9 +194,9 @@ def main(arguments: list[str]) -> int:
     # Another module than megarl.train has no recipe, and gets the default.
     leaving = Leaving(RunSection.model_fields["grace_s"].default if recipe is None else recipe.run.grace_s)
     run = None if recipe is None else RunDirectory.of(recipe)
-    for number in PASSED_ON:
+    for number in SIGNALS:
         signal.signal(number, leaving.note)
-    kept = [name for name in options.signals_to_handle.split(",") if name not in {one.name for one in PASSED_ON}]
+    kept = [name for name in options.signals_to_handle.split(",") if name not in {one.name for one in SIGNALS}]
     options.signals_to_handle = ",".join(kept)
     agents: list[Agent] = []
 
@@ -215,7 +214,7 @@ def main(arguments: list[str]) -> int:
         return verdict.status
     except SignalException as error:
         print(f"megarl.agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
-        return REQUEUE if error.sigval in PASSED_ON else FAILED
+        return REQUEUE if error.sigval in SIGNALS else FAILED
     return COMPLETE
 
 

@@ -90,7 +90,7 @@ def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
     """The fewest nodes for a recipe, each with as many trainer ranks. `separate` takes one node for all where trainer and
     engines fit beside each other, else nodes of their own. Raises PlacementError where no number of nodes would do."""
     ranks, rollout = recipe.trainer.ranks, recipe.rollout
-    counts = [count for count in range(1, ranks + 1) if ranks % count == 0 and ranks // count <= devices_per_node]
+    counts = [nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
     if rollout.replay is not None:
         return NodesNeeded(counts[0], 0, ranks // counts[0])
     per_node = devices_per_node // rollout.layout.workers
@@ -100,9 +100,9 @@ def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
         if ranks + rollout.engines * rollout.layout.workers <= devices_per_node:
             return NodesNeeded(1, 0, ranks)
         return NodesNeeded(counts[0], -(-rollout.engines // per_node), ranks // counts[0])
-    for count in counts:
-        if count * per_node >= rollout.engines:
-            return NodesNeeded(count, 0, ranks // count)
+    for nodes in counts:
+        if nodes * per_node >= rollout.engines:
+            return NodesNeeded(nodes, 0, ranks // nodes)
     raise PlacementError(
         f"{_demand(recipe)}, and trainer.ranks = {ranks} spread over {ranks} nodes of {devices_per_node}, a rank each, have "
         f"room for {ranks * per_node} engines: rollout.engines: {ranks * per_node}, or rollout.placement: separate"
@@ -136,9 +136,9 @@ def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) ->
     room = num_nodes * (free // workers)
     if room >= recipe.rollout.engines:
         return
-    nodes = f"{_count(num_nodes, 'node')} with {_count(free, 'device')}"
+    nodes = f"{count(num_nodes, 'node')} with {count(free, 'device')}"
     if taken:
-        nodes += f" that {_count(taken, 'trainer rank')} leave of {cluster.devices_per_node}"
+        nodes += f" that {count(taken, 'trainer rank')} leave of {cluster.devices_per_node}"
     separate = recipe.rollout.placement == "separate"
     ways = ["more nodes that have no trainer rank" if separate else "more nodes"]
     ways += [f"rollout.engines: {room}"] if room else []
@@ -149,7 +149,8 @@ def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) ->
     )
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """As "1 node" or "2 nodes"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -157,7 +158,7 @@ def _demand(recipe: Recipe) -> str:
     rollout, workers = recipe.rollout, recipe.rollout.layout.workers
     return (
         f"rollout.placement = {rollout.placement}: rollout.engines = {rollout.engines} of tensor x pipeline x data = "
-        f"{_count(workers, 'worker')} need {_count(rollout.engines * workers, 'device')}"
+        f"{count(workers, 'worker')} need {count(rollout.engines * workers, 'device')}"
     )
 
 
@@ -165,6 +166,6 @@ def _straddles(recipe: Recipe, devices: int) -> str:
     rollout = recipe.rollout
     return (
         f"rollout.tensor x pipeline x data = {rollout.tensor} x {rollout.pipeline} x {rollout.data} = "
-        f"{_count(rollout.layout.workers, 'worker')} do not fit a node of {_count(devices, 'device')}, and an engine lies "
-        f"on one node: at most {_count(devices, 'worker')}, and more rollout.engines"
+        f"{count(rollout.layout.workers, 'worker')} do not fit a node of {count(devices, 'device')}, and an engine lies "
+        f"on one node: at most {count(devices, 'worker')}, and more rollout.engines"
     )

@@ -48,9 +48,8 @@ from megarl.rollout.pool import open_pool  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
-from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine  # noqa: E402
+from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, starts  # noqa: E402
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
-from megarl.telemetry.starts import record_end, record_start  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
@@ -72,7 +71,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     checkpoint = _open(directory, recipe, resume, rank)
     hosts = gather_to_all(host_name())
     if rank == 0:
-        record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
+        starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         clock = PhaseClock(rank, on_phase=progress.phase)
@@ -86,7 +85,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
         run_steps(pipeline, recipe, directory, checkpoint, progress, preemption)
     if rank == 0:
-        record_end(directory.path, "complete", f"all {recipe.run.steps} steps")
+        starts.record_end(directory.path, starts.COMPLETE, f"all {recipe.run.steps} steps")
 
 
 def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) -> Path | None:
@@ -292,7 +291,7 @@ def main(arguments: list[str]) -> int:
     except Preempted as left:
         if rank == "0" and recipe is not None:
             print(left, file=sys.stderr, flush=True)
-            record_end(RunDirectory.of(recipe).path, "requeued", str(left))
+            starts.record_end(RunDirectory.of(recipe).path, starts.REQUEUED, str(left))
         return left.status
     except LeaveNow:
         return _cut_short(recipe, rank, "left at once")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.placement import Cluster, NodesNeeded, PlacementError, nodes_needed, place_engines
+from megarl.placement import Cluster, NodesNeeded, PlacementError, count, nodes_needed, place_engines
 from megarl.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -62,12 +62,12 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
     """The arithmetic of a job in one line."""
     needed, rollout = job.needed, recipe.rollout
     text = (
-        f"trainer.ranks = {recipe.trainer.ranks}, {needed.ranks_per_node} on a node: {_count(needed.trainer_nodes, 'node')}"
+        f"trainer.ranks = {recipe.trainer.ranks}, {needed.ranks_per_node} on a node: {count(needed.trainer_nodes, 'node')}"
     )
     if rollout.replay is None:
         where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
-        text += f"; rollout.engines = {rollout.engines} of {_count(rollout.layout.workers, 'worker')} each: {where}"
-    return f"{text}; {_count(job.num_nodes, 'node')} in all"
+        text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
+    return f"{text}; {count(job.num_nodes, 'node')} in all"
 
 
 def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
@@ -123,11 +123,7 @@ def _needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> Nodes
     raise failure
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _replace(pattern: str, new: str, text: str) -> str:
-    text, count = re.subn(pattern, lambda _: new, text, flags=re.MULTILINE)
-    assert count == 1, f"{pattern} is {count} times in the sbatch file, and belongs there once"
+    text, times = re.subn(pattern, lambda _: new, text, flags=re.MULTILINE)
+    assert times == 1, f"{pattern} is {times} times in the sbatch file, and belongs there once"
     return text
