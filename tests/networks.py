@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -47,6 +49,12 @@ class Network(NamedTuple):
                 return False
             time.sleep(0.01)
         return True
+
+    def clear(self) -> None:
+        """End every process in it but the holder, by force."""
+        for process in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def _processes(self) -> list[int]:
         mine, found = os.stat(f"/proc/{self.holder}/ns/net").st_ino, []
