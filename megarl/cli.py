@@ -59,6 +59,10 @@ def check(
     ] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of each node to place the run on; 0 for CPUs; by default this machine's.")
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Trainer ranks on a node; as many as fit.")] = None,
     list_features: Annotated[bool, typer.Option("--features", help="List what is supported; needs no recipe.")] = False,
 ) -> None:
     """Prove recipes without touching a device, and show what each phase will do."""
@@ -75,11 +79,13 @@ def check(
         if value is not None and not (plan or suggest or as_json):
             _fail(f"{name} = {value}: nothing reads it without --plan, --suggest or --json")
     if not (plan or suggest or as_json):
-        _check_each(recipes, overrides)
+        _check_each(recipes, overrides, devices_per_node, ranks_per_node)
         return
     from megarl.planner.check import Question, check_recipes
 
-    question = Question(plan, suggest, as_json, lengths, 1 if seed is None else seed, tflops)
+    question = Question(
+        plan, suggest, as_json, lengths, 1 if seed is None else seed, tflops, devices_per_node, ranks_per_node
+    )
     status, document = check_recipes(recipes, overrides, question, _console(), _print_violations)
     if as_json:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -251,16 +257,25 @@ def _recipes_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return recipes, overrides
 
 
-def _check_each(recipes: list[str], overrides: list[str]) -> None:
-    """Print every recipe's table or violations; exit with BAD_INPUT when one is illegal, after all of them."""
+def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int | None, ranks_per_node: int | None) -> None:
+    """Print every recipe's table and placement, or violations; exit with BAD_INPUT when one is illegal or fits no nodes,
+    after all of them."""
+    from megarl.placement import PlacementError
+    from megarl.planner.nodes import find_placement, placement_lines
     from megarl.recipe import RecipeError, load_recipe
 
     status = 0
     for path in recipes:
         try:
-            _print_table(load_recipe(path, overrides))
+            recipe = load_recipe(path, overrides)
+            _print_table(recipe)
+            for line in placement_lines(recipe, find_placement(recipe, devices_per_node, ranks_per_node)):
+                typer.echo(line)
         except RecipeError as error:
             _print_violations(path, error)
+            status = BAD_INPUT
+        except PlacementError as error:
+            typer.echo(f"{path}: {error}", err=True)
             status = BAD_INPUT
     if status:
         raise typer.Exit(status)

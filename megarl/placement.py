@@ -43,6 +43,15 @@ class NodesNeeded:
     rollout_nodes: int
     ranks_per_node: int
 
+    @property
+    def num_nodes(self) -> int:
+        return self.trainer_nodes + self.rollout_nodes
+
+    def cluster(self, devices_per_node: int) -> Cluster:
+        """These nodes, with so many GPUs each, or of CPUs where that is 0."""
+        shared = devices_per_node == 0
+        return Cluster(self.num_nodes, self.ranks_per_node if shared else devices_per_node, self.ranks_per_node, shared)
+
 
 def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
     """The place of each engine by its number; none where rollouts are replayed.
@@ -107,6 +116,23 @@ def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
         f"{_demand(recipe)}, and trainer.ranks = {ranks} spread over {ranks} nodes of {devices_per_node}, a rank each, have "
         f"room for {ranks * per_node} engines: rollout.engines: {ranks * per_node}, or rollout.placement: separate"
     )
+
+
+def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
+    """The fewest nodes where each of the trainer's takes just so many ranks; of CPUs where `devices_per_node` is 0. Raises
+    PlacementError where no number of nodes would do."""
+    trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
+    apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
+    failure: PlacementError | None = None
+    for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
+        needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
+        try:
+            place_engines(recipe, needed.cluster(devices_per_node))
+            return needed
+        except PlacementError as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def _trainer_nodes(recipe: Recipe, cluster: Cluster) -> int:

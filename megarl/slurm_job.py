@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.placement import Cluster, NodesNeeded, PlacementError, count, nodes_needed, place_engines
+from megarl.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
 from megarl.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -29,7 +29,7 @@ class SlurmJob:
 
     @property
     def num_nodes(self) -> int:
-        return self.needed.trainer_nodes + self.needed.rollout_nodes
+        return self.needed.num_nodes
 
     @property
     def file(self) -> Path:
@@ -43,7 +43,7 @@ def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, m
     on each of the trainer's, or as many as fit. Raises PlacementError, with the arithmetic, where none fits or where it has
     more nodes than `most_nodes`."""
     if ranks_per_node is not None:
-        needed = _needed(recipe, devices_per_node, ranks_per_node)
+        needed = nodes_with(recipe, devices_per_node, ranks_per_node)
     elif devices_per_node == 0:
         raise PlacementError(
             "--devices-per-node = 0: on CPUs nothing else says how many ranks a node takes; --ranks-per-node 2"
@@ -103,24 +103,6 @@ def submit_job(text: str) -> int:
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is"
         )
     return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
-
-
-def _needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
-    """The fewest nodes where each of the trainer's takes just so many ranks."""
-    trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
-    shared = devices_per_node == 0
-    apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
-    failure: PlacementError | None = None
-    for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
-        num_nodes = trainer_nodes + rollout_nodes
-        cluster = Cluster(num_nodes, ranks_per_node if shared else devices_per_node, ranks_per_node, shared)
-        try:
-            place_engines(recipe, cluster)
-            return NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
-        except PlacementError as error:
-            failure = error
-    assert failure is not None
-    raise failure
 
 
 def _replace(pattern: str, new: str, text: str) -> str:

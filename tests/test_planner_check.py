@@ -154,8 +154,8 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
         assert entry["seconds"] == pytest.approx(phase.seconds)
         for name, held in (("memory", phase.memory), ("worst_memory", phase.worst_memory)):
             parts: dict[str, Any] = dict(entry[name])
-            assert parts.pop("total") == sum(parts.values()) == held.total + found.job.engine_bytes
-            assert parts["engine"] == found.job.engine_bytes and parts["weights"] == held.weights
+            assert parts.pop("total") == sum(parts.values()) == held.total
+            assert parts["engine"] == 0 < found.job.engine_bytes and parts["weights"] == held.weights
     assert legal["device"]["peak_bytes"] == found.device_peak and legal["device"]["fits"] == found.fits
     assert {one["key"] for one in legal["suggestions"]} >= {
         "actor.layout",
@@ -198,8 +198,7 @@ def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path
     automatic = "phases.actor_update.micro_batch.max_tokens=auto"
     for stated, rule in (
         (["actor.layout={tensor: 1, pipeline: 1}"], "with everything else on the device"),
-        (["rollout.kv_cache_bytes=60000000000"], "a smaller rollout.kv_cache_bytes"),
-        (["rollout.memory_utilization=0.8"], "a smaller rollout.memory_utilization"),
+        (["device.kind=cpu", "rollout.kv_cache_bytes=60000000000"], "a smaller rollout.kv_cache_bytes"),
     ):
         result = check(file, automatic, *stated, "--suggest")
         assert result.exit_code == 2 and rule in result.output and "suggested:" in result.output

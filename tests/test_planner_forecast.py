@@ -16,7 +16,7 @@ from megarl.planner.forecast import Forecast, cap_that_fits, forecast, forecast_
 from megarl.planner.job import Job, job_of
 from megarl.planner.lengths import Lengths
 from megarl.recipe import load_recipe
-from megarl.recipe.memory import GIB, engines_of, memory_roles
+from megarl.recipe.memory import GIB
 from megarl.schedule import Cost, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
@@ -110,23 +110,6 @@ def test_no_lengths_take_more_memory_than_the_worst_case(
         assert phase.memory.total <= phase.worst_memory.total, phase.phase
 
 
-def test_engines_take_what_they_need_however_small_their_stated_share(tmp_path: Path) -> None:
-    """And the automatic cap leaves them that: a share below it frees nothing."""
-    file = write_qwen(tmp_path)
-    automatic = [f"phases.{phase}.micro_batch.max_tokens=auto" for phase in ("actor_update", "actor_logprob")]
-    unstated, small, large = (
-        forecast_of(file, [*automatic, f"rollout.memory_utilization={share}"]) for share in ("null", 0.01, 0.3)
-    )
-    assert small.job.engine_bytes == unstated.job.engine_bytes < large.job.engine_bytes == int(0.3 * 80 * GIB)
-    assert [one.schedule for one in small.phases] == [one.schedule for one in unstated.phases]
-    for found in (unstated, small, large):
-        assert found.fits
-        for phase in found.phases:
-            assert phase.phase == "reference_logprob" or phase.schedule.max_tokens == phase.largest_cap
-    caps = [found.phases[-1].schedule.max_tokens or 0 for found in (small, large)]
-    assert caps[0] > caps[1]
-
-
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_the_largest_cap_is_the_largest_that_fits(tensor: int, tmp_path: Path) -> None:
     job = job_of(load_recipe(write_qwen(tmp_path), [f"actor.layout.tensor={tensor}"]))
@@ -154,23 +137,6 @@ def test_auto_takes_the_cap_that_the_forecast_says_fits(tmp_path: Path) -> None:
     resolved = load_recipe(file, ["phases.actor_update.micro_batch.max_tokens=auto"])
     assert resolved.schedule("actor_update").max_tokens == stated["actor_update"].largest_cap
     assert forecast(job_of(resolved)).fits
-
-
-def test_engines_take_their_part_of_the_device(tmp_path: Path) -> None:
-    file = write_qwen(tmp_path)
-    found = forecast_of(file)
-    job = found.job
-    assert job.engines is not None and job.device_bytes == 80 * GIB
-    recipe = load_recipe(file)
-    assert job.engines == engines_of(recipe, memory_roles(recipe)["actor"].shape)
-    assert job.engine_bytes == job.engines.memory.total
-    assert found.device_peak == max(phase.worst_memory.total for phase in found.phases) + job.engine_bytes
-    # Two engines of eight ranks' worth each: two engine ranks on every device.
-    crowded = forecast_of(file, ["rollout.engines=4"])
-    assert crowded.job.engine_bytes == 2 * job.engine_bytes
-    assert crowded.safe_utilization == pytest.approx((found.safe_utilization or 0) / 2)
-    replayed = forecast_of(file, [f"rollout.replay={tmp_path}"])
-    assert (replayed.job.engine_bytes, replayed.safe_utilization, replayed.waves) == (0, None, None)
 
 
 def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_engines_are_not_cut_to_save_the_trainer_a_cut(tmp_path: Path) -> None:
 
 
 def test_a_drain_is_suggested_where_nothing_fits_without(tmp_path: Path) -> None:
-    file, stated = write_qwen(tmp_path), ["device.memory_gib=40", *LONG]
+    file, stated = write_qwen(tmp_path), ["device={memory_gib: 40, kind: cpu}", *LONG]
     found = suggestions_of(file, stated)
     key = "phases.actor_update.max_micro_batches_in_flight"
     in_flight, stages = by_key(found)[key], by_key(found)["actor.layout"]["pipeline"]
@@ -147,7 +147,7 @@ def test_what_is_said_of_simpler_layouts_is_true(tmp_path: Path) -> None:
     """Named as not fitting are those whose longest sequence alone is too large; the others lack room."""
     file, seen = write_qwen(tmp_path), set()
     for memory_gib in (90, 64):
-        stated = [f"device.memory_gib={memory_gib}"]
+        stated = [f"device={{memory_gib: {memory_gib}, kind: cpu}}"]  # engines that stay awake leave the trainer less
         found = suggest(job_of(load_recipe(file, stated), "uniform"))
         reason = next(one.reason for one in found if one.key == "actor.layout")
         for part in reason.split("; ")[1:-1]:

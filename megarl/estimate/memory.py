@@ -218,10 +218,8 @@ def peak(
         for pipeline_rank in range(running.layout.pipeline)
     ]
     position = list(roles).index(running)
-    # Ranks that have the same stage of every role hold the same.
-    stages = sorted({tuple(_stage(role, rank) for role in roles) for rank in range(running.layout.ranks)})
     totals = []
-    for stage in stages:
+    for stage in _stages(roles):
         held = at_work[stage[position]]
         for role, pipeline_rank in zip(roles, stage, strict=True):
             lends = running.borrows_weights and role.name == "actor"
@@ -229,6 +227,23 @@ def peak(
             held += resident(role, pipeline_rank, during)
         totals.append(held)
     return max(totals, key=lambda memory: memory.total)
+
+
+def resting(roles: Sequence[Role], present: str | None = None) -> Memory:
+    """Memory of the trainer rank that holds most while none of the `roles` works. The weights of the one that is `present`
+    are on the device whatever is moved away between its phases: a weight sync sends the actor's."""
+    totals = []
+    for stage in _stages(roles):
+        held = Memory()
+        for role, pipeline_rank in zip(roles, stage, strict=True):
+            held += resident(role, pipeline_rank, "forward" if role.name == present else "between")
+        totals.append(held)
+    return max(totals, key=lambda memory: memory.total)
+
+
+def _stages(roles: Sequence[Role]) -> list[tuple[int, ...]]:
+    """Every combination of the roles' pipeline stages that lies on some rank: ranks with the same one hold the same."""
+    return sorted({tuple(_stage(role, rank) for role in roles) for rank in range(roles[0].layout.ranks)})
 
 
 def _stage(role: Role, rank: int) -> int:

@@ -28,7 +28,8 @@ from megarl.reshard.vllm import held_experts, padded_vocab, stage_layers
 @dataclass(frozen=True)
 class Engines:
     """The rollout engines: `count` of them, each cut as `layout`; `utilization` is the recipe's
-    `rollout.memory_utilization`."""
+    `rollout.memory_utilization`, `placement` its `rollout.placement`, and `shared` says that their memory is the host's, as
+    the trainer's is: on CPUs."""
 
     shape: ModelShape
     count: int
@@ -38,6 +39,8 @@ class Engines:
     max_concurrent: int
     batched_tokens: int
     utilization: float | None
+    placement: str = "colocated"
+    shared: bool = False
 
     @property
     def memory(self) -> Memory:
@@ -46,15 +49,31 @@ class Engines:
             self.shape, self.layout, self.precision, self.kv_cache_bytes, self.max_concurrent, self.batched_tokens
         )
 
-    def per_device(self, devices: int) -> int:
-        """Workers on the fullest of `devices` devices."""
-        return -(-self.count * self.layout.workers // devices)
+    @property
+    def workers(self) -> int:
+        """Of all engines together."""
+        return self.count * self.layout.workers
 
-    def bytes_on_device(self, devices: int, device_bytes: int | None) -> int:
-        """What engine ranks take of the fullest of `devices` devices, which they share with the trainer: what they need,
-        and no less than the stated share, which must be free for them to start. None: the device is not known."""
+    @property
+    def rests(self) -> bool:
+        """Whether they lie on the trainer's devices and take turns with it (`megarl/rollout/engine.py`, `sleep`)."""
+        return self.placement == "colocated" and not self.shared
+
+    def awake_bytes(self, ranks: int, device_bytes: int | None) -> int:
+        """What engines that work take of one device, which has one worker (`megarl/placement.py`): what it needs, and no
+        less than the stated share, which must be free for it to start. On a CPU, what all of them take beside `ranks`
+        trainer ranks on one machine, for each rank; nobody looks at the share there. None: the device is not known."""
+        if self.shared:
+            return -(-self.workers * self.memory.total // ranks)
         share = 0 if self.utilization is None or device_bytes is None else int(self.utilization * device_bytes)
-        return self.per_device(devices) * max(self.memory.total, share)
+        return max(self.memory.total, share)
+
+    def beside_bytes(self, ranks: int) -> int:
+        """What of that a trainer rank finds on its device while it works: all on a CPU, where nobody sleeps; nothing on a
+        GPU of its own, nor beside an engine that sleeps. vLLM's level 2 keeps neither weights nor cache on the device and
+        empties the allocator behind the working memory; the context and the collectives' buffers, which it keeps, are
+        counted in RESERVE, as a trainer's own are (vLLM 0.32, `CuMemAllocator.sleep`). Not yet run on a GPU."""
+        return self.awake_bytes(ranks, None) if self.shared else 0
 
 
 def engine_memory(

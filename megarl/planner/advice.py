@@ -208,7 +208,7 @@ def _nearer_cuts(forecast: Forecast, before: PhaseForecast, update: PhaseForecas
     )
     budget = job.budget_bytes
     # Where the device is not known, no more than the recipe may take already.
-    room = forecast.fullest.worst_memory.total if budget is None else max(budget, before.worst_memory.total)
+    room = forecast.trainer_peak if budget is None else max(budget, before.worst_memory.total)
     tried = [(what, forecast_phase(job, cut)) for what, cut in cuts if job.runs(cut)]
     return [
         (what, one) for what, one in tried if _gap(one, update) < _gap(before, update) and one.worst_memory.total <= room

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megarl.planner import document, show
+from megarl.placement import PlacementError
+from megarl.planner import document, nodes, show
 from megarl.planner.advice import advise
 from megarl.planner.fit import fit
 from megarl.planner.forecast import forecast
@@ -25,7 +26,8 @@ NOTHING_FITS, BAD_INPUT = 1, 2
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked; `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's."""
+    """What was asked; `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as `find_placement`
+    takes them."""
 
     plan: bool
     suggest: bool
@@ -33,6 +35,8 @@ class Question:
     lengths: str | None
     seed: int
     tflops: float | None
+    devices_per_node: int | None = None
+    ranks_per_node: int | None = None
 
 
 def check_recipes(
@@ -68,14 +72,28 @@ def _check(path: str, recipe: Recipe, question: Question, console: Console) -> t
     found = forecast(job)
     advice = [*fit(found), *advise(found)]
     _print_name(path, recipe, question, console)
+    status, placement = _placement(path, recipe, question, console)
     if question.plan and not question.as_json:
         show.show_forecast(console, recipe, found)
         show.show_advice(console, advice)
-    entry = document.planned(path, recipe, found, advice)
+    entry = document.planned(path, recipe, found, advice) | placement
     if not question.suggest:
-        return 0, entry
-    status, suggested = _suggestions(path, job, question, console)
-    return status, entry | suggested
+        return status, entry
+    answer, suggested = _suggestions(path, job, question, console)
+    return max(status, answer), entry | suggested
+
+
+def _placement(path: str, recipe: Recipe, question: Question, console: Console) -> tuple[int, dict[str, Any]]:
+    """Exit status, and what the document says of nodes; prints it unless JSON was asked for."""
+    try:
+        placed = nodes.find_placement(recipe, question.devices_per_node, question.ranks_per_node)
+    except PlacementError as error:
+        _print_error(path, error)
+        return BAD_INPUT, {"placement": None, "error": str(error)}
+    if not question.as_json:
+        for line in nodes.placement_lines(recipe, placed):
+            console.print(line, markup=False, soft_wrap=True)
+    return 0, {"placement": nodes.document(placed)}
 
 
 def _way_out(path: str, overrides: list[str], question: Question, console: Console) -> dict[str, Any]:

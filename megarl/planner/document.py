@@ -42,6 +42,7 @@ def planned(path: str, recipe: Recipe, found: Forecast, advice: list[Advice]) ->
             "peak_bytes": found.device_peak,
             "fits": found.fits,
             "engine_bytes": job.engine_bytes,
+            "worst_memory": {phase: memory(held) for phase, held in found.worst_memory.items()},
             "engine_rank": None if job.engines is None else memory(job.engines.memory),
             "safe_memory_utilization": found.safe_utilization,
         },
@@ -61,7 +62,7 @@ def memory(held: Memory) -> dict[str, int]:
 
 def _phase(found: Forecast, phase: PhaseForecast) -> dict[str, Any]:
     schedule, layout = phase.schedule, phase.role.layout
-    engines = Memory(engine=found.job.engine_bytes)
+    engines = Memory(engine=found.job.beside_bytes)
     return {
         "role": phase.role.name,
         "layout": asdict(layout),

@@ -33,17 +33,16 @@ def _phases(forecast: Forecast) -> Iterator[Advice]:
     if job.usable_bytes is None or job.device_bytes is None:
         return
     for phase in forecast.phases:
-        before = phase.worst_memory.total + job.engine_bytes
+        before = phase.worst_memory.total + job.beside_bytes
         if before <= job.usable_bytes:
             continue
         changes, after = _other_cap(job, phase) or _other_layout(job, phase) or ((), None)
-        held = (
-            f"takes up to {gib(before)} with engines; the device has {gib(job.device_bytes)}, {gib(job.usable_bytes)} usable"
-        )
+        engines = " with engines" if job.beside_bytes else ""
+        held = f"takes up to {gib(before)}{engines}; the device has {gib(job.device_bytes)}, {gib(job.usable_bytes)} usable"
         way_out = (
             f"{shown(changes)} takes {gib(after)}"
             if after is not None
-            else "no cap and no layout of these ranks fits beside the engines"
+            else f"no cap and no layout of these ranks fits{' beside the engines' if job.beside_bytes else ''}"
         )
         yield Advice("memory", phase.phase, f"{held}; {way_out}", changes, "device_bytes", before, after)
 
@@ -61,7 +60,7 @@ def _other_cap(job: Job, phase: PhaseForecast) -> Fix | None:
             drained = with_cap(drained, cap)
             changes.append(cap_change(schedule, cap))
         if job.runs(drained):
-            return tuple(changes), worst_memory(job, drained).total + job.engine_bytes
+            return tuple(changes), worst_memory(job, drained).total + job.beside_bytes
     return None
 
 
@@ -76,33 +75,32 @@ def _other_layout(job: Job, phase: PhaseForecast) -> Fix | None:
         if all(worst_memory(moved, one).total <= (moved.budget_bytes or 0) for one in moved.schedules):
             values = {role.name: layout_text(layout) if role.name == "actor" else "null" for role in job.roles}
             changes = tuple(f"{role}.layout={value}" for role, value in values.items())
-            return changes, worst_memory(moved, phase.schedule).total + moved.engine_bytes
+            return changes, worst_memory(moved, phase.schedule).total + moved.beside_bytes
     return None
 
 
 def _engines(forecast: Forecast) -> Iterator[Advice]:
-    """What an engine rank takes against what it needs and against the largest safe share of the device."""
-    job, safe = forecast.job, forecast.safe_utilization
-    if safe is None or job.engines is None or job.device_bytes is None:
+    """What a worker of an engine takes against what it needs and against what it may take."""
+    job, room = forecast.job, forecast.engine_room
+    if room is None or job.engines is None or job.device_bytes is None:
         return
-    engines, stated = job.engines, job.engines.utilization
-    needed, room = engines.memory.total, int(safe * job.device_bytes)
+    engines = job.engines
+    stated = None if engines.shared else engines.utilization  # vLLM for CPUs does not look at it
+    needed = engines.memory.total
     taken = needed if stated is None else int(stated * job.device_bytes)
     if taken <= room and taken >= needed:
         return
     if taken > room:
-        text = (
-            f"an engine rank takes {gib(taken)}, {taken / job.device_bytes:.1%} of the device; beside the trainer's worst "
-            f"case rollout.memory_utilization = {safe:.3f} is the largest that is safe"
-        )
+        text = f"a worker of an engine takes {gib(taken)}, and {_room(forecast)}"
     else:
-        text = f"an engine rank needs {gib(needed)} and rollout.memory_utilization = {stated:g} gives it {gib(taken)}"
+        text = f"a worker of an engine needs {gib(needed)} and rollout.memory_utilization = {stated:g} gives it {gib(taken)}"
     # Shares have three digits, rounded so that they are safe and enough.
-    share = min(-(-1000 * needed // job.device_bytes), int(1000 * safe)) / 1000
+    share = min(-(-1000 * needed // job.device_bytes), max(0, 1000 * room // job.device_bytes)) / 1000
     room = min(room, int(share * job.device_bytes)) if stated is not None else room
     cache = min(engines.kv_cache_bytes, engines.kv_cache_bytes - needed + room)
     if cache < kv_bytes_per_token(engines) * job.limits.longest:
-        yield Advice("engine", "rollout", f"{text}; no whole sequence's KV cache fits: the trainer must hold less", (),
+        way_out = "the trainer must hold less" if engines.shared or engines.rests else "cut the engines more"
+        yield Advice("engine", "rollout", f"{text}; no whole sequence's KV cache fits: {way_out}", (),
                      "engine_bytes", taken, None)  # fmt: skip
         return
     changes = [] if stated is None else [f"rollout.memory_utilization={share:g}"]
@@ -118,3 +116,13 @@ def _engines(forecast: Forecast) -> Iterator[Advice]:
         taken,
         after,
     )
+
+
+def _room(forecast: Forecast) -> str:
+    """What there is for a worker, and why no more."""
+    engines, room = forecast.job.engines, forecast.engine_room
+    assert engines is not None and room is not None
+    if engines.shared:
+        return f"beside the trainer's worst case {gib(max(0, room))} are left for each of {engines.workers} on this machine"
+    beside = "beside the trainer's roles at rest" if engines.rests else "on a device of its own"
+    return f"{beside} rollout.memory_utilization = {forecast.safe_utilization or 0:.3f} is the largest that is safe"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak
+from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak, resting
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
 from megarl.schedule import Cost, Plan, Quality, Schedule, plan_phase, quality
@@ -43,25 +43,38 @@ class Forecast:
     """One step: its engine phases, and the memory picture of one device.
 
     `rollout_flops` are those of prefill and decoding together; `waves` counts how often the engines' concurrent
-    sequences must be renewed. `safe_utilization` is the largest share of the device that one engine rank may have;
-    None without a device or engines.
+    sequences must be renewed. `worst_memory` is that of the fullest device by phase, with all that lies on it: of the engine
+    phases, and of those in which vLLM's engines work. `engine_room` is what one worker of an engine may take.
     """
 
     job: Job
     phases: tuple[PhaseForecast, ...]
     rollout_flops: float
     waves: int | None
-    safe_utilization: float | None
+    worst_memory: dict[str, Memory]
+    engine_room: int | None
 
     @property
-    def fullest(self) -> PhaseForecast:
+    def trainer_peak(self) -> int:
+        """Bytes of the fullest trainer rank in the worst case, without engines."""
+        return max(one.worst_memory.total for one in self.phases)
+
+    @property
+    def fullest(self) -> str:
         """The phase with the highest worst case."""
-        return max(self.phases, key=lambda one: one.worst_memory.total)
+        return max(self.worst_memory, key=lambda phase: self.worst_memory[phase].total)
 
     @property
     def device_peak(self) -> int:
-        """Bytes of the fullest device in the worst case, engines included."""
-        return self.fullest.worst_memory.total + self.job.engine_bytes
+        """Bytes of the fullest device in the worst case."""
+        return self.worst_memory[self.fullest].total
+
+    @property
+    def safe_utilization(self) -> float | None:
+        """The largest share of the device that one worker may have; None without a device or engines, and on CPUs."""
+        if self.engine_room is None or self.job.device_bytes is None or self.job.engines is None or self.job.engines.shared:
+            return None
+        return max(0.0, self.engine_room / self.job.device_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -76,11 +89,32 @@ def forecast(job: Job) -> Forecast:
     shape, lengths, engines = job.role("actor_update").shape, job.lengths, job.engines
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     waves = None if engines is None else -(-job.limits.num_sequences // (engines.count * engines.max_concurrent))
-    safe = None
-    if engines is not None and job.usable_bytes is not None and job.device_bytes is not None:
-        left = job.usable_bytes - max(one.worst_memory.total for one in phases)
-        safe = max(0.0, left / job.device_bytes / engines.per_device(job.ranks))
-    return Forecast(job, phases, sum(forward_flops(shape, length, head) for length, head in pairs), waves, safe)
+    worst = {one.phase: one.worst_memory for one in phases}
+    flops = sum(forward_flops(shape, length, head) for length, head in pairs)
+    return Forecast(job, phases, flops, waves, on_devices(job, worst), engine_room(job, list(worst.values())))
+
+
+def on_devices(job: Job, worst: dict[str, Memory]) -> dict[str, Memory]:
+    """The fullest device by phase, from the `worst` of the trainer by engine phase. While engines work the trainer's roles
+    rest, and in the sync the actor's weights are there; engines on devices of their own meet none of that."""
+    found = {phase: held + Memory(engine=job.beside_bytes) for phase, held in worst.items()}
+    if job.engines is None:
+        return found
+    awake = Memory(engine=job.engine_bytes)
+    if not job.engines.shared and not job.engines.rests:
+        return {"rollout": awake, **found}
+    return {"rollout": resting(job.roles) + awake, **found, "weight_sync": resting(job.roles, "actor") + awake}
+
+
+def engine_room(job: Job, worst: list[Memory]) -> int | None:
+    """What one worker of an engine may take of a device, from the `worst` of the trainer in each engine phase; None without
+    a device or engines."""
+    if job.engines is None or job.usable_bytes is None:
+        return None
+    if job.engines.shared:
+        held = max(one.total for one in worst)
+        return (job.usable_bytes - held) * job.ranks // job.engines.workers
+    return job.usable_bytes - (resting(job.roles, "actor").total if job.engines.rests else 0)
 
 
 def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:

@@ -58,8 +58,13 @@ class Job:
 
     @property
     def engine_bytes(self) -> int:
-        """What engines take of one trainer rank's device."""
-        return 0 if self.engines is None else self.engines.bytes_on_device(self.ranks, self.device_bytes)
+        """What engines that work take of one device; on a CPU, of one trainer rank's share of the machine."""
+        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What of that lies on the device of a trainer rank that works."""
+        return 0 if self.engines is None else self.engines.beside_bytes(self.ranks)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -68,8 +73,8 @@ class Job:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What a trainer rank may hold: the device without the reserve and without the engines."""
-        return None if self.usable_bytes is None else self.usable_bytes - self.engine_bytes
+        """What a trainer rank that works may hold: the device without the reserve and what engines take beside it."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.beside_bytes
 
 
 def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops: float | None = None) -> Job:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.estimate import RESERVE, Memory
+from megarl.estimate import RESERVE, Engines, Memory
 from megarl.planner.advice import MIB, Advice, gib
 from megarl.planner.forecast import Forecast, PhaseForecast
 from megarl.planner.suggest import Suggestion
@@ -91,8 +91,7 @@ def memory_lines(found: Forecast) -> list[str]:
     if job.engines is not None:
         engines, memory = job.engines, job.engines.memory
         lines.append(
-            f"engines: {engines.count} x {engine_name(engines.layout)}, "
-            f"at most {engines.per_device(job.ranks)} on a device; "
+            f"engines: {engines.count} x {engine_name(engines.layout)}, {_beside(engines)}; "
             f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
             f"working memory {gib(memory.activations + memory.logits)}"
         )
@@ -103,12 +102,19 @@ def memory_lines(found: Forecast) -> list[str]:
         ]
     verdict = "fits" if found.fits else "DOES NOT FIT"
     usable = f"{gib(job.usable_bytes or 0)} usable, {RESERVE:.0%} in reserve"
-    peak = f"{gib(found.device_peak)} at worst in {found.fullest.phase}, engines included"
+    peak = f"{gib(found.device_peak)} at worst in {found.fullest}, engines included"
     lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {verdict}")
     if found.safe_utilization is not None:
         lines.append(f"largest safe rollout.memory_utilization: {found.safe_utilization:.3f}")
     caps = ", ".join(f"{one.phase} {one.largest_cap or 'none'}" for one in found.phases)
     return [*lines, f"largest max_tokens that fits: {caps}"]
+
+
+def _beside(engines: Engines) -> str:
+    """How engines and trainer share memory."""
+    if engines.shared:
+        return "in the same memory as the trainer"
+    return "asleep while the trainer works" if engines.rests else "on devices of their own"
 
 
 def _phase_table(recipe: Recipe, found: Forecast) -> Table:
@@ -171,15 +177,14 @@ def _memory_table(found: Forecast) -> Table:
     kinds = [field.name for field in fields(Memory)]
     for title in ("phase", *kinds, "total"):
         table.add_column(title, justify="left" if title == "phase" else "right")
-    for phase in found.phases:
-        held = phase.worst_memory + Memory(engine=found.job.engine_bytes)
-        table.add_row(phase.phase, *(_size(getattr(held, kind), unit) for kind in (*kinds, "total")))
+    for phase, held in found.worst_memory.items():
+        table.add_row(phase, *(_size(getattr(held, kind), unit) for kind in (*kinds, "total")))
     return table
 
 
 def _unit(found: Forecast) -> str:
     """GiB, or MiB where all of the trainer is small."""
-    return "GiB" if found.fullest.worst_memory.total >= GIB else "MiB"
+    return "GiB" if found.trainer_peak >= GIB else "MiB"
 
 
 def _size(num_bytes: int, unit: str) -> str:

@@ -4,7 +4,7 @@ The search takes the least cut under which everything fits with room: in every p
 (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
 that room, it asks for one longest sequence of each. Where none has that either, updates drain their pipeline early, and
 what is searched is the least idling.
-Engines are cut by tensor ranks alone, and share the devices of the trainer, one worker a device.
+Engines are cut by tensor ranks alone, one worker a device: of the trainer's, or of as many as the recipe's engines have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.estimate import Engines
 from megarl.planner.advice import MIB, best_cap, gib, with_cap
 from megarl.planner.fit import kv_bytes_per_token
-from megarl.planner.forecast import Forecast, cap_that_fits, forecast, worst_memory
+from megarl.planner.forecast import Forecast, cap_that_fits, engine_room, forecast, on_devices, worst_memory
 from megarl.planner.job import Job
 from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
@@ -60,7 +60,7 @@ def suggest(job: Job) -> list[Suggestion]:
         raise NothingFits(_what_is_missing(plain))
     chosen = _with_caps(_with_kv_cache(_with_own_layouts(chosen)))
     found = forecast(chosen)
-    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found, job.engines), *_phase_keys(job, found)]
+    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found, job), *_phase_keys(job, found)]
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
@@ -118,21 +118,28 @@ def _common_layouts(job: Job) -> list[Layout]:
 
 
 def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
-    """Engines over all ranks, small ones first: they talk least. None where rollouts are replayed."""
+    """Engines over all devices that they have, small ones first: they talk least. None where rollouts are replayed."""
     if job.engines is None:
         yield None
         return
     shape, groups = job.engines.shape, job.limits.num_sequences // job.limits.group_size
-    for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
-        if job.ranks % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
+    devices = _engine_devices(job)
+    for tensor in range(1, min(NODE_RANKS, devices) + 1):
+        if devices % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
             continue
         if shape.experts is not None and shape.experts.ffn % tensor:  # an engine cuts every expert
             continue
-        engines = replace(job.engines, count=min(job.ranks // tensor, groups), layout=RolloutLayout(tensor))
+        engines = replace(job.engines, count=min(devices // tensor, groups), layout=RolloutLayout(tensor))
         tokens = job.limits.longest
         if roomy:
             tokens = max(tokens, _concurrent(job, engines) * sum(job.lengths.totals) // len(job.lengths.totals))
         yield _with_share(job, replace(engines, kv_cache_bytes=tokens * kv_bytes_per_token(engines)))
+
+
+def _engine_devices(job: Job) -> int:
+    """Devices for engines: the trainer's, or as many as the stated ones have of their own."""
+    assert job.engines is not None, "asked of engines alone"
+    return job.engines.workers if job.engines.placement == "separate" else job.ranks
 
 
 def _concurrent(job: Job, engines: Engines) -> int:
@@ -141,8 +148,10 @@ def _concurrent(job: Job, engines: Engines) -> int:
 
 
 def _with_share(job: Job, engines: Engines) -> Engines:
-    """The engines with the share of the device that holds what they need, in thousandths."""
+    """The engines with the share of the device that holds what they need, in thousandths; on CPUs there is none."""
     assert job.device_bytes is not None, "a suggestion has a device"
+    if engines.shared:
+        return replace(engines, utilization=None)
     return replace(engines, utilization=-(-1000 * engines.memory.total // job.device_bytes) / 1000)
 
 
@@ -156,7 +165,11 @@ def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
 
 
 def _fits(job: Job) -> bool:
-    return all(_holds(job, schedule) for schedule in job.schedules)
+    """Every device in every phase. What engines meet is looked at first: it does not depend on schedules."""
+    awake = on_devices(job, {})
+    usable = job.usable_bytes
+    assert usable is not None, "a suggestion has a device"
+    return all(held.total <= usable for held in awake.values()) and all(_holds(job, one) for one in job.schedules)
 
 
 def _with_own_layouts(job: Job) -> Job:
@@ -197,8 +210,9 @@ def _with_kv_cache(job: Job) -> Job:
     if job.engines is None:
         return job
     assert job.usable_bytes is not None and job.device_bytes is not None, "a suggestion has a device"
-    trainer = max(worst_memory(job, schedule).total for schedule in job.schedules)
-    room = 1000 * (job.usable_bytes - trainer) // job.device_bytes * job.device_bytes // 1000
+    most = engine_room(job, [worst_memory(job, schedule) for schedule in job.schedules])
+    assert most is not None, "a suggestion has a device, and here engines"
+    room = most if job.engines.shared else 1000 * most // job.device_bytes * job.device_bytes // 1000
     without_cache = job.engines.memory.total - job.engines.kv_cache_bytes
     wanted = _concurrent(job, job.engines) * job.limits.longest * kv_bytes_per_token(job.engines)
     cache = max(job.engines.kv_cache_bytes, min(wanted, room - without_cache) // MIB * MIB)
@@ -210,7 +224,7 @@ def _what_is_missing(job: Job) -> str:
     tried = [_tried(job, *pair, roomy=False, drained=True) for pair in _pairs(job, roomy=False)]
     if not tried:
         return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
-    takes = [max(worst_memory(one, schedule).total for schedule in one.schedules) + one.engine_bytes for one in tried]
+    takes = [_peak(one) for one in tried]
     least = min(takes)
     best = tried[takes.index(least)]
     drain = any(one.max_micro_batches_in_flight is not None for one in best.schedules)
@@ -220,6 +234,12 @@ def _what_is_missing(job: Job) -> str:
         f"{gib(least)}, takes {_name(best.roles[0].layout)}{with_drain}; more trainer.ranks, a shorter "
         "rollout.max_new_tokens or a larger device"
     )
+
+
+def _peak(job: Job) -> int:
+    """Bytes of the fullest device at worst."""
+    worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
+    return max(held.total for held in on_devices(job, worst).values())
 
 
 def _name(layout: Layout) -> str:
@@ -266,15 +286,14 @@ def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
     return "would not fit"
 
 
-def _engine_keys(found: Forecast, stated: Engines | None) -> Iterator[Suggestion]:
-    """The engines found, cut by tensor ranks alone, in place of the `stated` ones."""
-    job, engines = found.job, found.job.engines
+def _engine_keys(found: Forecast, asked: Job) -> Iterator[Suggestion]:
+    """The engines found, cut by tensor ranks alone, in place of those that were `asked` about."""
+    job, engines, stated = found.job, found.job.engines, asked.engines
     if engines is None or stated is None:
         return
     memory = engines.memory
-    yield Suggestion(
-        "rollout.engines", engines.count, f"{engines.count} x {engines.layout.tensor} of {job.ranks} ranks decode"
-    )
+    reason = f"{engines.count} x {engines.layout.tensor} of {_engine_devices(asked)} devices decode"
+    yield Suggestion("rollout.engines", engines.count, reason)
     reason = f"{gib(memory.weights)} of weights a worker"
     yield Suggestion("rollout.tensor", engines.layout.tensor, reason)
     for key, value in asdict(engines.layout).items():
@@ -283,7 +302,10 @@ def _engine_keys(found: Forecast, stated: Engines | None) -> Iterator[Suggestion
     tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
     yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)
-    reason = f"a worker takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe beside the trainer"
+    if engines.shared:
+        return
+    beside = " beside the trainer" if engines.rests else ""
+    reason = f"a worker takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe{beside}"
     yield Suggestion("rollout.memory_utilization", engines.utilization, reason)
 
 

@@ -68,6 +68,8 @@ def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
         recipe.phases.rollout.max_concurrent,
         recipe.batched_tokens,
         rollout.memory_utilization,
+        rollout.placement,
+        shared=recipe.device is not None and recipe.device.kind == "cpu",
     )
 
 
@@ -90,7 +92,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         return recipe, []
     roles = memory_roles(recipe, fetch)
     engines = engines_of(recipe, roles["actor"].shape)
-    engine_bytes = 0 if engines is None else engines.bytes_on_device(recipe.trainer.ranks, device_bytes)
+    engine_bytes = 0 if engines is None else engines.beside_bytes(recipe.trainer.ranks)
     least, caps, violations = with_least_caps(recipe), {}, []
     for phase in automatic:
 
@@ -108,7 +110,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         if cap is not None:
             caps[phase] = cap
         elif engines is not None and largest(usable_bytes(device_bytes)) is not None:
-            violations.append(_no_room_beside(recipe, phase, engines, engine_bytes))
+            violations.append(_no_room_beside(recipe, phase, engine_bytes))
         else:
             violations.append(_does_not_fit(recipe, phase))
     return _with_caps(recipe, caps), violations
@@ -141,14 +143,12 @@ def _does_not_fit(recipe: Recipe, phase: str) -> Violation:
     return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)
 
 
-def _no_room_beside(recipe: Recipe, phase: str, engines: Engines, engine_bytes: int) -> Violation:
-    """The engines take what the trainer would need."""
+def _no_room_beside(recipe: Recipe, phase: str, engine_bytes: int) -> Violation:
+    """The engines take what the trainer would need, of the memory of a CPU's host."""
     assert recipe.device is not None, "`auto` without a device"
-    needed = engines.per_device(recipe.trainer.ranks) * engines.memory.total
     rule = (
         f"one sequence of {recipe.max_sequence_tokens} tokens fits device.memory_gib = {recipe.device.memory_gib:g} without "
-        f"rollout engines, and not beside the {engine_bytes / GIB:.3g} GiB that they take"
+        f"rollout engines, and not beside the {engine_bytes / GIB:.3g} GiB that they take for each rank"
     )
-    smaller = "rollout.memory_utilization" if engine_bytes > needed else "rollout.kv_cache_bytes"
-    way_out = f"a smaller {smaller}, more rollout.tensor or pipeline, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
+    way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
     return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)

@@ -478,6 +478,9 @@ class PhasesSection(Section):
 class DeviceSection(Section):
     memory_gib: Annotated[float, Field(gt=0)]
     """Memory of one trainer rank's device in GiB (2**30 bytes); on CPU, the rank's share of the machine's."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
+    their own; on CPUs all processes of a machine hold theirs at the same time."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""
