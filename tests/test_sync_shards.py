@@ -263,7 +263,7 @@ def test_a_failing_rank_tells_the_engines_at_once(published: Published) -> None:
 
 
 def test_one_that_follows_is_told_which_engine_failed_before_it(tmp_path: Path) -> None:
-    """The leader fails by itself: a byte that is wrong in a bucket may reach the follower before the leader's failure does."""
+    """The leader fails by itself: a byte that is wrong in a bucket may reach the follower before its failure does."""
     model = save_model(tmp_path / "m", "llama", True, 0)
     publisher = Publisher(model, engines=2, bucket_bytes=BUCKET_BYTES, timeout_s=5.0, transport="gloo")
     engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2, retries=1)
