@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.exit_status import BAD_INPUT
+from megarl.exit_status import BAD_INPUT, REQUEUE
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -103,7 +104,10 @@ def train(
 ) -> None:
     """Check a recipe, then train it on this machine with torchrun."""
     from megarl.data.model_files import model_directory
+    from megarl.preemption import SIGNALS, hold_signals
 
+    for number in SIGNALS:
+        signal.signal(number, _leave)
     loaded = _load(recipe, overrides or [], fetch=model_directory)
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
@@ -117,6 +121,7 @@ def train(
     environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}
     sys.stdout.flush()
     # In place of this process: signals reach the agent itself, and its exit status is ours.
+    hold_signals()
     os.execve(command[0], command, environment)
 
 
@@ -222,6 +227,11 @@ def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume)
     """The command of one machine: torchrun, with the exit status of its ranks."""
     launcher = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "megarl.train", recipe, *overrides, *([resume.value] if resume.value else [])]
+
+
+def _leave(number: int, frame: object) -> None:
+    """The handler before there is an agent: nothing has begun that could be lost."""
+    raise SystemExit(REQUEUE)
 
 
 def _load(path: str, overrides: list[str], fetch: Fetch | None = None) -> Recipe:

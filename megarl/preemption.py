@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from megarl.exit_status import FAILED, REQUEUE
@@ -19,6 +20,29 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher, the agent and Slurm may each send the same one; later than this it is a second one.
 SECOND_AFTER_S = 5.0
 UPDATES = ("critic_update", "actor_update")
+
+
+def hold_signals() -> None:
+    """Have them wait, also for a program that takes the place of this one, until `take_held_signals`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def take_held_signals() -> None:
+    """Once there are handlers. They get what came in the meantime, here."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def holds_signals() -> bool:
+    """Whether this thread holds them back, as all processes of Ray do in a job (`launch/node.sh`)."""
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def keep_holding_signals() -> None:
+    """Where they are held, before the first use of multiprocessing: that starts a tracker of resources, and then lets
+    SIGTERM through in the thread that did so, and in what this starts from then on (Python 3.11)."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 class LeaveNow(BaseException):

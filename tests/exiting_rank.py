@@ -1,5 +1,6 @@
 """A rank that ends as its arguments say: RANK=STATUS, RANK=-SIGNAL; without one it waits for a signal and then asks for a
-requeue, rank 0 after `save` seconds and with a file named so. Each start appends a line to `starts`."""
+requeue, rank 0 after `save` seconds and with a file named so. `again=STATUS`: all end with that when they are started again.
+With `again`, no rank ends before all have begun. Each start appends a line to `starts`."""
 
 import os
 import signal
@@ -22,6 +23,10 @@ signal.signal(signal.SIGTERM, leave)
 signal.signal(signal.SIGUSR1, leave)
 with open(f"starts-{RANK}", "a") as starts:
     starts.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "\n")
+while "again" in words and len(list(Path().glob("starts-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.05)
+if "again" in words and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    sys.exit(int(words["again"]))
 end = int(words.get(RANK, 0))
 if end < 0:
     os.kill(os.getpid(), -end)

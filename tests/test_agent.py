@@ -6,13 +6,17 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import HashStore, TCPStore
 
-from megarl.agent import judge
+from megarl.agent.nodes import NO_ANSWER, Failure, OtherNodes
+from megarl.agent.verdict import judge
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from tests.slurm_cluster import free_ports
 
 DEADLINE_S = 240
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
@@ -43,11 +47,12 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
 
 
 @contextmanager
-def _agent(folder, *words):
-    """It ends with the test, whatever becomes of that."""
+def _agent(folder, *words, node=None, port=0):
+    """An agent with two ranks, alone or as one `node` of two. It ends with the test, whatever becomes of that."""
     program = Path(__file__).with_name("exiting_rank.py")
-    command = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [str(program), *words]
+    command = [sys.executable, "-m", "megarl.agent", "--nproc-per-node", "2", "--max-restarts", "1"]
+    place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += [*(["--standalone"] if node is None else place), str(program), *words]
     agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield agent
@@ -80,3 +85,35 @@ def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, 
         _, said = agent.communicate(timeout=DEADLINE_S)
     assert agent.returncode == status and words in said, said
     assert (tmp_path / "starts-1").read_text() == starts
+
+
+def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
+    """The others would sleep for minutes: no rank of the first node fails by itself."""
+    (port,) = free_ports(1)
+    words = ("3=-9", "again=0")
+    with _agent(tmp_path, *words, node=0, port=port) as first, _agent(tmp_path, *words, node=1, port=port) as second:
+        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (COMPLETE, COMPLETE), said
+    assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n"] * 4
+
+
+def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():
+    store = HashStore()
+    one, other = OtherNodes(store, store), OtherNodes(store, store)
+    assert one.heard(0) is None
+    killed, followed = Failure(True, "rank 3 was killed by SIGKILL"), Failure(True, "rank 0 ended with exit status 1")
+    assert one.tell(0, killed) == other.tell(0, followed) == killed
+    over = Failure(False, "rank 1 ended with exit status 1")
+    assert other.tell(1, over) == over
+    end = time.monotonic() + DEADLINE_S
+    while one.heard(1) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (one.heard(0), one.heard(1), one.heard(2)) == (killed, over, None)
+
+
+def test_no_node_starts_ranks_again_without_the_store_of_node_0():
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    others = OtherNodes.of(client, "127.0.0.1", server.port, "job")
+    del server
+    assert others.tell(0, Failure(True, "rank 3 was killed by SIGKILL")) == NO_ANSWER

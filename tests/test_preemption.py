@@ -222,6 +222,29 @@ def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
     assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
 
 
+@pytest.mark.parametrize("stage", ["SigCgt", "SigBlk"], ids=["checks the recipe", "imports the agent"])
+def test_a_signal_before_there_are_ranks_ends_the_command_with_the_requeue_status(folder, stage):
+    """The signal is sent as soon as the command has a handler for it, or as soon as it is held for the agent that takes the
+    command's place; without either, the process would end by the signal."""
+    command = [sys.executable, "-m", "megarl.cli", "train", str(_recipe(folder, f"early-{stage}", "finish"))]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + RUN_DEADLINE_S
+        while not _signal_set(run.pid, stage) and run.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        run.send_signal(TERM)
+        _, said = run.communicate(timeout=RUN_DEADLINE_S)
+    finally:
+        run.kill()
+    assert run.returncode == REQUEUE, said
+
+
+def _signal_set(pid, name):
+    """Whether SIGTERM is in a set of signals of a process: those it catches, or those it holds."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(name)), 16) >> (TERM - 1) & 1
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_start_goes_on(folder):
     recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))

@@ -1,15 +1,4 @@
-"""torchrun in this process, with the exit status of the ranks and with signals that let them save.
-
-    python -m megarl.agent TORCHRUN_OPTIONS -m megarl.train RECIPE [key=value ...] [--resume | --resume-if-saved]
-
-Every option of torchrun holds. What differs (torch 2.13 ends the ranks 30 s after a signal, stops all others as soon as the
-first one ends with another status than 0, and says 1 for everything):
-
-- SIGTERM and SIGUSR1 go on to the rank processes, and to them alone: Ray's processes, in the same process group, are needed
-  until the ranks have saved. The ranks have `run.grace_s` to leave; then they are killed.
-- A rank that ends with REQUEUE or BAD_INPUT stops nobody: the others are about to do the same. Neither is restarted.
-- The exit status is that of the ranks (`megarl/exit_status.py`), and a sentence says which of them ended how.
-"""
+"""torch's agent of one node, and the signals that it passes on to its ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +6,17 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import api as launcher
 
-from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
-from megarl.preemption import SIGNALS
-from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe.sections import RunSection
+from megarl.agent.nodes import Failure, OtherNodes
+from megarl.agent.verdict import Verdict, judge
+from megarl.exit_status import BAD_INPUT, FAILED, REQUEUE
 from megarl.telemetry import starts
 from megarl.telemetry.run_directory import RunDirectory
 
@@ -67,54 +50,25 @@ class Leaving:
         return self.since is not None and time.monotonic() - self.since > self.grace_s
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How the ranks of this node ended."""
-
-    status: int
-    sentence: str
-    rank: int | None = None
-    signal: str | None = None
-
-
-def judge(ended: Mapping[int, int], killed: Collection[int], asked: Collection[int], can_resume: bool) -> Verdict:
-    """`ended`: exit codes, as Python gives them, by rank, of those that ended before the agent stopped any; `killed`: those
-    that did not leave in time; `asked`: the signals passed on; `can_resume`: there is a checkpoint, or no step yet."""
-    # Before its own handler is there, a rank ends by the signal, or by Ray's handler, which makes it an exit status.
-    left = {rank for rank, code in ended.items() if abs(code) in asked}
-    codes = {rank: code for rank, code in sorted(ended.items()) if rank not in left}
-    for rank, code in codes.items():
-        if code < 0:
-            name = signal.Signals(-code).name
-            return Verdict(FAILED, f"rank {rank} was killed by {name}", rank, name)
-    refused = [rank for rank, code in codes.items() if code == BAD_INPUT]
-    failed = [rank for rank, code in codes.items() if code not in (COMPLETE, REQUEUE)]
-    for rank in (refused or failed)[:1]:
-        status = BAD_INPUT if refused else FAILED
-        return Verdict(status, f"rank {rank} ended with exit status {codes[rank]}", rank)
-    if killed:
-        stands = "what was saved before stands" if can_resume else "there is no checkpoint to go on from"
-        sentence = f"ranks {_named(killed)} did not leave within run.grace_s and were killed; {stands}"
-        return Verdict(REQUEUE if can_resume else FAILED, sentence, min(killed), signal.SIGKILL.name)
-    if left:
-        return Verdict(REQUEUE, f"ranks {_named(left)} left before they had begun")
-    if REQUEUE in codes.values():
-        return Verdict(REQUEUE, "the ranks ask to be started again")
-    return Verdict(COMPLETE, "complete")
-
-
-def _named(ranks: Collection[int]) -> str:
-    return ", ".join(str(rank) for rank in sorted(ranks))
-
-
 class Agent(LocalElasticAgent):
-    """torch's agent of one node, which watches its ranks as the page above says."""
+    """torch's agent of one node, which watches its ranks as `megarl/agent/__init__.py` says."""
 
     def __init__(self, leaving: Leaving, run: RunDirectory | None, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._leaving, self._run = leaving, run
         self._refused_since: float | None = None
+        self._others: OtherNodes | None = None  # where they are to be started again with this one
         self.verdict = Verdict(FAILED, "no rank was started")
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        spec = worker_group.spec
+        several = worker_group.group_world_size is not None and worker_group.group_world_size > 1
+        # With another rendezvous than that of a fixed master, torch's agents speak to each other themselves.
+        if self._others is None and several and spec.max_restarts and spec.rdzv_handler.get_backend() == "static":
+            master, port = worker_group.master_addr, worker_group.master_port
+            assert worker_group.store is not None and master is not None and port is not None
+            self._others = OtherNodes.of(worker_group.store, master, port, spec.rdzv_handler.get_run_id())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._leaving.can_pass_on = True  # from here on nothing may be raised: a rank that is started would be lost
@@ -127,7 +81,14 @@ class Agent(LocalElasticAgent):
         ended = self._ended(worker_group)
         running = {worker.global_rank for worker in worker_group.workers} - ended.keys()
         overdue = self._leaving.overdue()
+        start = worker_group.spec.max_restarts - self._remaining_restarts
         if running:
+            failure = self._failed_elsewhere(start)
+            if failure is not None:
+                assert self._pcontext is not None
+                self._pcontext.close(STOP, self._shutdown_timeout)
+                self.verdict = Verdict(FAILED, failure.sentence)
+                return RunResult(state=WorkerState.FAILED)
             failed = {code for code in ended.values() if code}
             if not overdue and (not failed or self._others_follow(failed)):
                 return RunResult(state=WorkerState.HEALTHY)
@@ -142,7 +103,29 @@ class Agent(LocalElasticAgent):
             if self._run is not None and self.verdict.status in (FAILED, REQUEUE):
                 how = starts.REQUEUED if self.verdict.status == REQUEUE else starts.FAILED
                 starts.record_end(self._run.path, how, self.verdict.sentence, self.verdict.rank, self.verdict.signal)
+        if result.state in (WorkerState.FAILED, WorkerState.SUCCEEDED):
+            self._tell(start, result.state == WorkerState.FAILED and self._remaining_restarts > 0)
         return result
+
+    def _failed_elsewhere(self, start: int) -> Failure | None:
+        """What another node has said of its ranks, where that has these started again."""
+        failure = None if self._others is None else self._others.heard(start)
+        if failure is None:
+            return None
+        if not failure.again or self._leaving.received:
+            self._remaining_restarts = 0  # they would wait for ranks that do not come
+            return None
+        return failure
+
+    def _tell(self, start: int, again: bool) -> None:
+        """Have all nodes do the same, when the ranks of this one have ended: start theirs again, or not."""
+        if self._others is None:
+            return
+        own = Failure(again, self.verdict.sentence)
+        if not self._others.tell(start, own).again:
+            self._remaining_restarts = 0
+        elif not again:  # the others are about to start again, and this node is not
+            self._others.tell(start + 1, own)
 
     def _pass_on(self) -> None:
         waiting = self._leaving.received[self._leaving.num_passed_on :]
@@ -181,49 +164,3 @@ class Agent(LocalElasticAgent):
         for process in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def main(arguments: list[str]) -> int:
-    """Exit status of the ranks; BAD_INPUT for a recipe with violations, before anything starts."""
-    options = torchrun.parse_args(arguments)
-    try:
-        recipe = _recipe(options)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    # Another module than megarl.train has no recipe, and gets the default.
-    leaving = Leaving(RunSection.model_fields["grace_s"].default if recipe is None else recipe.run.grace_s)
-    run = None if recipe is None else RunDirectory.of(recipe)
-    for number in SIGNALS:
-        signal.signal(number, leaving.note)
-    kept = [name for name in options.signals_to_handle.split(",") if name not in {one.name for one in SIGNALS}]
-    options.signals_to_handle = ",".join(kept)
-    agents: list[Agent] = []
-
-    def make(*arguments: Any, **settings: Any) -> Agent:
-        agents.append(Agent(leaving, run, *arguments, **settings))
-        return agents[0]
-
-    # torch's launcher makes the agent itself and has no place to name another one (2.13).
-    launcher.LocalElasticAgent = make  # type: ignore[assignment,misc]
-    try:
-        torchrun.run(options)
-    except ChildFailedError:
-        verdict = agents[0].verdict
-        print(f"megarl.agent: {verdict.sentence} (exit status {verdict.status})", file=sys.stderr, flush=True)
-        return verdict.status
-    except SignalException as error:
-        print(f"megarl.agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
-        return REQUEUE if error.sigval in SIGNALS else FAILED
-    return COMPLETE
-
-
-def _recipe(options: Any) -> Recipe | None:
-    if not options.module or options.training_script != "megarl.train":
-        return None
-    words = [word for word in options.training_script_args if not word.startswith("--")]
-    return load_recipe(words[0], words[1:]) if words else None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,11 @@
+"""`python -m megarl.agent`. Signals wait from here on, until there is somebody to take them: the imports take seconds."""
+
+import sys
+
+if __name__ == "__main__":
+    from megarl.preemption import hold_signals
+
+    hold_signals()
+    from megarl.agent.command import main
+
+    sys.exit(main(sys.argv[1:]))
