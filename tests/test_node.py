@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from megarl.exit_status import BAD_INPUT
 from megarl.node.__main__ import main
 from megarl.node.settings import interface_of, network_environment, own_address, read_node_settings
+from tests.slurm_cluster import free_ports
 
+DEADLINE_S = 240
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"NUM_NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "4", "MASTER_ADDRESS": "127.0.0.1"}
 
@@ -116,3 +119,14 @@ def test_what_a_node_started_ends_with_it_when_it_is_killed() -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
         time.sleep(0.01)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_engines_hear_no_signal_of_a_preemption_and_leave_nothing_behind_when_they_are_killed() -> None:
+    """A signal to all processes of a step, as Slurm sends it, must leave the engines to the ranks that save."""
+    command = [sys.executable, "-m", "tests.ray_of_a_node", str(free_ports(1)[0])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["num_of_engine"] == 2, "its child and the tracker of resources"
+    assert found["child_lives"] and found["gone"] == [], found
+    assert found["left"] == [] and found["at_the_end"] == 0, found

@@ -60,7 +60,7 @@ echo "megarl: node $SLURM_NODEID has not started, and cannot be told" >&2
 exit 1'
 
 # Tells node.sh on each node, and nobody else. A signal that Slurm sends to a step, or srun to its tasks, reaches every process
-# in it: Ray's daemons, engines and reward workers would die of SIGUSR1 before the ranks have saved.
+# in it: Ray's and the engines' do not hear it, but those that are writing a checkpoint would die of it.
 # shellcheck disable=SC2317,SC2329  # called by the trap
 warn() {
     warned=yes

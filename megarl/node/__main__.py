@@ -16,7 +16,15 @@ from pathlib import Path
 
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.node.failure import NodeError
-from megarl.node.processes import Signalled, Signals, adopt_orphans, catch_signals, end_descendants, start_tied
+from megarl.node.processes import (
+    Orphans,
+    Signalled,
+    Signals,
+    adopt_orphans,
+    catch_signals,
+    end_descendants,
+    start_tied,
+)
 from megarl.node.settings import NodeSettings, check_port, network_environment, read_node_settings
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoint
@@ -77,7 +85,8 @@ def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory
     os.environ.update(ray_environment(recipe))
     daemons = start_ray(settings, directory)
     if settings.is_trainer:
-        return _run_agent(settings, arguments, {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}, signals)
+        environment = {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}
+        return _run_agent(settings, arguments, environment, signals, daemons.pid)
     return _wait_for_end_of_head(settings, daemons, signals, recipe.trainer.collective_timeout_s)
 
 
@@ -106,8 +115,11 @@ def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
         raise NodeError("the doctor finds the nodes unfit; what it says stands above")
 
 
-def _run_agent(settings: NodeSettings, arguments: list[str], environment: Mapping[str, str], signals: Signals) -> int:
-    """torchrun's agent for the ranks of this node, to its end; signals go to it."""
+def _run_agent(
+    settings: NodeSettings, arguments: list[str], environment: Mapping[str, str], signals: Signals, *others: int
+) -> int:
+    """torchrun's agent for the ranks of this node, to its end; signals go to it. `others` are this process's children
+    besides."""
     options = ["--nnodes", str(settings.trainer_nodes), "--node-rank", str(settings.node_rank)]
     options += ["--nproc-per-node", str(settings.ranks_per_node), "--max-restarts", str(settings.max_restarts)]
     options += ["--master-addr", settings.master, "--master-port", str(settings.master_port)]
@@ -124,7 +136,10 @@ def _run_agent(settings: NodeSettings, arguments: list[str], environment: Mappin
         agent.send_signal(number)
 
     signals.target = pass_on
-    status = agent.wait()
+    orphans = Orphans()
+    while (status := agent.poll()) is None:
+        orphans.end((agent.pid, *others))
+        time.sleep(POLL_S)
     if -status in passed_on and -status != signal.SIGINT:
         return REQUEUE  # it had no handler yet, and so no ranks
     return status if status >= 0 else 128 - status
@@ -141,8 +156,9 @@ def _wait_for_end_of_head(
         signals.target = None
 
     signals.target = once
-    heard = time.monotonic()
+    heard, orphans = time.monotonic(), Orphans()
     while True:
+        orphans.end((daemons.pid,))
         error = head_answers(settings)
         if error is None:
             heard = time.monotonic()

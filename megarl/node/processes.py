@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import psutil
+
+from megarl.preemption import hold_signals
 
 # prctl(2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -70,13 +72,17 @@ def start_tied(
     end: signal.Signals,
     output: IO[bytes] | int | None = None,
     merged: bool = True,
+    deaf: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, so that a terminal's signals reach it through this process alone. It gets
-    `end` where this process ends without a word. Its errors go to `output`, too, where they are `merged`."""
+    `end` where this process ends without a word. Its errors go to `output`, too, where they are `merged`. A `deaf` one, and
+    what it starts, does not hear the signals of `megarl.preemption`: Slurm sends them to all processes of a step."""
     library = ctypes.CDLL(None)  # before the fork: loading it takes locks
 
     def tie() -> None:
         library.prctl(PR_SET_PDEATHSIG, int(end), 0, 0, 0)
+        if deaf:  # to ignore them is not enough: Ray's programs set handlers of their own
+            hold_signals()
 
     return subprocess.Popen(
         command,
@@ -91,17 +97,53 @@ def start_tied(
 
 def end_descendants() -> None:
     """End every process that began here: in good order, then by force; and remove the files in /dev/shm that only they
-    mapped."""
+    mapped. One that is deaf to SIGTERM is ended by force at once."""
     me = psutil.Process()
     shared = _mapped(me.children(recursive=True))
     for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         processes = me.children(recursive=True)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+                process.send_signal(signal.SIGKILL if _is_deaf(process.pid) else number)
         _wait_for_end(me, wait_s)
     for file in shared - _mapped(psutil.process_iter()):
         Path(file).unlink(missing_ok=True)
+
+
+class Orphans:
+    """Descendants whose parent has ended while the job goes on: vLLM's processes outlive an engine that was killed, as with
+    the rank 0 that it served, and keep their memory. Needs `adopt_orphans`."""
+
+    def __init__(self) -> None:
+        self._since: dict[psutil.Process, float] = {}
+
+    def end(self, known: Collection[int]) -> None:
+        """End children of this process but the `known`, and theirs: in good order, or, `TERM_S` later, by force. Returns at
+        once; to be called again and again."""
+        orphans = [child for child in psutil.Process().children() if child.pid not in known]
+        self._since = {orphan: self._since.get(orphan, time.monotonic()) for orphan in orphans}
+        for orphan, since in self._since.items():
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if os.waitpid(orphan.pid, os.WNOHANG)[0]:
+                    continue
+                late = time.monotonic() - since > TERM_S
+                family = [orphan, *orphan.children(recursive=True)]
+                shared = _mapped(family)
+                for process in family:
+                    process.send_signal(signal.SIGKILL if late or _is_deaf(process.pid) else signal.SIGTERM)
+                psutil.wait_procs(family, timeout=0.1)
+                for file in shared - _mapped(psutil.process_iter()):
+                    Path(file).unlink(missing_ok=True)
+
+
+def _is_deaf(pid: int) -> bool:
+    """Whether a process of this machine has SIGTERM held back."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return False
+    blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    return bool(blocked >> (signal.SIGTERM - 1) & 1)
 
 
 def _wait_for_end(me: psutil.Process, wait_s: float) -> None:

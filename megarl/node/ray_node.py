@@ -54,8 +54,9 @@ def start_ray(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_options(settings, directory)]
     log = directory / "ray-start.log"
     with log.open("wb") as output:
-        # Killed with this process; the daemons are tied to it in the same way.
-        process = start_tied(command, daemon_environment(os.environ), signal.SIGKILL, output)
+        # Killed with this process; the daemons are tied to it in the same way. Deaf: the engines are needed until the ranks
+        # have saved.
+        process = start_tied(command, daemon_environment(os.environ), signal.SIGKILL, output, deaf=True)
     _wait_for_nodes(settings, process, log, end)
     return process
 

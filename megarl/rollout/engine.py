@@ -17,6 +17,7 @@ import psutil
 
 from megarl.family import ModelShape
 from megarl.placement import EnginePlace, visible_devices
+from megarl.preemption import holds_signals, keep_holding_signals
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
@@ -149,6 +150,7 @@ class RolloutEngine:
             os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        keep_holding_signals()
         try:
             self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
             await self._engine.update_weight_version(str(self._version))
@@ -248,7 +250,8 @@ class RolloutEngine:
     async def stop(self) -> None:
         """End vLLM's processes; the actor itself is ended by its pool."""
         if self._engine is not None:
-            self._engine.shutdown()
+            # vLLM waits 5 s for what has heard no SIGTERM, and then ends it by force.
+            self._engine.shutdown(timeout=0.0 if holds_signals() else None)
             self._engine = None
 
     async def _stand_still(self, mode: str) -> None:

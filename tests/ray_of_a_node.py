@@ -1,0 +1,69 @@
+"""The Ray of one node, as `megarl.node` starts it, with an actor that has a child, as engines have. Sends all of them the
+signals of a preemption, then kills the actor alone; prints who was left each time."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+from megarl.node.processes import Orphans, adopt_orphans, end_descendants
+from megarl.node.ray_node import ray_address, start_ray
+from megarl.node.settings import read_node_settings
+from megarl.preemption import SIGNALS, keep_holding_signals
+from megarl.rollout.cluster import join_cluster, stop_cluster
+
+DEADLINE_S = 60.0
+
+
+class WithChild:
+    def start(self) -> int:
+        keep_holding_signals()
+        import multiprocessing
+
+        self.child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        self.child.start()
+        return os.getpid()
+
+    def child_lives(self) -> bool:
+        return self.child.is_alive()
+
+
+def main(port: str) -> None:
+    settings = read_node_settings({"NUM_NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "127.0.0.1",
+                                   "RAY_PORT": port})  # fmt: skip
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True) as directory:
+        try:
+            daemons = psutil.Process(start_ray(settings, Path(directory)).pid)
+            join_cluster(ray_address(settings))
+            actor = ray.remote(WithChild).options(num_cpus=0).remote()
+            engine = psutil.Process(ray.get(actor.start.remote(), timeout=DEADLINE_S))
+            of_engine = engine.children()
+            everybody = [daemons, *daemons.children(recursive=True)]
+            for number in SIGNALS:
+                for process in everybody:
+                    process.send_signal(number)
+            child_lives = ray.get(actor.child_lives.remote(), timeout=DEADLINE_S)
+            gone = [process.name() for process in everybody if process.status() == psutil.STATUS_ZOMBIE]
+
+            engine.send_signal(signal.SIGKILL)
+            orphans, end = Orphans(), time.monotonic() + DEADLINE_S
+            while any(process.is_running() for process in of_engine) and time.monotonic() < end:
+                orphans.end((daemons.pid,))
+                time.sleep(0.1)
+            left = [process.cmdline() for process in of_engine if process.is_running()]
+            stop_cluster()
+        finally:
+            end_descendants()
+    print(json.dumps({"num_of_engine": len(of_engine), "child_lives": child_lives, "gone": gone, "left": left,
+                      "at_the_end": len(psutil.Process().children())}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
