@@ -299,19 +299,23 @@ def test_a_manifest_survives_json(published: Published) -> None:
     assert WeightManifest.from_dict(json.loads(json.dumps(manifest.as_dict()))) == manifest
 
 
-def test_segments_of_dead_processes_are_swept_and_living_ones_kept() -> None:
+def test_segments_of_dead_processes_are_swept_and_living_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own: every trainer of this machine sweeps /dev/shm when it starts."""
     code = (
-        "import os, signal\nfrom megarl.sync.segment import SharedSegment\n"
-        "SharedSegment.create('test-dead', 4096)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom megarl.sync import segment\n"
+        "segment.ROOT = Path(sys.argv[1])\n"
+        "segment.SharedSegment.create('dead', 4096)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code], check=False)
-    mine = segment.SharedSegment.create(f"test-alive-{os.getpid()}", 4096)
-    assert (segment.ROOT / "megarl-test-dead").exists()
-    removed = segment.sweep()
-    assert "test-dead" in removed and mine.name not in removed
-    assert (segment.ROOT / f"megarl-{mine.name}").exists() and not (segment.ROOT / "megarl-test-dead").exists()
+    monkeypatch.setattr(segment, "ROOT", tmp_path)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    mine = segment.SharedSegment.create("alive", 4096)
+    assert {file.name for file in tmp_path.iterdir()} == {"megarl-dead", "megarl-alive"}
+    assert segment.sweep() == ["dead"]
+    assert [file.name for file in tmp_path.iterdir()] == ["megarl-alive"]
     mine.close()
-    assert not (segment.ROOT / f"megarl-{mine.name}").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_too_little_shared_memory_is_an_error_and_not_a_dead_process() -> None:
