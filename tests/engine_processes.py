@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 
 from megarl.family import ModelShape
@@ -23,18 +25,19 @@ from tests.networks import Network
 STATES = ("pause", "begin", "first", "middle", "last", "commit", "resume")
 SIGNALS = {"kill": signal.SIGKILL, "stall": signal.SIGSTOP}
 CUT = "cut"  # the worker's network is taken down
-START_S = 120.0
+ANSWER_S = 240.0  # until a worker that lives says something: longer than any deadline of a sync
+LOOK_S = 0.05
 
 Fault = tuple[str, str]  # a key of SIGNALS or CUT, and one of STATES
 Answer = tuple[int, dict[str, torch.Tensor]]  # version and parameters
 
 
 class ProcessEngines:
-    """What rank 0 knows the engines by; each has one worker. A dead or silent one is started again."""
+    """What rank 0 knows the engines by; each has one worker. A dead or stopped one is started again."""
 
-    def __init__(self, shape: ModelShape, num_engines: int, timeout_s: float, network: Network | None = None) -> None:
+    def __init__(self, shape: ModelShape, num_engines: int, network: Network | None = None) -> None:
         """The workers run in a network of their own where one is given."""
-        self._shape, self._timeout_s, self._network = shape, timeout_s, network
+        self._shape, self._network = shape, network
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preload"])
         self._workers: list[Any] = [None] * num_engines
@@ -84,7 +87,7 @@ class ProcessEngines:
         """Have the workers give back what they hold, and end; `close` kills them."""
         for worker, connection in zip(self._workers, self.connections, strict=True):
             connection.send(("end",))
-            worker.join(self._timeout_s)
+            worker.join(ANSWER_S)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -101,18 +104,28 @@ class ProcessEngines:
         theirs.close()
         self.connections[engine] = ours
         self.starts[engine] += 1
-        assert ours.poll(START_S) and ours.recv() == "started"
+        assert ours.poll(ANSWER_S) and ours.recv() == "started"
 
     def _ask(self, engine: int, question: tuple[Any, ...]) -> Any:
         self.connections[engine].send(question)
         return self._hear(engine)
 
     def _hear(self, engine: int) -> Any:
-        """What a worker says; None where it is dead or silent."""
+        """What a worker says; None where it is dead or stopped. One that a busy machine holds up is waited for."""
+        connection, end = self.connections[engine], time.monotonic() + ANSWER_S
         try:
-            return self.connections[engine].recv() if self.connections[engine].poll(3 * self._timeout_s) else None
+            while not connection.poll(LOOK_S):
+                if self._stopped(engine) or time.monotonic() > end:
+                    return None
+            return connection.recv()
         except (EOFError, OSError):
             return None
+
+    def _stopped(self, engine: int) -> bool:
+        try:
+            return psutil.Process(self._workers[engine].pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:  # its end of the connection says so
+            return False
 
 
 def _serve(connection: Connection, shape: ModelShape, network: Network | None) -> None:

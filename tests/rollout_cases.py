@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from megarl.recipe.recipe import Recipe
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
 from megarl.sync.publish import SyncSettings, WeightSync
+from megarl.sync.ring import RingSender
 
 VOCAB = 131
 ONE_WORKER = RolloutLayout()
@@ -130,6 +132,12 @@ class Publisher:
         """As the pipeline does for an engine that was started again."""
         version, shards, engines = self._last
         self.sync.publish(version, shards, engines, chosen)
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """`weight_sync.timeout_s` from the next attempt on."""
+        self.sync._settings = replace(self.sync._settings, timeout_s=timeout_s)
+        if isinstance(self.sync._sender, RingSender):
+            self.sync._sender._timeout_s = timeout_s
 
     def close(self) -> None:
         self.sync.close()
