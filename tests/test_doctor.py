@@ -207,6 +207,30 @@ def test_what_makes_one_node_unfit_fails_all() -> None:
         assert_fails(findings, "node 1", "b: shared memory: full")
 
 
+def test_a_run_directory_that_not_all_nodes_share(tmp_path: Path) -> None:
+    """Two nodes with one file system, and one whose directory of the same purpose is another."""
+    for name in ("shared", "local"):
+        (tmp_path / name).mkdir()
+    # Not made yet: the directory above it is looked at.
+    run_dirs = {0: tmp_path / "shared" / "runs", 1: tmp_path / "shared" / "runs", 2: tmp_path / "local" / "runs"}
+    nodes = [Node(rank, "abc"[rank], VERSIONS, run_dir=run_dir) for rank, run_dir in run_dirs.items()]
+    for findings in meet(nodes, 3, 20.0):
+        assert_fails(findings, "shared run directory", "node 2 (c) does not see", f"{run_dirs[0]}", "run.dir")
+        assert "node 1" not in finding(findings, "shared run directory").found
+    for findings in meet(nodes[:2], 2, 20.0):
+        assert finding(findings, "shared run directory").verdict == Verdict.OK
+    run_dirs[0].mkdir()
+    for findings in meet(nodes[:2], 2, 20.0):
+        assert finding(findings, "shared run directory").verdict == Verdict.OK
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "runs", "shared"], "nothing is left"
+
+
+def test_a_run_directory_that_takes_no_file_is_told_by_its_own_node_alone(tmp_path: Path) -> None:
+    first, second = (Node(rank, "ab"[rank], VERSIONS, run_dir=Path("/proc/runs")) for rank in (0, 1))
+    for findings in meet([first, second], 2, 20.0):
+        assert not [one for one in findings if one.check == "shared run directory"]
+
+
 def test_a_first_node_whose_port_is_taken_says_so(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     findings = compare_nodes(Node(0, "a", VERSIONS), 2, ("127.0.0.1", port), 5.0)

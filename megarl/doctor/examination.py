@@ -42,7 +42,7 @@ def examine(question: Question) -> Iterator[Finding]:
         yield finding
     if question.num_nodes > 1:
         versions = shared_versions(SHARED, importlib.metadata.version)
-        node = Node(question.node_rank, socket.gethostname(), versions, unfit)
+        node = Node(question.node_rank, socket.gethostname(), versions, unfit, question.run_dir)
         yield from compare_nodes(node, question.num_nodes, question.master, question.timeout_s)
 
 

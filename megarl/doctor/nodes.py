@@ -10,10 +10,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.doctor.finding import Finding, Verdict, fail, ok
+from megarl.doctor.sharing import Token, judge, leave_token, sees
 
 LINE_BYTES = 1 << 20
 RETRY_S = 0.2
@@ -23,12 +26,14 @@ CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself: its number, its name, `versions`, which all nodes must share, and what makes it unfit."""
+    """A node of the job: its number, its name, `versions`, which all nodes must share, what makes it unfit, and where it has
+    the directory of runs; None where that is not asked."""
 
     rank: int
     name: str
     versions: Mapping[str, str]
     unfit: Sequence[str] = ()
+    run_dir: Path | None = None
 
 
 def compare_nodes(
@@ -44,7 +49,7 @@ def compare_nodes(
 
 
 def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Callable[[], float]) -> list[Finding]:
-    nodes, skews = {0: node}, {0: 0.0}
+    nodes, skews, seen = {0: node}, {0: 0.0}, {}
     connections: dict[int, socket.socket] = {}
     end = time.monotonic() + timeout_s
     try:
@@ -52,7 +57,7 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
     except OSError as error:
         fix = "choose another port (MASTER_PORT), or end what listens there"
         return [fail("node 0", f"cannot listen for the others at port {port}: {error.strerror}", fix)]
-    with listening as server:
+    with listening as server, _token_of(node) as token:
         while len(nodes) < num_nodes:
             server.settimeout(max(0.01, end - time.monotonic()))
             try:
@@ -60,7 +65,7 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
                 connection.settimeout(max(0.01, end - time.monotonic()))
                 said = _receive(connection)
                 asked = clock()
-                _send(connection, {"time": asked})
+                _send(connection, {"time": asked} | ({} if token is None else {"token": asdict(token)}))
                 answered = _receive(connection)
                 # Another megarl may say less: that it is another one is then the finding.
                 other = Node(int(said["rank"]), said["name"], said["versions"], said.get("unfit", ()))
@@ -71,7 +76,11 @@ def _serve(node: Node, num_nodes: int, port: int, timeout_s: float, clock: Calla
                     break
                 continue
             skews[other.rank], nodes[other.rank], connections[other.rank] = skew, other, connection
+            if "sees" in answered:
+                seen[f"node {other.rank} ({other.name})"] = bool(answered["sees"])
     found = [_missing(num_nodes, nodes, timeout_s), *_unfit(nodes), *_differences(nodes), _clocks(nodes, skews)]
+    if node.run_dir is not None and seen:
+        found.append(judge(seen, node.run_dir))
     for connection in connections.values():
         with connection, contextlib.suppress(OSError):  # one that has gone says so itself
             _send(connection, {"findings": [[one.check, one.verdict, one.found, one.fix] for one in found]})
@@ -88,16 +97,23 @@ def _ask(node: Node, master: tuple[str, int], timeout_s: float, clock: Callable[
                     connection,
                     {"rank": node.rank, "name": node.name, "versions": dict(node.versions), "unfit": list(node.unfit)},
                 )
-                _receive(connection)
-                _send(connection, {"time": clock()})
+                asked = _receive(connection)
+                answer: dict[str, Any] = {"time": clock()}
+                if node.run_dir is not None and "token" in asked:
+                    answer["sees"] = sees(Token(**asked["token"]), node.run_dir)
+                _send(connection, answer)
                 connection.settimeout(2 * timeout_s)  # until the last node has come
                 rows = _receive(connection)["findings"]
                 return [Finding(check, Verdict(verdict), found, fix) for check, verdict, found, fix in rows]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             reason = str(error)
             time.sleep(RETRY_S)
     fix = "is the name right, the port open between the nodes (firewall), and doctor running on node 0?"
     return [fail("node 0", f"node {node.rank} does not reach {where} within {timeout_s:g} s: {reason}", fix)]
+
+
+def _token_of(node: Node) -> AbstractContextManager[Token | None]:
+    return contextlib.nullcontext() if node.run_dir is None else leave_token(node.run_dir)
 
 
 def _missing(num_nodes: int, nodes: Mapping[int, Node], timeout_s: float) -> Finding:
