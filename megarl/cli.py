@@ -140,7 +140,8 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
-    from megarl.slurm_job import describe, fill, fit_job, submit_job
+    from megarl.slurm_job import check_time, describe, fill, fit_job, submit_job
+    from megarl.telemetry.run_directory import Resume, RunDirectory
 
     if not slurm:
         _fail("launch where? --slurm; on this machine alone, megarl train RECIPE")
@@ -151,6 +152,9 @@ def launch(
         job = fit_job(loaded, devices_per_node, ranks_per_node, nodes)
         variables = {} if container is None else {"CONTAINER": container}
         text = fill(job, options, variables, [recipe, *(overrides or [])])
+        check_time(loaded, text)
+        # As the job's start does it, where the directory can be seen from here.
+        RunDirectory.of(loaded).check(loaded, Resume.IF_SAVED)
         typer.echo(f"{describe(loaded, job)}: {job.file}", err=True)
         if submit:
             raise typer.Exit(submit_job(text))

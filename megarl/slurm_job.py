@@ -17,6 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
 # What sbatch and a shell both read as one word, with nothing to quote.
+_TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
 
@@ -96,6 +97,37 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
     return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
 
 
+def check_time(recipe: Recipe, text: str) -> None:
+    """Raises ValueError where a filled file's time limit leaves a start no time to train: its signal comes before the end,
+    and ranks then have `run.grace_s` to leave."""
+    limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
+    limit_s = time_limit_s(limit)
+    if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
+        raise ValueError(
+            f"--time = {limit}, {limit_s} s: must be longer than the {lead_s} s of --signal, by which a signal comes before "
+            f"the end, and run.grace_s = {recipe.run.grace_s:g} together, {lead_s + recipe.run.grace_s:g} s: a start would "
+            "leave when it has hardly begun"
+        )
+
+
+def time_limit_s(limit: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for what is none."""
+    if limit.upper() in ("UNLIMITED", "INFINITE", "0"):
+        return None
+    match = _TIME.fullmatch(limit)
+    if match is None:
+        ways = "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]"
+        raise ValueError(f"--time = {limit!r}: must be {ways}, as 24:00:00")
+    days, first, *more = match.groups()
+    numbers = [int(number) for number in (first, *more) if number is not None]
+    if days is not None:  # what comes first are hours
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
+    # One number are minutes, two minutes and seconds.
+    hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *(numbers + [0])[:2]]
+    return hours * 3600 + minutes * 60 + seconds
+
+
 def submit_job(text: str) -> int:
     """Hand a file's text to sbatch, which prints the job's number; its exit status. Raises ValueError where it is absent."""
     if shutil.which("sbatch") is None:
@@ -103,6 +135,12 @@ def submit_job(text: str) -> int:
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is"
         )
     return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
+
+
+def _setting(name: str, text: str) -> str:
+    found = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
+    assert len(found) == 1, f"--{name} is {len(found)} times in the sbatch file, and belongs there once"
+    return str(found[0])
 
 
 def _replace(pattern: str, new: str, text: str) -> str:

@@ -11,7 +11,8 @@ import pytest
 
 from megarl.placement import PlacementError
 from megarl.recipe import Recipe, load_recipe
-from megarl.slurm_job import CHECKOUT, SlurmJob, describe, fill, fit_job
+from megarl.slurm_job import CHECKOUT, SlurmJob, check_time, describe, fill, fit_job, time_limit_s
+from megarl.telemetry.run_directory import RunDirectory
 
 RECIPE = "recipes/ppo-tiny.yaml"  # 4 trainer ranks and an engine of one worker
 
@@ -121,6 +122,43 @@ def test_the_arithmetic_of_replayed_rollouts_has_no_engines(tmp_path: Path) -> N
     assert describe(replayed, fit_job(replayed, 4, None, None)) == "trainer.ranks = 4, 4 on a node: 1 node; 1 node in all"
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("24:00:00", 86400),
+        ("1-2", 93600),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+        ("0", None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_does(limit: str, seconds: int | None) -> None:
+    assert time_limit_s(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "1-", "-1", "1:"])
+def test_what_is_no_time_limit_is_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match="days-hours"):
+        time_limit_s(limit)
+
+
+def test_a_start_must_have_time_to_train() -> None:
+    """The signal comes 600 s before the end, and run.grace_s is 120."""
+    one = recipe()
+    for limit in ("12:01", "1-0", "UNLIMITED"):
+        check_time(one, fill(job(), {"time": limit}, {}, [RECIPE]))
+    check_time(one, fill(job(), {}, {}, [RECIPE]))
+    with pytest.raises(
+        ValueError, match="--time = 12:00, 720 s: must be longer than the 600 s .* run.grace_s = 120 together, 720"
+    ):
+        check_time(one, fill(job(), {"time": "12:00"}, {}, [RECIPE]))
+    with pytest.raises(ValueError, match="run.grace_s = 86000 together, 86600 s"):
+        check_time(recipe("run.grace_s=86000"), fill(job(), {}, {}, [RECIPE]))
+
+
 def megarl_launch(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
     command = [sys.executable, "-m", "megarl.cli", "launch", *arguments]
@@ -140,13 +178,29 @@ def test_the_command_prints_the_file_or_hands_it_to_sbatch(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--devices-per-node", "8"], "--slurm"), (["--slurm", "--devices-per-node", "2", "--nodes", "1"], "--nodes = 1")],
+    [
+        (["--slurm", "--time", "10:00"], "--time = 10:00, 600 s"),
+        (["--devices-per-node", "8"], "--slurm"),
+        (["--slurm", "--devices-per-node", "2", "--nodes", "1"], "--nodes = 1"),
+    ],
 )
 def test_the_command_refuses(options: list[str], said: str) -> None:
     done = megarl_launch(RECIPE, *options)
     assert done.returncode == 2 and said in done.stderr and done.stdout == ""
 
 
+def test_the_run_directory_of_another_recipe_is_refused_before_the_job_waits(tmp_path: Path) -> None:
+    """As the start itself would, hours later."""
+    overrides = [f"run.dir={tmp_path}", "run.name=taken"]
+    earlier = recipe(*overrides, "run.seed=7")
+    RunDirectory.of(earlier).prepare(earlier, None)
+    for changes, status in (([], 2), (["run.seed=7"], 0), (["run.name=free"], 0)):
+        done = megarl_launch(RECIPE, *overrides, *changes, "--slurm")
+        assert done.returncode == status, done.stderr
+        assert status == 0 or f"{tmp_path}/taken is the run directory of another recipe: run.seed was 7" in done.stderr
+
+
 def test_the_command_loads_no_torch() -> None:
-    code = "import sys, megarl.slurm_job; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'vllm', 'ray')))"
+    heavy = "any(name in sys.modules for name in ('torch', 'numpy', 'vllm', 'ray'))"
+    code = f"import sys, megarl.slurm_job, megarl.telemetry.run_directory; sys.exit({heavy})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
