@@ -20,7 +20,9 @@
 #   JOIN_TIMEOUT_S   how long nodes wait for each other at the start (300)
 #   LOG_DIR          directory for a log of each rank, and of Ray where the job fails; none without it. Also for node-N.pid,
 #                    whose process takes signals, and at the end node-N.status and node-N.saved, the last checkpoint
-#   OMP_NUM_THREADS  CPU threads of a rank (trainer.threads of the recipe)
+#   OMP_NUM_THREADS, VLLM_CPU_OMP_THREADS_BIND
+#                    threads of a process, and cores of vLLM's workers: where one is set, megarl binds no process to cores, as
+#                    it does on CPUs otherwise
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, VLLM_HOST_IP
 #                    the network interface, or address, of messages (those of NODE_ADDRESS)
 #   RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH

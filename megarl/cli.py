@@ -103,6 +103,7 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, then train it on this machine with torchrun."""
+    from megarl.cores import thread_environment
     from megarl.data.model_files import model_directory
     from megarl.preemption import SIGNALS, hold_signals
 
@@ -117,8 +118,7 @@ def train(
     except ValueError as error:
         _fail(f"error: {error}")
     command = train_command(recipe, overrides or [], loaded.trainer.ranks, how)
-    # torchrun sets this to 1 where it is absent, silently; the recipe decides.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(loaded.trainer.threads)}
+    environment = {**os.environ, **thread_environment(os.environ, loaded.trainer.threads)}
     sys.stdout.flush()
     # In place of this process: signals reach the agent itself, and its exit status is ours.
     hold_signals()

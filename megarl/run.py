@@ -21,6 +21,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
+from megarl.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
@@ -80,12 +81,29 @@ def train(recipe: Recipe, resume: Resume) -> None:
             stage: Stage = broadcast_from_first(found)
             with ASKED.nothing_begun():
                 parts = build_parts(recipe, role_places, control, directory, stage, stack)
+            _bind(recipe, stage, rank)
             ASKED.watch_again()
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
         pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
         run_steps(pipeline, recipe, directory, checkpoint, progress, preemption)
     if rank == 0:
         starts.record_end(directory.path, starts.COMPLETE, f"all {recipe.run.steps} steps")
+
+
+def _bind(recipe: Recipe, stage: Stage, rank: int) -> None:
+    """Keep this rank to its cores. Not before Ray runs, which would have them, too, where rank 0 has started it."""
+    each = _bound_ranks()
+    if each is not None and stage.engines:
+        load = node_load(recipe, stage.engines, rank // each, each)
+        cores = rank_cores(sorted(os.sched_getaffinity(0)), load, rank % each)
+        if cores:
+            bind(cores)
+
+
+def _bound_ranks() -> int | None:
+    """Ranks of a node, where processes are bound to cores; None where they are not."""
+    on_cpus = platform.num_devices is None
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if on_cpus and BIND in os.environ else None
 
 
 def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) -> Path | None:
@@ -185,7 +203,7 @@ def build_parts(
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
         check_answers(load_terms(recipe.verifiers), list(prompts.every()))
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
-                             os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines)  # fmt: skip
+                             os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
         rollouts.start()
         rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=replayed)

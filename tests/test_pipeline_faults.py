@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from megarl.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
 from tests.runs import figures, megarl, tiny_recipe, tiny_run
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -30,9 +31,11 @@ def _poll(condition, deadline_s, what):
 
 
 def _start(recipe):
+    # As the user has it who has chosen no threads.
+    environment = {name: value for name, value in os.environ.items() if name not in CHOSEN}
     return subprocess.Popen(
         [sys.executable, "-m", "megarl.cli", "train", str(recipe)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
 
 
@@ -41,14 +44,26 @@ def _engine_cores(run):
     return [process for process in processes if "EngineCore" in " ".join(process.cmdline() or [process.name()])]
 
 
-def _kill_engine_after(run, folder, name, steps):
+def _assert_bound(run):
+    """Two ranks with cores of their own, and an engine that takes turns with both of them, where there are two cores."""
+    cores, load = sorted(os.sched_getaffinity(0)), NodeLoad(2, 1, (1,), take_turns=True)
+    children = psutil.Process(run.pid).children(recursive=True)
+    ranks = [one for one in children if "megarl.train" in one.cmdline() and one.ppid() == run.pid]
+    assert sorted(one.cpu_affinity() for one in ranks) == [list(rank_cores(cores, load, rank)) or cores for rank in (0, 1)]
+    for one in _engine_cores(run):
+        assert one.cpu_affinity() == list(engine_cores(cores, load, 0))
+
+
+def _kill_engine_after(run, folder, name, steps, look=lambda run: None):
     metrics = folder / "runs" / name / "metrics.jsonl"
 
     def ready():
         assert run.poll() is None, run.stdout.read()[-3000:]
         return metrics.is_file() and len(metrics.read_text().splitlines()) >= steps and _engine_cores(run)
 
-    for process in _poll(ready, START_DEADLINE_S, f"step {steps} with a running engine"):
+    processes = _poll(ready, START_DEADLINE_S, f"step {steps} with a running engine")
+    look(run)
+    for process in processes:
         process.send_signal(signal.SIGKILL)
 
 
@@ -60,7 +75,7 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
     changes |= {"rollout__max_restarts": 1, "run__checkpoint_every": 1}
     recipe = tiny_recipe(tmp_path, "killed", False, 2, 1, 2, steps, **changes)
     run = _start(recipe)
-    _kill_engine_after(run, tmp_path, "killed", 2)
+    _kill_engine_after(run, tmp_path, "killed", 2, _assert_bound)
     _kill_engine_after(run, tmp_path, "killed", 4)
     output, _ = run.communicate(timeout=END_DEADLINE_S)
     assert run.returncode != 0

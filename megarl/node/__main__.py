@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.cores import thread_environment
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.node.failure import NodeError
 from megarl.node.processes import (
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory: Path, signals: Signals) -> int:
     os.environ.update(network_environment(settings.address))
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.trainer.threads))
+    os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
     if settings.node_rank == 0 and recipe.rollout.replay is None:
         check_port(settings)  # before the doctor lets the other nodes go on: they would join what listens there
     _ask_doctor(settings, arguments)

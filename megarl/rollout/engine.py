@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+import torch
 
+from megarl.cores import NodeLoad, bind, engine_cores, worker_threads
 from megarl.family import ModelShape
 from megarl.placement import EnginePlace, visible_devices
 from megarl.preemption import holds_signals, keep_holding_signals
@@ -59,6 +61,8 @@ class EngineSettings:
     place: EnginePlace = EnginePlace(0, ())
     device_variable: str | None = None  # that the place's devices are set in; None on a CPU
     takes_turns: bool = False  # with the trainer, for the memory of a GPU
+    load: NodeLoad | None = None  # of its node, where processes are bound to cores
+    position: int = 0  # among the node's engines
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +152,7 @@ class RolloutEngine:
         if variable is not None:
             # Before anything asks the driver. Ray leaves the list as its node has it, as no GPU is asked of it (2.60).
             os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
+        self._bind()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
@@ -163,6 +168,18 @@ class RolloutEngine:
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
         return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
+
+    def _bind(self) -> None:
+        """Keep the engine, and all processes that vLLM starts for it, to its cores of this node."""
+        load, workers = self._settings.load, self._settings.layout.workers
+        if load is None:
+            return
+        cores = engine_cores(sorted(os.sched_getaffinity(0)), load, self._settings.position)
+        if cores:
+            bind(cores)
+            threads = worker_threads(cores, workers)
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that begin with Python anew
+            torch.set_num_threads(threads)  # and of those that are forked
 
     async def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue a batch, drop what is left of an earlier one, and start. Raises EngineDirty, EngineDied."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
+from megarl.cores import BIND, CHOSEN
 from megarl.platform import current as device_platform
 from megarl.rollout.cluster import node_share
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
@@ -19,20 +22,17 @@ from megarl.sync.manifest import SyncError
 STOP_S = 10.0
 
 
-def engine_environment(workers: int) -> dict[str, str]:
+def engine_environment(workers: int, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: two spinning OpenMP
     threads under contention are ten times slower; Dynamo compiles for seconds at the first log-probability; vLLM's own
-    binding would pin every engine to the same cores.
+    binding would pin every engine to the same cores. What the user has chosen in their `own` environment stays (`cores.py`).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if device_platform.kind != "cpu":
         return variables
-    variables |= {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
+    chosen = {} if BIND in own else {name: own[name] for name in CHOSEN if name in own}
+    variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | chosen
     if workers == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets engine core and worker share one process
     return variables

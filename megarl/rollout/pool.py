@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from megarl.cores import node_load
 from megarl.data.sample import Prompt
 from megarl.family import ModelShape
 from megarl.placement import EnginePlace, place_engines
@@ -42,9 +43,11 @@ class EnginePool:
         seed: int,
         ray_address: str | None = None,
         places: Sequence[EnginePlace] = (),
+        bound_ranks: int | None = None,
     ) -> None:
         """`model_path` is a Hugging Face directory; without `ray_address` a local Ray is started. `places` has one for each
-        engine; without any they are placed on this machine."""
+        engine; without any they are placed on this machine. `bound_ranks`: trainer ranks of a node, where processes are
+        bound to cores."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
         self._vocab = ModelShape.from_directory(model_path).vocab
         self._version: int | None = None  # the last one that was published
@@ -82,6 +85,8 @@ class EnginePool:
                     device_variable=platform.device_variable,
                     # Cores have no memory of their own to hand over, and vLLM for CPUs refuses to sleep.
                     takes_turns=rollout.placement == "colocated" and platform.num_devices is not None,
+                    load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
+                    position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
                 max_calls=recipe.phases.rollout.prompts + 16,
@@ -344,10 +349,11 @@ def open_pool(
     seed: int,
     ray_address: str | None = None,
     places: Sequence[EnginePlace] = (),
+    bound_ranks: int | None = None,
 ) -> EnginePool | ReplayPool:
-    """Engines, or the replay that the recipe names in their place; not started yet."""
+    """Engines, or the replay that the recipe names in their place; not started yet. Arguments as of `EnginePool`."""
     if recipe.rollout.replay is not None:
         section = recipe.phases.rollout
         routed = recipe.actor.router_replay
         return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed)
-    return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places)
+    return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places, bound_ranks)
