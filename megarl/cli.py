@@ -191,6 +191,24 @@ def report(run_dir: RunArgument) -> None:
 
 
 @app.command()
+def trace(
+    run_dir: RunArgument,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; RUN/trace.json if not given.")] = None,
+) -> None:
+    """Merge what all ranks wrote of their steps into one file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    _need_run(run_dir)
+    from megarl.telemetry.trace import merge
+
+    try:
+        merged = json.dumps(merge(run_dir))
+    except ValueError as error:
+        _fail(str(error))
+    path = out or Path(run_dir) / "trace.json"
+    path.write_text(merged, encoding="utf-8")
+    typer.echo(path)
+
+
+@app.command()
 def doctor(
     recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Also look at what this recipe needs.")] = None,
     overrides: OverridesArgument = None,

@@ -24,6 +24,7 @@ from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.schedule import Cost, Executed, Plan, PlanMismatch, compare, plan_phase
 from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import span
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class Pipeline:
             rollouts, prompts = self._rollout(number)
         with self._phase("reward"):
             batch = self._reward(rollouts, prompts)
-        plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
+        with self.clock.phase("plan"):
+            plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
         with self._phase("rollout"):
             batch.samples = self._samples(rollouts.payload, plans)
         if self.parts.reward_model is not None:
@@ -129,12 +131,14 @@ class Pipeline:
         rollouts = prompts = None
         if self.rank == 0:
             prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
-            rollouts = self.parts.rollouts.generate(prompts, number, self._resync)
+            with span("wait_engines"):
+                rollouts = self.parts.rollouts.generate(prompts, number, self._resync)
             if self.parts.dump is not None:
                 self.parts.dump(number, rollouts)
-        while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while the engines work, and one was lost
-            self._publish(self.version, rollouts.engines)
-            rollouts = None
+        with span("wait_engines"):
+            while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while they work, and one was lost
+                self._publish(self.version, rollouts.engines)
+                rollouts = None
         sections = self.recipe.phases.rollout
         planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
         ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
@@ -162,13 +166,15 @@ class Pipeline:
         scored = None
         if self.rank == 0:
             group_size = self.recipe.algorithm.group_size
-            scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
+            with span("wait_rewards"):
+                scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
             if not scored.valid.any():
                 sample, reason = next(iter(scored.failures.items()))
                 raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
             for sample, reason in list(scored.failures.items())[:1]:
                 logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
-        scored = broadcast_from_first(scored)
+        with span("wait_rewards"):
+            scored = broadcast_from_first(scored)
         self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
         return Batch(
             prompt_lengths=rollouts.prompt_lengths,

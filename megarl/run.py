@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from contextlib import ExitStack
@@ -50,11 +51,15 @@ from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
 from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, starts  # noqa: E402
+from megarl.telemetry.clock import recording  # noqa: E402
+from megarl.telemetry.idle import idle_figures  # noqa: E402
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
+from megarl.telemetry.trace import TraceWriter, clock_offsets  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
+CLOCK_READINGS = 5
 
 
 def train(recipe: Recipe, resume: Resume) -> None:
@@ -75,7 +80,9 @@ def train(recipe: Recipe, resume: Resume) -> None:
         starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
-        clock = PhaseClock(rank, on_phase=progress.phase)
+        trace = recipe.run.trace
+        clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans")
+        stack.enter_context(recording(clock))
         with clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(found)
@@ -235,6 +242,7 @@ def run_steps(
         progress.resumed(done)
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
+    trace = None if recipe.run.trace == "none" else _open_trace(run, rank)
     metrics = MetricsWriter(run.metrics) if rank == 0 else None
     if metrics is not None:
         metrics.truncate_after(done)
@@ -246,7 +254,9 @@ def run_steps(
 
     clock.take()  # the start of a run belongs to no step
     for number in range(done + 1, recipe.run.steps + 1):
-        if preemption.agreed():
+        with clock.phase("agree"):  # a rank that comes late to a step is waited for here
+            leave = preemption.agreed()
+        if leave:
             if preemption.saved != done and done > 0:
                 save(pipeline.state(done))
             raise preemption.left(done, recipe.run.steps, str(run.checkpoints))
@@ -260,16 +270,30 @@ def run_steps(
                 save(before)
             raise preemption.left(done, recipe.run.steps, str(run.checkpoints)) from None
         done = number
-        figures |= clock.take()
-        # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
-        if metrics is not None:
-            metrics.write(number, figures)
-        progress.step(number, figures)
+        times = clock.take()
+        with clock.phase("metrics"):  # counted in the next step's line
+            figures |= times.figures() | idle_figures(gather_to_all(times.totals()))
+            # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
+            if metrics is not None:
+                metrics.write(number, figures)
+            if trace is not None:
+                trace.write(number, times)
+            progress.step(number, figures)
         every = recipe.run.checkpoint_every
         if number == recipe.run.steps or (every and number % every == 0):
             save(pipeline.state(number))
-    if metrics is not None:
-        metrics.close()
+    for written in (metrics, trace):
+        if written is not None:
+            written.close()
+
+
+def _open_trace(run: RunDirectory, rank: int) -> TraceWriter:
+    """This rank's file of the trace, on rank 0's clock. Collective."""
+    readings = []
+    for _ in range(CLOCK_READINGS):
+        gather_to_all(None)
+        readings.append(time.time())
+    return TraceWriter(run.path, rank, host_name(), clock_offsets(gather_to_all(readings))[rank])
 
 
 def _longest_wait_s(recipe: Recipe) -> float:

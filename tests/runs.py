@@ -139,4 +139,4 @@ def figures(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _is_timing(key: str) -> bool:
-    return key.startswith("time/") or key.endswith("_s")
+    return key.startswith(("time/", "idle/")) or key.endswith("_s")

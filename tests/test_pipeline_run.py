@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.telemetry.trace import merge
 from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -25,7 +26,8 @@ def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     ppo = request.param == "ppo"
     tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
-    changes = {"run__checkpoint_every": 3, "run__dump_rollouts": True, "phases__reward": {"sequences": REWARD_SEQUENCES},
+    changes = {"run__checkpoint_every": 3, "run__dump_rollouts": True, "run__trace": "spans",
+               "phases__reward": {"sequences": REWARD_SEQUENCES},
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
     if ppo:
         changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
@@ -62,6 +64,27 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
     assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
+
+
+def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
+    folder, ppo, _ = run
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(range(4))
+    for rank in range(4):
+        own = [event for event in slices if event["pid"] == rank]
+        steps = [event for event in own if event["cat"] == "step"]
+        assert [event["name"] for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
+        wall = sum(event["dur"] for event in steps)
+        assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
+        seen = {event["name"] for event in own}
+        assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
+        assert ("critic_update" in seen) == ppo
+    for line in (json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()):
+        causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
+        assert (
+            0 < line["idle/share"] == pytest.approx(sum(causes)) and line["idle/share"] + line["idle/unaccounted_share"] < 1
+        )
+        assert line["idle/straggler_rank"] in range(4)
 
 
 def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):

@@ -37,11 +37,11 @@ def test_phases_and_the_rest_sum_to_the_step(parts):
                 time.seconds += seconds
         key = f"time/{name or 'unaccounted'}"
         expected[key] = expected.get(key, 0) + seconds
-    times = clock.take()
+    times = clock.take().figures()
     total = times.pop("time/step")
     assert total == sum(seconds for _, seconds in parts) == sum(times.values())
     assert {k: v for k, v in times.items() if v} == {k: v for k, v in expected.items() if v}
-    assert clock.take() == {"time/unaccounted": 0, "time/step": 0}
+    assert clock.take().figures() == {"time/unaccounted": 0, "time/step": 0}
 
 
 def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
@@ -53,7 +53,7 @@ def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
         raise RuntimeError("lost")
     assert caught.value.__notes__ == ["in phase weight_sync on rank 3"]
     assert heard == ["weight_sync", None] and clock.current is None
-    assert clock.take()["time/weight_sync"] == 4
+    assert clock.take().figures()["time/weight_sync"] == 4
 
 
 def test_phases_do_not_nest():

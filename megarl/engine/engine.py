@@ -27,11 +27,13 @@ from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
 from megarl.engine.router_replay import RouterReplay
 from megarl.engine.settings import data_parallel_config, optimizer_config
+from megarl.engine.timers import MegatronTimers
 from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
 from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.reshard.megatron import rank_segments
 from megarl.schedule import Executed, MiniBatch
+from megarl.telemetry.clock import span
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
@@ -125,6 +127,7 @@ class Engine:
         self.models = build_model(shape, place.layout, precision, role, place.device, fp8, memory)
         self.chunks = list(self.models)
         self.config = self.models[0].config
+        self.config.timers = MegatronTimers()
         segments = rank_segments(
             shape,
             place.layout,
@@ -233,7 +236,8 @@ class Engine:
                 replay=self.router_replay,
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
-            succeeded, grad_norm, _ = self.optimizer.step()
+            with span("optimizer"):
+                succeeded, grad_norm, _ = self.optimizer.step()
         self._weights_to_gather = True
         if succeeded and not torch.isfinite(torch.as_tensor(grad_norm)):
             raise RuntimeError(
@@ -274,10 +278,11 @@ class Engine:
             ends_alone=self.role == "reward_model",
             choices=None if replay is None else replay.choices,
         )
-        packed = [
-            cut(batch, micro, place.device, place.layout, place.context_rank)
-            for micro in mini_batch.micro_batches[place.data_rank]
-        ]
+        with span("data"):
+            packed = [
+                cut(batch, micro, place.device, place.layout, place.context_rank)
+                for micro in mini_batch.micro_batches[place.data_rank]
+            ]
         stored: list[Any] = []
         ran: list[list[PackedMicroBatch]] = []  # by pipeline run
         remaining = [iter(packed) for _ in self.chunks]  # each chunk runs all of them
@@ -421,7 +426,8 @@ def share_results(
             flat = torch.cat([results[sample] for sample in own]).to(place.device)
         else:
             flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
-        dist.broadcast(flat, src=source)
+        with span("wait_ranks"):
+            dist.broadcast(flat, src=source)
         ordered += flat.cpu().split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
     return [by_sample[sample] for sample in range(len(batch.completion_lengths))]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.data.sample import Sample
 from megarl.engine.parallel import Place
 from megarl.schedule import Plan
+from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
 _control: dist.ProcessGroup | None = None
@@ -27,14 +28,16 @@ def start_control(timeout_s: float) -> dist.ProcessGroup:
 def broadcast_from_first(value: Value | None) -> Value:
     """Rank 0's value, on every rank."""
     box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0, group=_control)
+    with span("wait_ranks"):
+        dist.broadcast_object_list(box, src=0, group=_control)
     return box[0]
 
 
 def gather_to_all(value: Value) -> list[Value]:
     """Every rank's value, in rank order, on every rank; for metadata."""
     boxes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(boxes, value, group=_control)
+    with span("wait_ranks"):
+        dist.all_gather_object(boxes, value, group=_control)
     return boxes
 
 
@@ -52,5 +55,6 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
         for sample in micro_batch.samples
     }
     box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
-    dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
+    with span("wait_ranks"):
+        dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
     return box[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megarl.platform import current as platform
+from megarl.telemetry.clock import span
 
 Storage = torch.UntypedStorage
 
@@ -112,18 +113,20 @@ class Residence:
         """The weights are on the device inside, and what an update or a checkpoint needs besides if `training`."""
         assert not self._is_inside, "a role runs one phase at a time"
         self._is_inside = True
-        if self._weights_away:
-            self._weights.bring_back()
-            self._weights_away = False
-        if training and self._training_away:
-            self._states.bring_back()
-            self._gradients.bring_back()
-            self._training_away = False
+        with span("offload"):
+            if self._weights_away:
+                self._weights.bring_back()
+                self._weights_away = False
+            if training and self._training_away:
+                self._states.bring_back()
+                self._gradients.bring_back()
+                self._training_away = False
         try:
             yield
         finally:
             self._is_inside = False
-            self.leave()
+            with span("offload"):
+                self.leave()
 
 
 def _gradient_buffers(chunks: Iterable[Any]) -> list[Tensor]:

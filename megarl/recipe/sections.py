@@ -56,6 +56,9 @@ class RunSection(Section):
     preemption: Literal["finish", "abandon"] = "finish"
     """What a run does at SIGTERM or SIGUSR1: finish the step and save it, or leave at the next phase boundary. Then what the
     step before left is saved, or, where this step has changed weights already, the last checkpoint stands."""
+    trace: Literal["none", "phases", "spans"] = "phases"
+    """What each rank writes of its steps into `trace/` of the run directory, for `megarl trace`: when its phases ran, or
+    also the spans in them (micro-batches, waits, optimizer)."""
     grace_s: Seconds = 120.0
     """Time to leave after such a signal, in seconds; what is still there then is killed."""
 

@@ -27,6 +27,7 @@ from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
 from megarl.sync.stream import Part, Piece
 from megarl.sync.transport import TRANSPORTS, Sender
+from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
 Matrices = Mapping[str, torch.Tensor]  # local parameters, each [rows, columns]
@@ -150,7 +151,8 @@ class WeightSync:
             attempt += 1
             manifest = self._from_first(partial(self._begin, version, attempt, wanted))
             try:
-                done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
+                with span("send"):
+                    done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
             except SyncError:
                 self._meetings = [0] * len(self._meetings)  # every end lets go of its groups
                 raise
@@ -290,7 +292,8 @@ class WeightSync:
                 for worker, stream in enumerate(self._streams):
                     part = stream.part(bucket, self._rank)
                     if part is not None:
-                        memory = self._sender.room(worker, bucket)
+                        with span("wait_engines"):
+                            memory = self._sender.room(worker, bucket)
                         begun = time.perf_counter()
                         self._pack(manifest, worker, part, matrices, bucket, memory)
                         self._sender.send(worker, bucket)
@@ -352,13 +355,14 @@ class WeightSync:
         """What a step gives on rank 0, on every rank. Its failure is raised there as it is, and as SyncError elsewhere."""
         box: list[Any] = [None, None]
         error: Exception | None = None
-        if self._rank == 0:
-            try:
-                box[0] = step()
-            except Exception as caught:  # raised below, once the others know
-                error, box[1] = caught, f"{type(caught).__name__}: {caught}"
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=0, group=self._group)
+        with span("wait_engines"):  # there rank 0 waits for them, and here all others for it
+            if self._rank == 0:
+                try:
+                    box[0] = step()
+                except Exception as caught:  # raised below, once the others know
+                    error, box[1] = caught, f"{type(caught).__name__}: {caught}"
+            if self._group is not None:
+                dist.broadcast_object_list(box, src=0, group=self._group)
         if error is not None:
             raise error
         if box[1] is not None:
@@ -370,7 +374,8 @@ class WeightSync:
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * self._layout.ranks
-        dist.all_gather_object(everyone, value, group=self._group)
+        with span("wait_ranks"):
+            dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
 
