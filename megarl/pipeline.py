@@ -22,7 +22,7 @@ from megarl.engine.parallel import Place
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.schedule import Cost, Executed, Plan, PlanMismatch, compare, plan_phase
+from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, agree, compare, plan_phase
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import span
 
@@ -97,6 +97,8 @@ class Pipeline:
             batch = self._reward(rollouts, prompts)
         with self.clock.phase("plan"):
             plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
+            # Before the first of them: an error with both values instead of ranks that wait for each other.
+            agree(number, gather_to_all((number, {phase: Summary.of(plan) for phase, plan in plans.items()})))
         with self._phase("rollout"):
             batch.samples = self._samples(rollouts.payload, plans)
         if self.parts.reward_model is not None:

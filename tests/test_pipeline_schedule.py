@@ -1,12 +1,14 @@
 """What a run proves of its schedules: the shapes it executed are the planned ones, and metrics.jsonl says so."""
 
 import math
+import os
 import re
 from unittest import mock
 
 import pytest
 
 from megarl.recipe import ENGINE_PHASES
+from megarl.schedule import PlanMismatch, Summary, agree
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -69,6 +71,39 @@ def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folde
                          phases__actor_logprob={"micro_batch": {"sequences": 2}})  # fmt: skip
     with pytest.raises(AssertionError, match=r"reference_logprob.*planned 4 sequences.*executed 3 sequences"):
         run_ranks(train_short_of_a_sequence, 2, str(recipe))
+
+
+def train_unlike(recipe):
+    """The second rank was given other micro-batches."""
+    from megarl.recipe import load_recipe
+    from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
+
+    changes = ["phases.reference_logprob.micro_batch.sequences=2"] if os.environ["RANK"] == "1" else []
+    run(load_recipe(recipe, changes), Resume.NEVER)
+
+
+def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wait_for_nobody(folder):
+    recipe = tiny_recipe(folder, "unlike", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    said = (
+        r"phase reference_logprob of step 1: rank 0 has planned 4 micro-batches \(mini-batches: 1, plan \w{12}\), and "
+        r"rank 1 8 micro-batches"
+    )
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(train_unlike, 2, str(recipe))
+
+
+def test_ranks_agree_on_step_phases_and_plans():
+    plan = Summary("a", 1, 4)
+    ranks = [(3, {"actor_update": plan}), (3, {"actor_update": plan})]
+    agree(3, ranks)
+    for wrong, said in (
+        ((4, {"actor_update": plan}), "rank 0 is in step 3 and rank 2 in step 4"),
+        ((3, {"critic_update": plan}), "rank 0 runs the phases .*actor_update.*, and rank 2 .*critic_update"),
+        ((3, {"actor_update": Summary("b", 1, 4)}), r"rank 0 has planned .*plan a.* and rank 2 .*plan b"),
+    ):
+        with pytest.raises(PlanMismatch, match=said):
+            agree(3, [*ranks, wrong])
 
 
 def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):

@@ -1,6 +1,6 @@
 """Schedules and plans: which sequence runs in which micro-batch on which data-parallel rank. Pure functions."""
 
-from megarl.schedule.compare import Executed, PlanMismatch, compare
+from megarl.schedule.compare import Executed, PlanMismatch, Summary, agree, compare
 from megarl.schedule.cost import Cost
 from megarl.schedule.legal import violations
 from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
@@ -16,6 +16,8 @@ __all__ = [
     "PlanMismatch",
     "Quality",
     "Schedule",
+    "Summary",
+    "agree",
     "bubble_share",
     "compare",
     "plan_phase",
