@@ -377,8 +377,8 @@ class RolloutSection(Section):
     placement: Literal["colocated", "separate"] = "colocated"
     """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
     without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
-    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs all
-    share the cores. Not yet run on a GPU."""
+    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
+    `megarl/cores.py` deals the cores. Not yet run on a GPU."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1
