@@ -18,7 +18,6 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -28,8 +27,12 @@ from typing import Any
 
 import psutil
 
+from tests.ports import unused_port
+
 DEADLINE_S = 300.0
-SETTLE_S = 0.5  # between the order to write where a rank hangs and reading it
+STACKS_S = 60.0  # in which ranks that hang write where
+SETTLE_S = 0.25  # in which what they write does not grow any more
+END_S = 30.0
 CLEAN, END = b"clean", b""
 
 
@@ -51,7 +54,7 @@ class RankPool:
         deadline with the ranks that are silent and where they hang. Then new processes are started for the next call.
         """
         environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(_free_port())}  # fmt: skip
+                       "MASTER_PORT": str(unused_port())}  # fmt: skip
         case = pickle.dumps((function, args, environment, os.getcwd()))
         try:
             while len(self._processes) < ranks:
@@ -87,7 +90,7 @@ class RankPool:
                 try:
                     value, failure = pickle.loads(self._connections[rank].recv_bytes())
                 except EOFError:
-                    self._processes[rank].join(timeout=5.0)
+                    self._processes[rank].join(timeout=END_S)
                     raise AssertionError(f"rank {rank} died: exit code {self._processes[rank].exitcode}") from None
                 assert failure is None, f"rank {rank}:\n{failure}"
                 results[rank] = value
@@ -96,8 +99,14 @@ class RankPool:
     def _where(self, waiting: dict[Any, int]) -> str:
         for rank in waiting.values():
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(SETTLE_S)
-        return "\n".join(f"rank {rank}:\n{(self._stacks / str(rank)).read_text()}" for rank in waiting.values())
+        files, end = [self._stacks / str(rank) for rank in waiting.values()], time.monotonic() + STACKS_S
+        sizes: list[int] = []
+        while time.monotonic() < end:
+            before, sizes = sizes, [file.stat().st_size for file in files]
+            if sizes == before and all(sizes):
+                break
+            time.sleep(SETTLE_S)
+        return "\n".join(f"rank {file.name}:\n{file.read_text()}" for file in files)
 
     def close(self, at_once: bool = False) -> None:
         """End the processes; `at_once` those that may hang."""
@@ -109,7 +118,7 @@ class RankPool:
             else:
                 connection.send_bytes(END)
         for process, connection in zip(self._processes, self._connections, strict=True):
-            process.join(timeout=5.0)
+            process.join(timeout=END_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -125,12 +134,6 @@ def _kill_with_children(pid: int) -> None:
         for one in (*rank.children(recursive=True), rank):
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: Path) -> None:
