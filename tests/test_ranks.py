@@ -34,8 +34,15 @@ def _found():
     return dist.is_initialized(), "STRAY" in os.environ, os.getcwd(), torch.rand(1).item()
 
 
-def _threads_and_files():
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def _threads_and_files(before=None):
+    """How many this rank has; where it had so many `before`, once there are no more: a thread's end takes a moment."""
+    end = time.monotonic() + 60
+    while True:
+        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        allowed = found if before is None else before[int(os.environ["RANK"])]
+        if all(one <= most for one, most in zip(found, allowed, strict=True)) or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
 
 
 def _fail(which):
@@ -72,15 +79,17 @@ def test_nothing_of_a_case_reaches_the_next(tmp_path):
     run_ranks(train, 2, directory, {"actor": Layout(tensor=2), "critic": Layout(pipeline=2)}, 1, 64)
     before = run_ranks(_threads_and_files, 2)
     run_ranks(train, 2, directory, {"actor": Layout(tensor=2), "critic": Layout(pipeline=2)}, 1, 64)
-    assert run_ranks(_threads_and_files, 2) == before, "groups and their threads go with the engines"
+    after = run_ranks(_threads_and_files, 2, before)
+    for found, allowed in zip(after, before, strict=True):
+        assert found[0] <= allowed[0] and found[1] <= allowed[1], "groups and their threads go with the engines"
 
 
 @pytest.mark.parametrize(
     "function,deadline_s,says",
     [
-        (_fail, 60.0, "rank 1:\n(?s:.*)in _fail(?s:.*)ValueError: the cause on 1"),
-        (_die, 60.0, "rank 1 died: exit code -9"),
-        (_hang, 3.0, r"ranks \[1\] said nothing for 3 s\nrank 1:\n(?s:.*)in _hang"),
+        (_fail, 240.0, "rank 1:\n(?s:.*)in _fail(?s:.*)ValueError: the cause on 1"),
+        (_die, 240.0, "rank 1 died: exit code -9"),
+        (_hang, 5.0, r"ranks \[1\] said nothing for 5 s\nrank 1:\n(?s:.*)in _hang"),
     ],
 )
 def test_a_rank_that_fails_dies_or_hangs_is_named_and_the_next_case_runs(function, deadline_s, says):
@@ -96,5 +105,14 @@ def test_no_process_of_a_rank_outlives_a_failure():
     assert all(psutil.pid_exists(pid) for pid in started)
     with pytest.raises(AssertionError):
         run_ranks(_fail, 2, 0)
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
-    assert not alive or all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+    end = time.monotonic() + 60
+    while alive := [pid for pid in started if _lives(pid)]:
+        assert time.monotonic() < end, alive
+        time.sleep(0.05)
+
+
+def _lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
