@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.sections import FunctionRewardSection, RewardPhaseSection, VerifierSection
+from megarl.reward import process
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers
 
@@ -93,13 +96,29 @@ def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
 def test_a_looping_verifier_is_stopped_and_the_next_task_is_scored(own_rewards):
     process = VerifierProcess(own_rewards)
     try:
-        verdicts = process.score_task(["a", "loop", "a"], prompts("a", "a", "a"), timeout_s=2)
+        verdicts = process.score_task(["a", "loop", "a"], prompts("a", "a", "a"), timeout_s=4)
         later = process.score_task(["a"], prompts("a"), timeout_s=60)
     finally:
         process.close()
     assert [v.timed_out for v in verdicts] == [False, True, True]
     assert verdicts[0].said == {"judge": 1.0} and verdicts[1].said is None and verdicts[2].said is None
     assert later[0].said == {"judge": 1.0}
+
+
+def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards, monkeypatch):
+    verifiers, start, real, ahead_s = VerifierProcess(own_rewards), VerifierProcess._start, time.monotonic, [0.0]
+
+    def start_slowly(self):
+        ahead_s[0] += 100.0
+        start(self)
+
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: real() + ahead_s[0]))
+    monkeypatch.setattr(VerifierProcess, "_start", start_slowly)
+    try:
+        verdicts = verifiers.score_task(["die", "a"], prompts("a", "a"), timeout_s=60)
+    finally:
+        verifiers.close()
+    assert verdicts[0].said is None and verdicts[1].said == {"judge": 1.0}, verdicts
 
 
 def test_functions_run_outside_this_process(own_rewards):
@@ -127,8 +146,7 @@ def check_batch(workers, model):
 
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
-    # Long enough for the process that died to start again on a busy machine.
-    section = RewardPhaseSection(sequences=3, timeout_s=8.0)
+    section = RewardPhaseSection(sequences=3, timeout_s=5.0)
     workers = RewardWorkers(own_rewards, model, section, local=True)
     try:
         check_batch(workers, model)
@@ -153,8 +171,7 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
-        # Long enough for the process that died to start again on a busy machine.
-        section = RewardPhaseSection(sequences=3, timeout_s=8.0)
+        section = RewardPhaseSection(sequences=3, timeout_s=5.0)
         workers = RewardWorkers(own_rewards, model, section, local=False)
         check_batch(workers, model)
         workers.close()

@@ -45,19 +45,24 @@ class VerifierProcess:
     def __init__(self, specs: Sequence[RewardSpec], import_path: Sequence[str] | None = None) -> None:
         self._specs = list(specs)
         self._import_path = list(sys.path if import_path is None else import_path)
+        self._restart_s = 0.0  # what the text at work has cost
         self._start()
 
     def score_task(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> list[Verdict]:
-        """One verdict for each text, in order, within `timeout_s` and a restart of the child.
+        """One verdict for each text, in order, within `timeout_s` and restarts of the child.
 
         A text whose verifier raises, or takes the process down, fails alone. At the deadline the text at work
-        and all that wait behind it have timed out.
+        and all that wait behind it have timed out. A restart takes nothing of the time of the texts behind it, until
+        all of a task have taken `START_TIMEOUT_S`.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, spare_s = time.monotonic() + timeout_s, START_TIMEOUT_S
         verdicts: list[Verdict] = []
         for text, prompt in zip(texts, prompts, strict=True):
+            self._restart_s = 0.0
             verdict = self._score(text, prompt, deadline)
             verdicts.append(verdict)
+            given_s = min(self._restart_s, spare_s)
+            deadline, spare_s = deadline + given_s, spare_s - given_s
             if verdict.timed_out:
                 waiting = Verdict(None, f"timeout: waited behind a text that passed {timeout_s} s", True)
                 verdicts += [waiting] * (len(texts) - len(verdicts))
@@ -86,8 +91,10 @@ class VerifierProcess:
             return Verdict(None, f"crash: the verifier process {death} on prompt {prompt.index}")
 
     def _restart(self) -> None:
+        begun = time.monotonic()
         self.close()
         self._start()
+        self._restart_s = time.monotonic() - begun
 
     def _start(self) -> None:
         ours, theirs = _pipe()
