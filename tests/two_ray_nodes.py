@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from megarl.placement import EnginePlace
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout import handle as handle_module
 from megarl.rollout import nodes
-from megarl.rollout.cluster import ClusterError, join_cluster
+from megarl.rollout.cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.handle import EngineHandle
+
+DEADLINE_S = 240.0
 
 
 @pytest.fixture
@@ -65,9 +68,12 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
     monkeypatch.setattr(handle_module, "RolloutEngine", Placed)
     for node in (0, 1):
         settings: Any = SimpleNamespace(index=node, layout=RolloutLayout(), place=EnginePlace(node, (0,)))
-        engine = EngineHandle(settings, 60.0, 4)
+        engine = EngineHandle(settings, DEADLINE_S, 4)
         assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
     cluster.remove_node(second)
+    end = time.monotonic() + DEADLINE_S
+    while 1 in numbered_nodes() and time.monotonic() < end:  # its daemons are gone, and the head hears of it
+        time.sleep(0.1)
     with pytest.raises(RolloutError, match=r"node 1 is gone from the Ray cluster, which has the nodes \[0\] left"):
         engine.begin_start()
 
