@@ -17,6 +17,7 @@ from megarl.data.sample import Sample
 from megarl.engine.batch import Batch
 from megarl.engine.engine import Engine, share_results
 from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all
+from megarl.engine.finite import refuse_not_finite
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
@@ -214,7 +215,9 @@ class Pipeline:
         compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
         one_each = engine.role == "reward_model"
-        return share_results(results.get(name, {}), mini_batch, batch, engine.place, one_each)
+        shared = share_results(results.get(name, {}), mini_batch, batch, engine.place, one_each)
+        refuse_not_finite(mini_batch, name, shared)  # on every rank, so that none waits for one that has stopped
+        return shared
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
         """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both.

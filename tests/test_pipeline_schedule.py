@@ -6,9 +6,12 @@ import re
 from unittest import mock
 
 import pytest
+import torch
 
+from megarl.engine.finite import refuse_not_finite
 from megarl.recipe import ENGINE_PHASES
-from megarl.schedule import PlanMismatch, Summary, agree
+from megarl.reshard.boxes import Layout
+from megarl.schedule import PlanMismatch, Schedule, Summary, agree, plan_phase
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -91,6 +94,42 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
     )
     with pytest.raises(AssertionError, match=said):
         run_ranks(train_unlike, 2, str(recipe))
+
+
+def train_with_a_value_that_is_no_number(recipe):
+    """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
+    from megarl.engine.engine import Engine
+    from megarl.recipe import load_recipe
+    from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
+
+    forward = Engine.forward
+
+    def broken(engine, batch, mini_batch, adapted=True):
+        results, executed = forward(engine, batch, mini_batch, adapted)
+        if "values" in results:
+            results["values"][5][0] = math.nan
+        return results, executed
+
+    with mock.patch.object(Engine, "forward", broken), pytest.raises(ValueError, match="critic_value") as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
+
+
+def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
+    changes = {"rollout__replay": str(folder / "rollouts"), "phases__critic_value": {"micro_batch": {"sequences": 2}}}
+    recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
+    first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
+    assert first == second and first.startswith(
+        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0; 1 of"
+    )
+
+
+def test_a_batch_whose_sum_alone_overflows_is_not_refused():
+    plan = plan_phase(Schedule("critic_value", sequences=1), [3, 3], Layout(1, 1, 1), seed=1)
+    refuse_not_finite(plan.mini_batches[0], "values", [torch.full((3,), 3e38), torch.zeros(3)])
+    with pytest.raises(ValueError, match="of sample 1 are inf at completion token 2"):
+        refuse_not_finite(plan.mini_batches[0], "values", [torch.zeros(3), torch.tensor([0.0, 1.0, math.inf])])
 
 
 def test_ranks_agree_on_step_phases_and_plans():
