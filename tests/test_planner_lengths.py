@@ -58,7 +58,7 @@ def test_every_form_of_a_file_gives_the_same_lengths(text: str, tmp_path: Path) 
     assert (found.prompts, found.completions) == ((50, 100, 1, 7), (10, 300, 1, 200))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.integers(2, 400), min_size=4, max_size=4), st.booleans())
 def test_a_whole_length_is_split_so_that_both_parts_are_legal(tmp_path: Path, totals: list[int], as_json: bool) -> None:
     file = tmp_path / "lengths"

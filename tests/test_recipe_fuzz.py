@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(paths(PPO)), anything, st.sampled_from(["set", "remove", "add"])), max_size=4))
 def test_a_damaged_recipe_is_a_recipe_or_violations(damage: list[tuple[tuple[Any, ...], Any, str]]) -> None:
     data: Any = copy.deepcopy(PPO)
@@ -71,7 +71,7 @@ def test_a_damaged_recipe_is_a_recipe_or_violations(damage: list[tuple[tuple[Any
         assert phase_table(recipe)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.text(max_size=12) | st.builds("{}={}".format, dotted_keys, st.text(max_size=8)), max_size=3))
 def test_any_override_is_applied_or_a_violation(overrides: list[str]) -> None:
     data = copy.deepcopy(PPO)

@@ -238,7 +238,7 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
         "(folder / 'samples').write_bytes(pickle.dumps(payload.fetch([3, 4, 15])))\n"
         "assert 'torch' not in sys.modules, 'a payload needs no torch'\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
     fetched = pickle.loads((tmp_path / "samples").read_bytes())
     own = batch.payload.fetch(range(16))
     assert same(fetched, {s: own[s] for s in (3, 4, 15)})
