@@ -23,17 +23,19 @@ from tests.memory_cases import CASES, HEADS, MODELS, Case, measure
 TOLERANCE = 0.03
 # Experts of random weights do not share their tokens equally, as the model takes them to.
 UNBALANCED = 0.1
+TRIES = 4
 
 
 @pytest.mark.slow
 def test_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
     assert len({case.name for case in CASES}) == len(CASES), "two cases have the same name"
     # On a busy machine gloo's threads free their copies late, which adds to a peak and never takes from it: what is wrong is
-    # measured once more.
-    wrong = deviations(CASES, measure(CASES, tmp_path / "first"))
-    if wrong:
-        again = [case for case in CASES if case.name in wrong]
-        wrong = deviations(again, measure(again, tmp_path / "second"))
+    # measured again.
+    wrong = deviations(CASES, measure(CASES, tmp_path / "0"))
+    for number in range(1, TRIES):
+        if wrong:
+            again = [case for case in CASES if case.name in wrong]
+            wrong = deviations(again, measure(again, tmp_path / str(number)))
     assert not wrong, f"predicted over measured: {wrong}"
 
 
