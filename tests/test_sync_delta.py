@@ -25,7 +25,7 @@ pytestmark = pytest.mark.sync
 
 ROLLOUT = RolloutLayout(2)
 BUCKET_BYTES = 8192
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0  # that no test waits for
 CHANGED = 0.02  # of the values, a version
 EVENTS = ("nothing", "nothing", "restart", "forget", "other bytes", "corrupt", "one engine", "nodes")
 

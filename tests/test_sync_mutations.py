@@ -72,7 +72,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """With the checksums of a host, and with those of a device."""
     folder = tmp_path_factory.mktemp("models")
     models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
-    publisher = Publisher(models[0], RolloutLayout(2), bucket_bytes=BUCKET_BYTES, timeout_s=30.0, transport=request.param)
+    publisher = Publisher(models[0], RolloutLayout(2), bucket_bytes=BUCKET_BYTES, timeout_s=60.0, transport=request.param)
     engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
     yield Case(publisher, engines, models)
     engines.close()
