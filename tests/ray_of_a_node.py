@@ -18,7 +18,7 @@ from megarl.node.settings import read_node_settings
 from megarl.preemption import SIGNALS, keep_holding_signals
 from megarl.rollout.cluster import join_cluster, stop_cluster
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 class WithChild:

@@ -17,7 +17,7 @@ from megarl.node.__main__ import main
 from megarl.node.settings import interface_of, network_environment, own_address, read_node_settings
 from tests.slurm_cluster import free_ports
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"NUM_NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "4", "MASTER_ADDRESS": "127.0.0.1"}
 
