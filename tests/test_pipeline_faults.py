@@ -1,6 +1,9 @@
 """The vLLM engine process dies in the middle of a run: the run finishes, or ends naming it and can be resumed."""
 
+import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from megarl.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
 from tests.runs import figures, megarl, tiny_recipe, tiny_run
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
-START_DEADLINE_S, END_DEADLINE_S = 240, 60
+START_DEADLINE_S, END_DEADLINE_S = 420, 180
 # Long completions: the run spends most of its time in rollouts.
 LONG = {
     "data__max_prompt_tokens": 8,
@@ -39,29 +42,40 @@ def _start(recipe):
     )  # fmt: skip
 
 
+def _processes(run, word):
+    """Those below the command whose own commands have this in them."""
+    found = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if word in " ".join(process.cmdline() or [process.name()]):
+                found.append(process)
+    return found
+
+
 def _engine_cores(run):
-    processes = psutil.Process(run.pid).children(recursive=True)
-    return [process for process in processes if "EngineCore" in " ".join(process.cmdline() or [process.name()])]
+    return _processes(run, "EngineCore")
 
 
 def _assert_bound(run):
     """Two ranks with cores of their own, and an engine that takes turns with both of them, where there are two cores."""
     cores, load = sorted(os.sched_getaffinity(0)), NodeLoad(2, 1, (1,), take_turns=True)
-    children = psutil.Process(run.pid).children(recursive=True)
-    ranks = [one for one in children if "megarl.train" in one.cmdline() and one.ppid() == run.pid]
+    ranks = [one for one in _processes(run, "megarl.train") if one.ppid() == run.pid]
     assert sorted(one.cpu_affinity() for one in ranks) == [list(rank_cores(cores, load, rank)) or cores for rank in (0, 1)]
     for one in _engine_cores(run):
         assert one.cpu_affinity() == list(engine_cores(cores, load, 0))
 
 
-def _kill_engine_after(run, folder, name, steps, look=lambda run: None):
+def _kill_engine_after(run, folder, name, restarts, steps, look=lambda run: None):
+    """After so many steps that engines with so many restarts took part in."""
     metrics = folder / "runs" / name / "metrics.jsonl"
 
     def ready():
         assert run.poll() is None, run.stdout.read()[-3000:]
-        return metrics.is_file() and len(metrics.read_text().splitlines()) >= steps and _engine_cores(run)
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+        done = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be under way
+        return sum(line["rollout/num_restarts"] == restarts for line in done) >= steps and _engine_cores(run)
 
-    processes = _poll(ready, START_DEADLINE_S, f"step {steps} with a running engine")
+    processes = _poll(ready, START_DEADLINE_S, f"step {steps} after {restarts} restarts with a running engine")
     look(run)
     for process in processes:
         process.send_signal(signal.SIGKILL)
@@ -69,24 +83,26 @@ def _kill_engine_after(run, folder, name, steps, look=lambda run: None):
 
 def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_names_it_and_resumes(tmp_path):
     tiny_run(tmp_path, "qwen3")
-    steps = 6
+    most = 40  # it never comes so far, however late it is that this process sees a step
     # The other tests take shared memory.
     changes = LONG | {"weight_sync": {"transport": "gloo", "wire": "delta"}}
     changes |= {"rollout__max_restarts": 1, "run__checkpoint_every": 1}
-    recipe = tiny_recipe(tmp_path, "killed", False, 2, 1, 2, steps, **changes)
+    recipe = tiny_recipe(tmp_path, "killed", False, 2, 1, 2, most, **changes)
     run = _start(recipe)
-    _kill_engine_after(run, tmp_path, "killed", 2, _assert_bound)
-    _kill_engine_after(run, tmp_path, "killed", 4)
+    _kill_engine_after(run, tmp_path, "killed", restarts=0, steps=2, look=_assert_bound)
+    _kill_engine_after(run, tmp_path, "killed", restarts=1, steps=1)
     output, _ = run.communicate(timeout=END_DEADLINE_S)
     assert run.returncode != 0
-    assert "rollout engine 0" in output and "phase rollout" in output, output[-3000:]
+    # In a rollout, as a rule, which is most of a step.
+    assert re.search(r"rollout engine 0 died in phase (rollout|weight_sync) after 1 restarts", output), output[-3000:]
     lines = figures(tmp_path, "killed")
-    assert 4 <= len(lines) < steps
+    assert 3 <= len(lines) < most
     assert max(line["rollout/num_restarts"] for line in lines) == 1, "it went on with a new engine before it ended"
     # What travels whole comes before the first step and to the new engine alone, unless the old one died in a sync.
     assert sum(line["sync/changed_share"] == 1 for line in lines) <= 1
 
-    megarl("train", str(recipe), "--resume")
+    steps = len(lines) + 2
+    megarl("train", str(recipe), "--resume", f"run.steps={steps}")
     lines = figures(tmp_path, "killed")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "new engines have the synchronised weights"
