@@ -130,6 +130,22 @@ def test_a_preempted_step_is_queued_again(cluster: SlurmCluster, tmp_path: Path)
     assert "TERM with the child dead" in job.node(0)
 
 
+def test_a_job_that_loses_a_node_is_queued_again_by_slurm_and_not_once_more_by_itself(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, "hold")
+    job.hold()
+    cluster.run("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=test")
+    try:
+        cluster.until(lambda: cluster.job(job.number)["Restarts"] == "1", JOB_S, job.output)
+    finally:
+        # It may be back by itself: its daemon still answers.
+        cluster.run("scontrol", "update", "NodeName=node1", "State=RESUME", check=False)
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    assert job.node(1).count("node 1 of 2") == 2
+
+
 def test_a_cancelled_job_has_its_time_to_save_and_stays_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, MULTI_NODE, "hold")
     job.hold()
