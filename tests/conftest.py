@@ -1,6 +1,7 @@
 """Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks), the table of the layouts."""
 
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -12,6 +13,20 @@ hypothesis.settings.load_profile("megarl")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped is a failure, as in .ci/run")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and --no-skips: {report.longrepr}"
+    return report
+
 
 LAYOUT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()
 
