@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform as python_platform
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ray
 
-import megarl
 from megarl.placement import Cluster, EnginePlace, PlacementError, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.rollout.cluster import ClusterError, join_cluster, node_share, numbered_nodes, own_node
+from megarl.rollout.versions import versions
 from megarl.sync.choice import choose_transport
 
-# A first task on a node starts a Python there, and imports megarl.
+# A first task on a node starts a Python there.
 NODE_ANSWER_S = 120.0
 WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
 
@@ -92,17 +91,6 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
         raise ClusterError(f"trainer rank 0 is on node {own_node()} of the Ray cluster at {address}, not on 0: {WAY_OUT}")
     _compare(address, sorted(nodes))
     return [nodes[number] for number in sorted(nodes)]
-
-
-def versions() -> dict[str, str]:
-    """What must be the same on all nodes; nothing heavy is imported."""
-    found = {"megarl": megarl.__version__, "Python": python_platform.python_version()}
-    for package in ("ray", "torch", "vllm"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
 
 
 def _compare(address: str, numbers: list[int]) -> None:
