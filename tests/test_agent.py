@@ -11,11 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from megarl.agent.nodes import NO_ANSWER, Failure, OtherNodes
 from megarl.agent.verdict import judge
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from tests.ranks import run_ranks
 from tests.slurm_cluster import free_ports
 
 DEADLINE_S = 240
@@ -117,3 +120,24 @@ def test_no_node_starts_ranks_again_without_the_store_of_node_0():
     others = OtherNodes.of(client, "127.0.0.1", server.port, "job")
     del server
     assert others.tell(0, Failure(True, "rank 3 was killed by SIGKILL")) == NO_ANSWER
+
+
+def _start_twice(port):
+    """The sum over all ranks of a start and of another one, in the one store that torchrun has for both."""
+    from megarl.platform import current
+
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sums = []
+    for start in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+        current.start_process_group(int(os.environ["LOCAL_RANK"]), 60.0)
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+        sums.append(ones.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_ranks_that_are_started_again_meet_each_other_and_not_those_before():
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    assert run_ranks(_start_twice, 2, store.port) == [[2.0, 2.0]] * 2

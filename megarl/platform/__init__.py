@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -107,7 +108,13 @@ class Platform:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""
         if self.kind == "cuda":
             torch.cuda.set_device(local_rank)
-        dist.init_process_group(self.backend, timeout=timedelta(seconds=timeout_s))
+        deadline = timedelta(seconds=timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=deadline))
+        # Ranks that are started again must not find the addresses of those before: with a fixed master, torchrun keeps one
+        # store for all starts (2.13).
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = dist.PrefixStore(f"start {start}", store)
+        dist.init_process_group(self.backend, store=own, rank=rank, world_size=size, timeout=deadline)
 
 
 @cache
