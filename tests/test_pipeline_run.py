@@ -14,7 +14,7 @@ from megarl.telemetry.trace import merge
 from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
-STEPS = 6
+STEPS, MIDDLE = 4, 2
 TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
@@ -22,30 +22,27 @@ REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
 
 @pytest.fixture(scope="module", params=["ppo", "grpo"])
 def run(request, tmp_path_factory):
-    """A run of six steps with a checkpoint in the middle, and its recipe's arguments."""
+    """A run with a checkpoint in the middle, and its recipe's arguments."""
     folder = tmp_path_factory.mktemp(request.param)
     ppo = request.param == "ppo"
     tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
-    changes = {"run__checkpoint_every": 3, "run__dump_rollouts": True, "run__trace": "spans",
+    changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
                "phases__reward": {"sequences": REWARD_SEQUENCES},
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
     if ppo:
         changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
     recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
-    if ppo:
-        megarl("train", str(recipe))
-    else:  # without torchrun's start
-        train_on_ranks(recipe)
+    train_on_ranks(recipe)
     return folder, ppo, changes
 
 
 def _from_the_middle(folder, name):
-    """A run directory as a run leaves it that ended after three steps."""
-    target = folder / "runs" / name
+    """A run directory as a run leaves it that ended a step after its first checkpoint."""
+    target, checkpoint = folder / "runs" / name, Path("checkpoints") / f"step-{MIDDLE:06d}"
     (target / "checkpoints").mkdir(parents=True)
-    shutil.copytree(folder / "runs" / "whole" / "checkpoints" / "step-000003", target / "checkpoints" / "step-000003")
+    shutil.copytree(folder / "runs" / "whole" / checkpoint, target / checkpoint)
     lines = (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (target / "metrics.jsonl").write_text("".join(lines[:4]))  # one step was done after the checkpoint, and is done again
+    (target / "metrics.jsonl").write_text("".join(lines[: MIDDLE + 1]))  # the last of these steps is done again
 
 
 def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
