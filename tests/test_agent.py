@@ -112,6 +112,8 @@ def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_
     while one.heard(1) is None and time.monotonic() < end:
         time.sleep(0.01)
     assert (one.heard(0), one.heard(1), one.heard(2)) == (killed, over, None)
+    one.close()
+    other.close()
 
 
 def test_no_node_starts_ranks_again_without_the_store_of_node_0():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -38,7 +37,9 @@ class OtherNodes:
     def __init__(self, store: Store, listening: Store) -> None:
         self._store, self._listening = _room(store), _room(listening)
         self._heard: dict[int, Failure] = {}
-        threading.Thread(target=self._listen, name="other nodes", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="other nodes", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of(cls, store: Store, master: str, port: int, run_id: str) -> OtherNodes:
@@ -55,9 +56,14 @@ class OtherNodes:
         said = _within(lambda: self._store.compare_set(str(start), "", json.dumps(asdict(failure))), ANSWER_S)
         return NO_ANSWER if said is None else Failure(**json.loads(said))
 
+    def close(self) -> None:
+        """Listen no more: a thread that is in the store when Python ends would end it with an abort."""
+        self._over.set()
+        self._thread.join(ANSWER_S)
+
     def _listen(self) -> None:
         start = 0
-        while True:
+        while not self._over.wait(LISTEN_S):
             try:
                 # Asked again and again: torch logs every wait that ends with nothing (2.13).
                 if self._listening.check([str(start)]):
@@ -65,7 +71,6 @@ class OtherNodes:
                     start += 1
             except DistError:  # node 0's agent has ended: nobody is started again
                 return
-            time.sleep(LISTEN_S)
 
 
 def _room(store: Store) -> Store:

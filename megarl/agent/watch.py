@@ -126,6 +126,8 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif not again:  # the others are about to start again, and this node is not
             self._others.tell(start + 1, own)
+        if not again or not self._remaining_restarts:
+            self._others.close()
 
     def _pass_on(self) -> None:
         waiting = self._leaving.received[self._leaving.num_passed_on :]
