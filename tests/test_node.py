@@ -62,15 +62,16 @@ def test_messages_take_the_interface_to_the_first_node_unless_the_site_says_othe
     assert chosen == {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
-# A process that ignores SIGTERM and has lost its parent, and that holds a file in /dev/shm.
+# A process that ignores SIGTERM and has lost its parent, and that holds a file and a semaphore in /dev/shm.
 STUBBORN = """
-import mmap, os, signal, sys, time
+import _multiprocessing, mmap, os, signal, sys, time
 if os.fork():
     os._exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
 os.truncate(file, 4096)
 memory = mmap.mmap(file, 4096)
+semaphore = _multiprocessing.SemLock(1, 1, 1, "/" + os.path.basename(sys.argv[1]), False)
 with open(sys.argv[2] + ".part", "w") as mark:
     mark.write(str(os.getpid()))
 os.rename(mark.name, sys.argv[2])
@@ -82,24 +83,34 @@ from pathlib import Path
 from megarl.node import processes
 processes.TERM_S = 0.5
 processes.adopt_orphans()
+shared = processes.SharedMemory()
 processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.SIGKILL).wait()
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
+if sys.argv[4] == "killed":
+    shared.look()
+    os.kill(int(Path(sys.argv[3]).read_text()), signal.SIGKILL)
+    os.waitpid(-1, 0)
+shared.look_closely()
 processes.end_descendants()
+shared.remove()
 """
 
 
-def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["alive", "killed"])
+def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: Path, before: str) -> None:
     shared, mark = Path(f"/dev/shm/megarl-test-node-{os.getpid()}"), tmp_path / "pid"
+    semaphore = shared.with_name(f"sem.{shared.name}")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", NODE, STUBBORN, shared, mark], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", NODE, STUBBORN, shared, mark, before], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         assert not psutil.pid_exists(int(mark.read_text()))
-        assert not shared.exists()
+        assert not shared.exists() and not semaphore.exists()
     finally:
         shared.unlink(missing_ok=True)
+        semaphore.unlink(missing_ok=True)
 
 
 TIED = """

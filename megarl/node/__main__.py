@@ -19,6 +19,7 @@ from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.node.failure import NodeError
 from megarl.node.processes import (
     Orphans,
+    SharedMemory,
     Signalled,
     Signals,
     adopt_orphans,
@@ -52,17 +53,19 @@ def main(arguments: list[str]) -> int:
     adopt_orphans()
     directories = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
     with catch_signals() as signals, directories as directory:
-        status = FAILED
+        status, shared = FAILED, SharedMemory()
         try:
             settings.tell("pid", str(os.getpid()))
-            status = _run(settings, recipe, arguments, Path(directory), signals)
+            status = _run(settings, recipe, arguments, Path(directory), signals, shared)
         except Signalled as signalled:  # before any rank was there: nothing is lost, so it may be started again
             status = FAILED if signalled.number == signal.SIGINT else REQUEUE
         except NodeError as error:
             print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
         finally:
             signals.ignore()
+            shared.look_closely()
             end_descendants()
+            shared.remove()
             if status and settings.log_dir is not None:
                 _keep_logs(Path(directory), settings.log_dir / f"ray-node{settings.node_rank}")
             saved = latest_checkpoint(RunDirectory.of(recipe).checkpoints)
@@ -71,7 +74,14 @@ def main(arguments: list[str]) -> int:
     return status
 
 
-def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory: Path, signals: Signals) -> int:
+def _run(
+    settings: NodeSettings,
+    recipe: Recipe,
+    arguments: list[str],
+    directory: Path,
+    signals: Signals,
+    shared: SharedMemory,
+) -> int:
     os.environ.update(network_environment(settings.address))
     os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
     if settings.node_rank == 0 and recipe.rollout.replay is None:
@@ -80,15 +90,15 @@ def _run(settings: NodeSettings, recipe: Recipe, arguments: list[str], directory
     if recipe.rollout.replay is not None:  # no engines, so no Ray
         if not settings.is_trainer:
             raise NodeError("rollout.replay is set, so nothing runs beside the trainer: set NUM_NODES = TRAINER_NODES")
-        return _run_agent(settings, arguments, os.environ, signals)
+        return _run_agent(settings, arguments, os.environ, signals, shared)
     from megarl.node.ray_node import ray_address, ray_environment, start_ray  # here, because it takes Ray's seconds
 
     os.environ.update(ray_environment(recipe))
     daemons = start_ray(settings, directory)
     if settings.is_trainer:
         environment = {**os.environ, "MEGARL_RAY_ADDRESS": ray_address(settings)}
-        return _run_agent(settings, arguments, environment, signals, daemons.pid)
-    return _wait_for_end_of_head(settings, daemons, signals, recipe.trainer.collective_timeout_s)
+        return _run_agent(settings, arguments, environment, signals, shared, daemons.pid)
+    return _wait_for_end_of_head(settings, daemons, signals, shared, recipe.trainer.collective_timeout_s)
 
 
 def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
@@ -117,7 +127,12 @@ def _ask_doctor(settings: NodeSettings, arguments: list[str]) -> None:
 
 
 def _run_agent(
-    settings: NodeSettings, arguments: list[str], environment: Mapping[str, str], signals: Signals, *others: int
+    settings: NodeSettings,
+    arguments: list[str],
+    environment: Mapping[str, str],
+    signals: Signals,
+    shared: SharedMemory,
+    *others: int,
 ) -> int:
     """torchrun's agent for the ranks of this node, to its end; signals go to it. `others` are this process's children
     besides."""
@@ -140,6 +155,7 @@ def _run_agent(
     orphans = Orphans()
     while (status := agent.poll()) is None:
         orphans.end((agent.pid, *others))
+        shared.look()
         time.sleep(POLL_S)
     if -status in passed_on and -status != signal.SIGINT:
         return REQUEUE  # it had no handler yet, and so no ranks
@@ -147,7 +163,7 @@ def _run_agent(
 
 
 def _wait_for_end_of_head(
-    settings: NodeSettings, daemons: subprocess.Popen[bytes], signals: Signals, silent_s: float
+    settings: NodeSettings, daemons: subprocess.Popen[bytes], signals: Signals, shared: SharedMemory, silent_s: float
 ) -> int:
     """On a node of engines alone. Engines must live until the trainer has saved, so the first signal is only noted. A head
     that has ended refuses connections at once; one whose machine or network has gone says nothing, for `silent_s`."""
@@ -160,6 +176,7 @@ def _wait_for_end_of_head(
     heard, orphans = time.monotonic(), Orphans()
     while True:
         orphans.end((daemons.pid,))
+        shared.look()
         error = head_answers(settings)
         if error is None:
             heard = time.monotonic()

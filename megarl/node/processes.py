@@ -95,19 +95,42 @@ def start_tied(
     )
 
 
+class SharedMemory:
+    """The files in /dev/shm that descendants of this process map, also those of descendants that have ended since: an engine
+    whose rank ends without a word is killed, and leaves them."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._listed: set[str] = set()
+        self._changed = False
+
+    def look(self) -> None:
+        """Cheap where no file has come or gone. A file that has come is mapped a moment later, so it is looked at twice."""
+        before, self._listed = self._listed, set(os.listdir(SHARED_MEMORY))
+        changed_before, self._changed = self._changed, self._listed != before
+        if self._changed or changed_before:
+            self.look_closely()
+
+    def look_closely(self) -> None:
+        """Whatever has come or gone."""
+        self.files |= _mapped(psutil.Process().children(recursive=True))
+
+    def remove(self) -> None:
+        """Those that nobody maps any more."""
+        for file in self.files - _mapped(psutil.process_iter()):
+            Path(file).unlink(missing_ok=True)
+
+
 def end_descendants() -> None:
-    """End every process that began here: in good order, then by force; and remove the files in /dev/shm that only they
-    mapped. One that is deaf to SIGTERM is ended by force at once."""
+    """End every process that began here: in good order, then by force. One that is deaf to SIGTERM is ended by force at
+    once."""
     me = psutil.Process()
-    shared = _mapped(me.children(recursive=True))
     for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         processes = me.children(recursive=True)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL if _is_deaf(process.pid) else number)
         _wait_for_end(me, wait_s)
-    for file in shared - _mapped(psutil.process_iter()):
-        Path(file).unlink(missing_ok=True)
 
 
 class Orphans:
@@ -157,12 +180,16 @@ def _wait_for_end(me: psutil.Process, wait_s: float) -> None:
 
 
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that some of `processes` map and that still have their name."""
-    found = set()
+    """Files in this process's /dev/shm that some of `processes` map: by numbers, as a semaphore is mapped under another
+    name than the one that it then gets (glibc), and a container may have a /dev/shm of its own."""
+    device = os.stat(SHARED_MEMORY).st_dev
+    here, numbers = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for process in processes:
         try:
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         except OSError:  # it has ended, or belongs to somebody else, who shares nothing with ours
             continue
-        found |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
-    return {file for file in found if not file.endswith(" (deleted)")}
+        # proc(5): address, permissions, offset, device, number, name
+        mapped = [line.split(maxsplit=5) for line in lines if SHARED_MEMORY in line]
+        numbers |= {int(words[4]) for words in mapped if words[3] == here}
+    return {entry.path for entry in os.scandir(SHARED_MEMORY) if entry.inode() in numbers}
