@@ -30,6 +30,7 @@ from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
+from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
@@ -83,6 +84,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         trace = recipe.run.trace
         clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans")
         stack.enter_context(recording(clock))
+        stack.enter_context(watch_peers(recipe.trainer.collective_timeout_s, lambda: clock.current))
         with clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(found)

@@ -41,10 +41,21 @@ class Network(NamedTuple):
         """The cable's end here: `up` or `down`."""
         self.command("ip", "link", "set", CABLE, state)
 
+    def slow(self, bytes_per_s: int) -> None:
+        """Have the cable take no more from here."""
+        self.command("tc", "qdisc", "add", "dev", CABLE, "root", "tbf", "rate", f"{8 * bytes_per_s}bit",
+                     "burst", "32kb", "latency", "400ms")  # fmt: skip
+
+    def sent_bytes(self) -> int:
+        """What the cable has taken from here."""
+        lines = Path(f"/proc/{self.holder}/net/dev").read_text().splitlines()
+        (line,) = [line for line in lines if line.strip().startswith(f"{CABLE}:")]
+        return int(line.partition(":")[2].split()[8])
+
     def emptied(self, timeout_s: float) -> bool:
         """Whether every process in it but the holder ends; one that loses its parent takes a moment."""
         end = time.monotonic() + timeout_s
-        while self._processes():
+        while self.processes():
             if time.monotonic() > end:
                 return False
             time.sleep(0.01)
@@ -52,11 +63,12 @@ class Network(NamedTuple):
 
     def clear(self) -> None:
         """End every process in it but the holder, by force."""
-        for process in self._processes():
+        for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """In it, but the holder."""
         mine, found = os.stat(f"/proc/{self.holder}/ns/net").st_ino, []
         for process in psutil.process_iter():
             try:

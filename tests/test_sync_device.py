@@ -187,7 +187,7 @@ def test_a_message_over_nccl_is_through_when_the_device_says_so_and_late_at_the_
 def test_a_machine_that_knows_itself_as_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the store, whose own name may mean 127.0.1.1 there and something else everywhere else."""
     own = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
-    monkeypatch.setattr(messages, "_towards", own.__getitem__)
+    monkeypatch.setattr(messages, "address_towards", own.__getitem__)
     store = dist.HashStore()
     store.set("address-1", "127.0.1.1")
     assert messages._address(store, 0, 2, "store") == "127.0.1.1"

@@ -129,16 +129,16 @@ def _address(store: dist.Store, member: int, size: int, host: str) -> str:
     The machine of the store may know itself by a loopback address (Debian lists its own name as 127.0.1.1). Members
     elsewhere have another one, and the way to them has the right address.
     """
-    own = _towards(host)
+    own = address_towards(host)
     store.set(f"address-{member}", own)
     if not ipaddress.ip_address(own).is_loopback:
         return own
     addresses = [text.decode() for text in store.multi_get([f"address-{one}" for one in range(size)])]
     outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    return _towards(outside[0]) if outside else own
+    return address_towards(outside[0]) if outside else own
 
 
-def _towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """This machine's own address on the way to another one; nothing is sent. Raises RuntimeError where there is no way."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

@@ -203,7 +203,7 @@ class TrainerSection(Section):
     """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
     Needs a GPU that has FP8. Not yet run on a GPU."""
     collective_timeout_s: Seconds = 600.0
-    """Deadline of every collective."""
+    """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False

@@ -86,8 +86,8 @@ class PhaseClock:
 
     @property
     def current(self) -> str | None:
-        """The phase that is running."""
-        return self._open[0].name if self._open else None
+        """The phase that is running; other threads may ask."""
+        return next((span.name for span in self._open), None)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
