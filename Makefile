@@ -20,9 +20,9 @@ quickstart: setup
 	.venv/bin/megarl report runs/$(RUN)
 
 # Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM runs beside the tests of
-# Megatron's engines: whole runs, at the end of the other stream, start engines of their own. What needs one process alone
-# comes after it, so that both streams end at about the same time.
-BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync schedule reshard planner recipe estimate launch))
+# Megatron's engines: whole runs, in the other stream, start engines of their own. What launches whole jobs comes after it, so
+# that both streams end at about the same time.
+BESIDE := $(wildcard $(patsubst %,tests/test_%_*.py,rollout sync launch))
 CHOSEN := -m 'not gpu and not learning'
 
 test: setup
