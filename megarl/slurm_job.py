@@ -16,8 +16,9 @@ from megarl.recipe.recipe import Recipe
 CHECKOUT = Path(__file__).resolve().parents[1]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
-# What sbatch and a shell both read as one word, with nothing to quote.
+# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and all of them behind days.
 _TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
+# What sbatch and a shell both read as one word, with nothing to quote.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
 

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and item.config.getoption("--no-skips"):
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
         report.outcome = "failed"
         report.longrepr = f"skipped, and --no-skips: {report.longrepr}"
     return report

@@ -75,7 +75,7 @@ def test_the_size_of_a_node_where_nobody_says_it(tmp_path: Path) -> None:
     file = write_qwen(tmp_path)
     on_gpus, on_cpus, unstated = (load_recipe(file, one) for one in ([], ["device.kind=cpu"], ["device=null"]))
     sizes = [node_size(recipe, None, None, gpus).devices for recipe in (on_gpus, on_cpus, unstated) for gpus in (0, 4)]
-    assert sizes == [8, 4, 0, 0, 0, 4]
+    assert sizes == [8, 8, 0, 0, 0, 4]
     assert node_size(on_cpus, 2, None, 4).devices == 2
 
 

@@ -142,6 +142,9 @@ def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
         for step in (1, 2):
             writer.write(step, times(offset + 1000.0 + step, ("rollout", 0, 0.5, 1.0)))
         writer.close()
+    with (tmp_path / "trace" / "rank-00001.jsonl").open("a") as file:
+        file.write('{"step": 3, "sta')  # rank 1 was killed
+    (tmp_path / "trace" / "rank-00002.jsonl").touch()
     again = TraceWriter(tmp_path, 1, "there", 50.0)  # rank 1 was started again, and does step 2 again
     again.write(2, times(1060.0, ("wait_ranks", 1, 0.25, 0.5)))
     again.close()

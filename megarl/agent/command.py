@@ -52,6 +52,9 @@ def main(arguments: list[str]) -> int:
     except SignalException as error:
         print(f"megarl.agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
         return REQUEUE if error.sigval in SIGNALS else FAILED
+    finally:
+        for agent in agents:
+            agent.close()
     return COMPLETE
 
 

@@ -156,6 +156,11 @@ class Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in worker_group.workers]
         return {rank: code for rank, code in zip(ranks, codes, strict=True) if code is not None}
 
+    def close(self) -> None:
+        """Listen to other nodes no more, however this node's part has ended."""
+        if self._others is not None:
+            self._others.close()
+
     def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)
         if self._pcontext is not None:

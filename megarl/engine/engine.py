@@ -428,6 +428,7 @@ def share_results(
             flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
         with span("wait_ranks"):
             dist.broadcast(flat, src=source)
-        ordered += flat.cpu().split(lengths)
+            host = flat.cpu()  # on a GPU the host waits for it here
+        ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
     return [by_sample[sample] for sample in range(len(batch.completion_lengths))]

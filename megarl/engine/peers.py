@@ -7,6 +7,7 @@ whether they are there, and a thread at each end waits for their verdict.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import select
@@ -28,9 +29,10 @@ from megarl.platform.messages import address_towards
 TOKEN_BYTES = 16
 GREETING = struct.Struct(f"!I{TOKEN_BYTES}s")
 GREETING_S = 10.0
-# A kernel that has heard nothing asks once, and again until so many questions are without an answer.
-NUM_QUESTIONS = 3
-LONGEST_QUESTION_S = 32767  # Linux takes no more
+# A kernel that has heard nothing asks once, and again until so many questions are without an answer; Linux counts to 127.
+# Often enough that no firewall on the way forgets the connection.
+FEWEST_QUESTIONS, MOST_QUESTIONS = 3, 127
+QUESTION_S = 60
 # In tcp_info of <linux/tcp.h>: milliseconds since the other kernel last answered.
 LAST_ANSWER = struct.Struct("56xI")
 
@@ -50,7 +52,10 @@ class Peers:
         that is silent for half of `timeout_s`, 4 s at least, ends this process with FAILED: nothing else breaks off a wait
         in gloo, NCCL or Ray. So it comes before the end of a collective, which names nobody."""
         self._rank, self._phase, self._end, self._timeout_s = rank, phase, end, timeout_s
-        self._question_s = min(LONGEST_QUESTION_S, max(1, int(timeout_s / 2 / (1 + NUM_QUESTIONS))))
+        half_s = timeout_s / 2
+        often_s = min(QUESTION_S, max(1, int(half_s / (1 + FEWEST_QUESTIONS))))
+        self._question_s = max(often_s, math.ceil(half_s / (1 + MOST_QUESTIONS)))
+        self._num_questions = max(FEWEST_QUESTIONS, int(half_s / self._question_s) - 1)
         self._names = {peer: f"rank {peer} at {one.getpeername()[0]}" for peer, one in connections.items()}
         self._connections = dict(connections)
         for connection in connections.values():
@@ -58,7 +63,7 @@ class Peers:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._question_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._question_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_QUESTIONS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, self._num_questions)
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
@@ -90,7 +95,7 @@ class Peers:
         where = "between two phases" if phase is None else f"in phase {phase}"
         print(
             f"error on rank {self._rank}, {where}: no way to the machine of {self._names[rank]} for "
-            f"{self._question_s * (1 + NUM_QUESTIONS)} s, half of trainer.collective_timeout_s = {self._timeout_s:g} "
+            f"{self._question_s * (1 + self._num_questions)} s, half of trainer.collective_timeout_s = {self._timeout_s:g} "
             f"({error.strerror})",
             file=sys.stderr,
             flush=True,

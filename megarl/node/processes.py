@@ -117,8 +117,7 @@ class SharedMemory:
 
     def remove(self) -> None:
         """Those that nobody maps any more."""
-        for file in self.files - _mapped(psutil.process_iter()):
-            Path(file).unlink(missing_ok=True)
+        _remove(self.files)
 
 
 def end_descendants() -> None:
@@ -155,8 +154,14 @@ class Orphans:
                 for process in family:
                     process.send_signal(signal.SIGKILL if late or _is_deaf(process.pid) else signal.SIGTERM)
                 psutil.wait_procs(family, timeout=0.1)
-                for file in shared - _mapped(psutil.process_iter()):
-                    Path(file).unlink(missing_ok=True)
+                _remove(shared)
+
+
+def _remove(files: set[str]) -> None:
+    """Remove those that no process maps any more. Of another user's processes nobody sees what they map: theirs stay."""
+    for file in files - _mapped(psutil.process_iter()):
+        with contextlib.suppress(OSError):
+            Path(file).unlink()
 
 
 def _is_deaf(pid: int) -> bool:

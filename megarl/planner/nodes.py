@@ -43,10 +43,10 @@ def node_size(recipe: Recipe, devices: int | None, ranks: int | None, own_device
         return NodeSize(devices, ranks, f"--devices-per-node = {devices}")
     if recipe.device is not None and recipe.device.kind == "cpu":
         return NodeSize(0, ranks, "device.kind = cpu")
+    if recipe.device is not None:  # the cluster's, not that of whoever checks the recipe
+        return NodeSize(USUAL_DEVICES, ranks, "others with --devices-per-node")
     if own_devices:
         return NodeSize(own_devices, ranks, "as this machine")
-    if recipe.device is not None:
-        return NodeSize(USUAL_DEVICES, ranks, "others with --devices-per-node")
     return NodeSize(0, ranks, "as this machine; GPUs with --devices-per-node")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,10 @@ class TraceWriter:
         path = run / FOLDER / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._offset_s = offset_s
+        is_torn = _is_torn(path)
         self._file = path.open("a", encoding="utf-8")
+        if is_torn:
+            self._file.write("\n")
         self._write({"rank": rank, "host": host, "offset_s": offset_s})
 
     def write(self, step: int, times: StepTimes) -> None:
@@ -42,6 +46,15 @@ class TraceWriter:
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a kill cut the last line short."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
@@ -60,15 +73,18 @@ def merge(run: str | Path) -> dict[str, Any]:
     for path in sorted(folder.glob("rank-*.jsonl")):
         steps: dict[int, dict[str, Any]] = {}
         whose: dict[str, Any] = {}
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # cut short by a kill
-            content = json.loads(line)
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:  # cut short by a kill
+                continue
             if "step" in content:
                 steps = {step: known for step, known in steps.items() if step < content["step"]}
                 steps[content["step"]] = content
             else:
                 whose = content
+        if not whose:  # killed before its first line
+            continue
         events.append({"ph": "M", "name": "process_name", "pid": whose["rank"],
                        "args": {"name": f"rank {whose['rank']} on {whose['host']}"}})  # fmt: skip
         for step in steps.values():
