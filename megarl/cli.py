@@ -61,7 +61,8 @@ def check(
     suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of each node to place the run on; 0 for CPUs; by default this machine's.")
+        int | None,
+        typer.Option(min=0, help="GPUs of each node to place the run on; 0 for CPUs."),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Trainer ranks on a node; as many as fit.")] = None,
     list_features: Annotated[bool, typer.Option("--features", help="List what is supported; needs no recipe.")] = False,

@@ -6,9 +6,7 @@ ends with the test.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
 import secrets
 import shutil
@@ -24,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from megarl.node.processes import start_tied
+from tests.ports import unused_port
 
 DEADLINE_S = 60.0
 NODES = ("node0", "node1")
@@ -128,7 +127,7 @@ def _start_munge(folder: Path, stack: ExitStack) -> None:
 
 
 def _write_configuration(folder: Path) -> None:
-    ports = free_ports(1 + len(NODES))
+    ports = [unused_port() for _ in range(1 + len(NODES))]
     nodes = [
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=1000"
         for name, port in zip(NODES, ports[1:], strict=True)
@@ -163,17 +162,6 @@ def _write_configuration(folder: Path) -> None:
     ]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     (folder / "state").mkdir()
-
-
-def free_ports(number: int) -> list[int]:
-    """Of those that the system gives to nobody unasked: they must still be free when a job is queued again."""
-    found: list[int] = []
-    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while len(found) < number:
-        port = random.randrange(lowest_given // 2, lowest_given)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            found += [port] if port not in found else []
-    return found
 
 
 def _spawn(folder: Path, stack: ExitStack, environment: dict[str, str], name: str, program: str, *options: str) -> None:

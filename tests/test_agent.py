@@ -18,8 +18,8 @@ from torch.distributed import HashStore, TCPStore
 from megarl.agent.nodes import NO_ANSWER, Failure, OtherNodes
 from megarl.agent.verdict import judge
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from tests.ports import unused_port
 from tests.ranks import run_ranks
-from tests.slurm_cluster import free_ports
 
 DEADLINE_S = 240
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
@@ -92,7 +92,7 @@ def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, 
 
 def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
     """The others would sleep for minutes: no rank of the first node fails by itself."""
-    (port,) = free_ports(1)
+    port = unused_port()
     words = ("3=-9", "again=0")
     with _agent(tmp_path, *words, node=0, port=port) as first, _agent(tmp_path, *words, node=1, port=port) as second:
         said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.gated_reward import GATE
+from tests.ports import unused_port
 from tests.runs import figures, tiny_recipe, tiny_run
-from tests.slurm_cluster import SlurmCluster, free_ports, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.test_launch_slurm import MULTI_NODE, ROOT
 
 JOB_S = 540.0
@@ -27,7 +28,7 @@ def submit(cluster: SlurmCluster, folder: Path, name: str, file: str, ranks_per_
     changes = {"rollout__engines": 2, "reward": [{"kind": "function", "target": "tests.gated_reward:digits_behind_a_gate"}]}
     placement = "separate" if file == SEPARATE else "colocated"
     recipe = tiny_recipe(folder, name, False, 4, 1, 2, STEPS, rollout__placement=placement, **changes)
-    ports = free_ports(2)
+    ports = [unused_port() for _ in range(2)]
     settings = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_OUTPUT": str(folder / f"{name}.out"), "MEGARL_DIR": str(ROOT),
                 "LOG_ROOT": str(folder / "logs"), "RANKS_PER_NODE": str(ranks_per_node),
                 "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",

@@ -15,7 +15,7 @@ import pytest
 from megarl.exit_status import BAD_INPUT
 from megarl.node.__main__ import main
 from megarl.node.settings import interface_of, network_environment, own_address, read_node_settings
-from tests.slurm_cluster import free_ports
+from tests.ports import unused_port
 
 DEADLINE_S = 600
 ROOT = Path(__file__).parent.parent
@@ -143,7 +143,7 @@ def lives(process: psutil.Process) -> bool:
 
 def test_engines_hear_no_signal_of_a_preemption_and_leave_nothing_behind_when_they_are_killed() -> None:
     """A signal to all processes of a step, as Slurm sends it, must leave the engines to the ranks that save."""
-    command = [sys.executable, "-m", "tests.ray_of_a_node", str(free_ports(1)[0])]
+    command = [sys.executable, "-m", "tests.ray_of_a_node", str(unused_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,8 +2,9 @@
 
     python -m megarl.agent TORCHRUN_OPTIONS -m megarl.train RECIPE [key=value ...] [--resume | --resume-if-saved]
 
-Every option of torchrun holds. What differs (torch 2.13 ends the ranks 30 s after a signal, stops all others as soon as the
-first one ends with another status than 0, and says 1 for everything):
+Every option of torchrun holds, on several nodes with a fixed master (`--master-addr`) alone. What differs (torch 2.13 ends
+the ranks 30 s after a signal, stops all others as soon as the first one ends with another status than 0, and says 1 for
+everything):
 
 - SIGTERM and SIGUSR1 go on to the rank processes, and to them alone: Ray's processes, in the same process group, are needed
   until the ranks have saved. The ranks have `run.grace_s` to leave; then they are killed.
