@@ -105,6 +105,7 @@ install_torch() {
 if [ "${1:-}" = --tests ]; then
     command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
     command -v sbatch >/dev/null || install_debian slurm-wlm munge || say "no Slurm: the tests of launch/slurm will be skipped"
+    command -v chromium >/dev/null || install_debian chromium || say "no chromium: the test of the report's page will be skipped"
     exit 0
 fi
 

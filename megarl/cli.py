@@ -180,15 +180,28 @@ def export(
 
 
 @app.command()
-def report(run_dir: RunArgument) -> None:
-    """Plot a run's reward curve in the terminal and as a PNG."""
-    _need_run(run_dir)
-    from megarl.telemetry.report import report as write_report
+def report(
+    run_dir: RunArgument,
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER_DIR]", help="Another run, to compare with.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; RUN_DIR/report.html, or OTHER_DIR/report-vs-NAME.html for two runs."),
+    ] = None,
+) -> None:
+    """Say whether a run learns, where its time goes and what to change: its curve here, the rest as one page."""
+    for directory, name in ((run_dir, "RUN_DIR"), (other, "OTHER_DIR")):
+        if directory is not None:
+            _need_run(directory, name)
+    from megarl.report.command import compare
+    from megarl.report.command import report as write_report
 
     try:
-        write_report(run_dir)
-    except ValueError as error:
-        _fail(str(error))
+        if other is None:
+            write_report(run_dir, output)
+        else:
+            compare(run_dir, other, output)
+    except (ValueError, OSError) as error:
+        _fail(f"error: {error}")
 
 
 @app.command()
@@ -233,7 +246,9 @@ def doctor(
     question = Question(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
-        question = replace(question, run_dir=Path(loaded.run.dir), model=loaded.model.path)
+        question = replace(
+            question, run_dir=Path(loaded.run.dir), model=loaded.model.path, precision=loaded.trainer.precision
+        )
     findings = []
     for finding in examine(question):
         findings.append(finding)
@@ -358,9 +373,9 @@ def _print_features() -> None:
     _console().print(table)
 
 
-def _need_run(run_dir: Path) -> None:
+def _need_run(run_dir: Path, name: str = "RUN_DIR") -> None:
     if not run_dir.is_dir():
-        _fail(f"RUN_DIR = {str(run_dir)!r}: no such directory; give a run directory, as runs/NAME")
+        _fail(f"{name} = {str(run_dir)!r}: no such directory; give a run directory, as runs/NAME")
 
 
 def _fail(message: str) -> NoReturn:

@@ -31,6 +31,7 @@ OPTIONS = (
     ("KL term", "algorithm.kl.place"),
     ("rewards", "reward.kind"),
     ("prompts", "data.prompts.kind"),
+    ("sinks, besides JSONL", "telemetry.sinks.kind"),
 )
 
 

@@ -34,10 +34,7 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
 
 def add_scores(batch: Batch, scores: np.ndarray, weight: float) -> dict[str, float]:
     """Add the reward model's scores [sequences] to the rewards, which are the verifiers' until then. Masked samples stay
-    masked. Returns the figures of the sum. Raises ValueError for a score that is no finite number."""
-    for sample, score in enumerate(scores):
-        if not np.isfinite(score):
-            raise ValueError(f"phase reward_model: sample {sample} scores {score}; the model is broken, or overflows")
+    masked. Returns the figures of the sum."""
     batch.rewards = (batch.rewards + weight * scores).astype(np.float32)
     counted = batch.rewards[batch.valid]
     return {
@@ -77,28 +74,40 @@ def schedule_figures(
 
 
 def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
-    """Losses and norms of a phase's updates: losses and norms as their mean over the updates, the rest per token."""
+    """Losses and norms of a phase's updates: losses and norms as their mean over the updates, the rest per token. Updates
+    that were refused count for none of them: they have no losses."""
+    counts: dict[str, float] = {
+        f"{role}/skipped_updates": sum(update.skipped for update in updates),
+        f"{role}/learning_rate": updates[-1].learning_rate,
+        f"schedule/{plan.phase}/updates": len(updates),
+        f"schedule/{plan.phase}/mini_batch": max(len(mini_batch.samples) for mini_batch in plan.mini_batches),
+    }
+    first_counts = updates[0].refused is None
+    updates = [update for update in updates if update.refused is None]
+    if not updates:
+        return counts
     per_update = [reduce_scalars({k: v for k, v in u.sums.items() if not k.endswith("_max")}, place, "sum") for u in updates]
     largest = [reduce_scalars({k: v for k, v in u.sums.items() if k.endswith("_max")}, place, "max") for u in updates]
     total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
-    tokens = total.pop("tokens")
+    tokens = max(total.pop("tokens"), 1.0)  # none where all of its samples are masked
     taken = [update for update in updates if not update.skipped]
-    figures: dict[str, float] = {
+    figures = counts | {
         f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1),
-        f"{role}/skipped_updates": len(updates) - len(taken),
-        f"{role}/learning_rate": updates[-1].learning_rate,
         f"{role}/clip_fraction": total.pop("clipped_sum") / tokens,
-        f"schedule/{plan.phase}/updates": len(updates),
-        f"schedule/{plan.phase}/mini_batch": max(len(mini_batch.samples) for mini_batch in plan.mini_batches),
     }
     if plan.phase == "actor_update":
         # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
         figures["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
         figures["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
-        # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
-        figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
-        figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
+        if "mismatch_weight_sum" in total:
+            figures["mismatch/weight_max"] = max(one["mismatch_weight_max"] for one in largest)
+            figures["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
+            figures["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
         total.pop("ratio_drift_sum")
+        # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
+        if first_counts:
+            figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
+            figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / max(per_update[0]["tokens"], 1.0)
     for key, value in total.items():
         name = key.removesuffix("_sum")
         figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))

@@ -5,27 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.algorithm.advantage import gae, grpo_advantages, token_rewards, whiten
-from megarl.algorithm.kl import kl
+from megarl.algorithm.estimate import Scored, estimate, explained_variance
+from megarl.algorithm.kl import adapted, kl
+from megarl.algorithm.overlong import overlong_penalties
 from megarl.data.sample import Sample
 from megarl.engine.batch import Batch
 from megarl.engine.engine import Engine, share_results
-from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all
-from megarl.engine.finite import refuse_not_finite
+from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
-from megarl.platform import current as platform
+from megarl.finite_guard import FiniteGuard
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, agree, compare, plan_phase
-from megarl.telemetry import PhaseClock
+from megarl.recipe.algorithm_sections import OverlongSection
+from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import span
+from megarl.telemetry.step_figures import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Parts:
     rewards: Any
     weights: Any  # None where rollouts are replayed: nobody takes new weights
     dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
+    samples: Any  # the SampleTable of rank 0; None to write none
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -85,21 +88,22 @@ class Pipeline:
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
         self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
         self.runs = frozenset(recipe.running_phases)
-        self.version = 0
+        self.algorithm = recipe.algorithm  # with the KL coefficient of this step
+        self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
+        self.number = self.version = 0
         self.figures: Figures = {}
+        self.sizes = Sizes((), (), ())  # of the last step
         self.warned_of_drift = False
 
     def step(self, number: int) -> Figures:
         """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
-        self.figures = {}
+        self.number, self.figures = number, {}
         with self._phase("rollout"):
             rollouts, prompts = self._rollout(number)
         with self._phase("reward"):
-            batch = self._reward(rollouts, prompts)
-        with self.clock.phase("plan"):
+            batch, scored = self._reward(rollouts, prompts)
+        with self.clock.phase("plan"), span("planning"):
             plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
-            # Before the first of them: an error with both values instead of ranks that wait for each other.
-            agree(number, gather_to_all((number, {phase: Summary.of(plan) for phase, plan in plans.items()})))
         with self._phase("rollout"):
             batch.samples = self._samples(rollouts.payload, plans)
         if self.parts.reward_model is not None:
@@ -116,8 +120,11 @@ class Pipeline:
         if self.parts.critic is not None:
             with self._phase("critic_value"):
                 batch.fields["values"] = self._forward(self.parts.critic, plans["critic_value"], batch, "values")
-        with self._phase("advantage"):
+        with self._phase("advantage"), span("advantages"):
             self._advantages(batch)
+            if self.parts.samples is not None:
+                with span("samples"):
+                    self.parts.samples.write(number, rollouts, scored, batch)
         if self.parts.critic is not None:
             with self._phase("critic_update"):
                 self._update(self.parts.critic, plans["critic_update"], batch, ValueObjective)
@@ -125,7 +132,7 @@ class Pipeline:
             self._update(self.parts.actor, plans["actor_update"], batch, PolicyObjective)
         with self._phase("weight_sync"):
             self.sync(self.version + 1)
-        return self.figures
+        return self.figures | self.guard.take_figures()
 
     # The phases ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +140,8 @@ class Pipeline:
         """Rank 0 has the engines complete the next prompts; every rank learns the metadata, rank 0 keeps the prompts."""
         rollouts = prompts = None
         if self.rank == 0:
-            prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
+            with span("data"):
+                prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
             with span("wait_engines"):
                 rollouts = self.parts.rollouts.generate(prompts, number, self._resync)
             if self.parts.dump is not None:
@@ -164,8 +172,8 @@ class Pipeline:
                     f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
                 )
 
-    def _reward(self, rollouts: Any, prompts: Any) -> Batch:
-        """Rank 0 has the completions scored; every rank learns the rewards."""
+    def _reward(self, rollouts: Any, prompts: Any) -> tuple[Batch, Any]:
+        """Rank 0 has the completions scored; every rank learns the rewards, and what else was said of them."""
         scored = None
         if self.rank == 0:
             group_size = self.recipe.algorithm.group_size
@@ -178,14 +186,22 @@ class Pipeline:
                 logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
         with span("wait_rewards"):
             scored = broadcast_from_first(scored)
-        self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
-        return Batch(
+        count, task = self.recipe.num_sequences, self.recipe.phases.reward.sequences
+        tasks = tuple(min(task, count - first) for first in range(0, count, task))
+        if scored.task_sequences != tasks:
+            raise PlanMismatch(f"phase reward: planned tasks of {tasks} sequences, executed {scored.task_sequences}")
+        self.sizes = Sizes(rollouts.prompt_lengths, rollouts.completion_lengths, scored.valid)
+        batch = Batch(
             prompt_lengths=rollouts.prompt_lengths,
             completion_lengths=rollouts.completion_lengths,
             groups=rollouts.groups,
             rewards=scored.rewards,
             valid=scored.valid,
+            truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
         )
+        self.guard.rewards(batch)  # before the figures, which are of what still counts
+        self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
+        return batch, scored
 
     def _plan(self, phase: str, batch: Batch, number: int) -> Plan:
         """The plan of one engine phase, from its own section and its role's layout alone; the same on every rank."""
@@ -209,15 +225,22 @@ class Pipeline:
         return samples
 
     def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
+        self._agree(plan)
         (mini_batch,) = plan.mini_batches
+        _announce(engine, plan)
         with engine.present():
             results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
         compare(mini_batch, engine.place.data_rank, executed)
         self._prove(engine.place, plan, batch, [executed])
         one_each = engine.role == "reward_model"
         shared = share_results(results.get(name, {}), mini_batch, batch, engine.place, one_each)
-        refuse_not_finite(mini_batch, name, shared)  # on every rank, so that none waits for one that has stopped
-        return shared
+        return self.guard.results(engine, mini_batch, name, shared, batch)
+
+    def _agree(self, plan: Plan) -> None:
+        """All ranks are about to run this plan: an error with both values instead of ranks that wait for each other."""
+        turn = Turn(self.number, plan.phase, Summary.of(plan))
+        if not same_everywhere(turn.digest):
+            refuse_unlike(gather_to_all(turn))
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
         """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both.
@@ -233,52 +256,64 @@ class Pipeline:
 
     def _advantages(self, batch: Batch) -> None:
         """Every rank computes them for every sequence: the same sum in the same order under every layout."""
-        settings = self.recipe.algorithm
+        settings = self.algorithm
         rewards = torch.from_numpy(np.where(batch.valid, batch.rewards, 0.0).astype(np.float32))
-        lengths = batch.completion_lengths.tolist()
-        penalties = [torch.zeros(length) for length in lengths]
+        if settings.overlong is not None:
+            rewards += self._overlong(settings.overlong, batch)
+        penalties = [torch.zeros(length) for length in batch.completion_lengths.tolist()]
         coefficient = 0.0
         if settings.kl is not None and settings.kl.place == "reward":
             coefficient = settings.kl.coefficient
             pairs = zip(batch.fields["logprobs"], batch.fields["reference_logprobs"], strict=True)
             penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
-        if settings.advantage == "grpo":
-            scores = rewards - coefficient * torch.stack([penalty.sum() for penalty in penalties])
-            advantages = grpo_advantages(scores, torch.from_numpy(batch.groups), torch.from_numpy(batch.valid))
-            batch.fields["advantages"] = [one.expand(length) for one, length in zip(advantages, lengths, strict=True)]
-            return
-        assert settings.gae is not None
-        found = [
-            gae(token_rewards(float(reward), penalty, coefficient), values, settings.gae.discount, settings.gae.smoothing)
-            for reward, penalty, values in zip(rewards, penalties, batch.fields["values"], strict=True)
-        ]
-        estimates = [advantage for advantage, _ in found]
-        if settings.gae.whiten:
-            counted = [sample for sample, valid in enumerate(batch.valid) if valid]
-            for sample, white in zip(counted, whiten([estimates[sample] for sample in counted]), strict=True):
-                estimates[sample] = white
-        batch.fields["advantages"] = estimates
-        batch.fields["returns"] = [returns for _, returns in found]
-        self.figures["critic/value_mean"] = float(torch.cat(batch.fields["values"]).mean())
+        groups, valid, values = torch.from_numpy(batch.groups), torch.from_numpy(batch.valid), batch.fields.get("values")
+        found = estimate(Scored(rewards, groups, valid, penalties, values), coefficient, settings)
+        batch.fields["advantages"] = found.advantages
+        if found.returns is not None:
+            assert values is not None, "returns are what values are compared with"
+            batch.fields["returns"] = found.returns
+            self.figures["critic/value_mean"] = float(torch.cat(values).mean())
+            self.figures["critic/explained_variance"] = explained_variance(values, found.returns, valid)
+
+    def _overlong(self, section: OverlongSection, batch: Batch) -> torch.Tensor:
+        """What is added to the rewards of completions near the limit; those that reached it are masked where the recipe asks
+        for it."""
+        lengths, longest = torch.from_numpy(batch.completion_lengths), self.recipe.rollout.max_new_tokens
+        penalties = overlong_penalties(lengths, longest, section.buffer, section.penalty).float()
+        self.figures["reward/overlong_penalty_mean"] = float(penalties.mean())
+        if section.mask:
+            assert batch.truncated is not None
+            self.figures["reward/overlong_masked"] = int((batch.truncated & batch.valid).sum())
+            batch.valid = batch.valid & ~batch.truncated
+            self.sizes = replace(self.sizes, valid=batch.valid.tolist())
+        return penalties
 
     def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
-        settings = self.recipe.algorithm
+        settings, longest = self.algorithm, self.recipe.rollout.max_new_tokens
         updates = []
+        self._agree(plan)
+        _announce(engine, plan, passes=2)
         with engine.present(training=True):
-            for mini_batch in plan.mini_batches:
-                weights = token_weights(batch, mini_batch, settings.aggregation)
+            for number, mini_batch in enumerate(plan.mini_batches):
+                weights = token_weights(batch, mini_batch, settings.aggregation, longest)
                 update = engine.update(batch, mini_batch, objective(settings, batch, weights))
                 compare(mini_batch, engine.place.data_rank, update.executed)
+                self.guard.update(engine, number, mini_batch, update)
                 updates.append(update)
+            self.guard.weights(engine, plan.phase)
         self._prove(engine.place, plan, batch, [update.executed for update in updates])
-        self.figures |= update_figures(engine.role, plan, updates, engine.place)
+        with span("figures"):
+            self.figures |= update_figures(engine.role, plan, updates, engine.place)
         if engine.router_replay is not None:
             self.figures |= engine.router_replay.take_figures()
         if engine.role == "actor":
             self._check_drift()
+            self._adapt()
 
     def _check_drift(self) -> None:
         """Before the first update the policy has not moved, so a ratio other than 1 comes from unlike micro-batches."""
+        if "actor/ratio_drift_max" not in self.figures:  # the first update was refused
+            return
         drift, bound = self.figures["actor/ratio_drift_max"], self.recipe.algorithm.max_ratio_drift
         self.figures["actor/ratio_drift_exceeded"] = int(drift > bound)
         if drift > bound and self.rank == 0 and not self.warned_of_drift:
@@ -290,6 +325,20 @@ class Pipeline:
                 bound,
             )
             self.warned_of_drift = True
+
+    def _adapt(self) -> None:
+        """The KL coefficient of the next step, where it is steered."""
+        section = self.algorithm.kl
+        if section is None or section.adaptive is None or "actor/kl" not in self.figures:  # all updates were refused
+            return
+        self.figures["actor/kl_coefficient"] = section.coefficient
+        steering = section.adaptive
+        self._set_coefficient(adapted(section.coefficient, self.figures["actor/kl"], steering.target, steering.rate))
+
+    def _set_coefficient(self, coefficient: float) -> None:
+        assert self.algorithm.kl is not None
+        section = self.algorithm.kl.model_copy(update={"coefficient": coefficient})
+        self.algorithm = self.algorithm.model_copy(update={"kl": section})
 
     def sync(self, version: int) -> None:
         """Bring the actor's weights to all engines, as `version`."""
@@ -309,22 +358,33 @@ class Pipeline:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """A phase ends when the device has finished it, so that its seconds are not found in the next one."""
         self.boundary(name)
         with self.clock.phase(name):
             yield
-            platform.synchronize()
 
     # What a resume needs -------------------------------------------------------------------------------------------
 
     def state(self, number: int) -> dict[str, Any]:
         """Everything a resume needs besides the trained roles; collective."""
         position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.position)
-        return {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
+        section = self.algorithm.kl
+        coefficient = section.coefficient if section is not None and section.adaptive is not None else None
+        state = {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
+        return state | {"kl_coefficient": coefficient}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue behind the step that `state` was taken after."""
         self.version = state["version"]
         torch.set_rng_state(state["random"])
+        steered = self.algorithm.kl is not None and self.algorithm.kl.adaptive is not None
+        # None where the run was not steered so far; checkpoints of older versions do not have it.
+        if steered and state.get("kl_coefficient") is not None:
+            self._set_coefficient(state["kl_coefficient"])
         if self.parts.prompts is not None:
             self.parts.prompts.seek(state["prompts"])
+
+
+def _announce(engine: Engine, plan: Plan, passes: int = 1) -> None:
+    """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
+    own = sum(len(mini_batch.micro_batches[engine.place.data_rank]) for mini_batch in plan.mini_batches)
+    work.begin("micro-batches", own, passes * len(engine.chunks))

@@ -22,16 +22,21 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
+from megarl.algorithm.estimate import check_advantage  # noqa: E402
+from megarl.algorithm.policy import load_policy_loss  # noqa: E402
 from megarl.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
+from megarl.doctor.machine import check_precision  # noqa: E402
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from megarl.engine.collectives import timed_waits  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
+from megarl.engine.watched import Watch, watched  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
@@ -51,11 +56,19 @@ from megarl.rollout.pool import open_pool  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
-from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, starts  # noqa: E402
+from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, read_metrics, starts, work  # noqa: E402
 from megarl.telemetry.clock import recording  # noqa: E402
-from megarl.telemetry.idle import idle_figures  # noqa: E402
+from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
+from megarl.telemetry.devices import Devices  # noqa: E402
+from megarl.telemetry.engine_trace import EngineTraces  # noqa: E402
+from megarl.telemetry.records import Records, recorded  # noqa: E402
+from megarl.telemetry.refusals import refusals  # noqa: E402
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
+from megarl.telemetry.samples import SampleTable  # noqa: E402
+from megarl.telemetry.step_figures import StepFigures  # noqa: E402
+from megarl.telemetry.totals import run_totals, totals_lines  # noqa: E402
 from megarl.telemetry.trace import TraceWriter, clock_offsets  # noqa: E402
+from megarl.watchdog.limits import Limits  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
@@ -71,7 +84,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     torch.set_num_threads(recipe.trainer.threads)
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     rank = int(os.environ["RANK"])
-    control = start_control(_longest_wait_s(recipe))
+    control = start_control(_longest_engine_wait_s(recipe) + _longest_reward_wait_s(recipe))
     layouts = recipe.layouts
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
@@ -79,13 +92,23 @@ def train(recipe: Recipe, resume: Resume) -> None:
     hosts = gather_to_all(host_name())
     if rank == 0:
         starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
+        if platform.num_devices is None and (slow := check_precision(recipe.trainer.precision)).fix:
+            print(f"{slow.found}; {slow.fix}", file=sys.stderr)
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         trace = recipe.run.trace
-        clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans")
+        settled = DeviceSync(recipe.telemetry, platform.synchronize)
+        waits_s = _longest_engine_wait_s(recipe), _longest_reward_wait_s(recipe)
+        watch = stack.enter_context(watched(Limits.of(recipe), *waits_s, directory.path, places[layouts["actor"]]))
+        clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans", on_end=settled,
+                           beat=watch.beat)  # fmt: skip
         stack.enter_context(recording(clock))
+        stack.enter_context(work.watching(progress.work))
+        stack.enter_context(timed_waits(clock))
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        records = stack.enter_context(recorded(recipe, directory.path, rank, done, clock, platform))
         stack.enter_context(watch_peers(recipe.trainer.collective_timeout_s, lambda: clock.current))
-        with clock.phase("start"):
+        with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(found)
             with ASKED.nothing_begun():
@@ -94,7 +117,12 @@ def train(recipe: Recipe, resume: Resume) -> None:
             ASKED.watch_again()
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
         pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
-        run_steps(pipeline, recipe, directory, checkpoint, progress, preemption)
+        shapes = {role: engine.shape for role, engine in parts.engines.items()}
+        each = int(os.environ["LOCAL_WORLD_SIZE"])
+        devices = Devices.of(recipe.trainer.ranks, each, stage.engines, shared=platform.num_devices is None)
+        measures = StepFigures(recipe, shapes, devices, platform.peak_tflops)
+        with watch.deadlines(clock.place_of):
+            run_steps(pipeline, recipe, directory, checkpoint, progress, preemption, settled, measures, records, watch)
     if rank == 0:
         starts.record_end(directory.path, starts.COMPLETE, f"all {recipe.run.steps} steps")
 
@@ -134,7 +162,7 @@ def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) ->
 
 def check_models(recipe: Recipe) -> None:
     """Every tensor that a role will read is there and has its shape: said before any process group is made, from the files'
-    headers. Raises RecipeError."""
+    headers. So is what `telemetry` asks for and this machine has not. Raises RecipeError."""
     paths = {"model.path": recipe.model.path}
     paths |= {f"{role}.path": recipe.path(role) for role in recipe.roles if recipe.path(role) != recipe.model.path}
     found: list[Violation] = []
@@ -145,8 +173,15 @@ def check_models(recipe: Recipe) -> None:
             check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
         except (ValueError, OSError) as error:
             found.append(Violation(key, path, f"cannot be loaded: {error}"))
+    found += refusals(recipe, platform.kind)
     if found:
         raise RecipeError(found)
+
+
+def check_functions(recipe: Recipe) -> None:
+    """Functions of the user's own are there: said before any process group is made. Raises RecipeError."""
+    check_advantage(recipe.algorithm)
+    load_policy_loss(recipe.algorithm.policy_loss)
 
 
 def build_parts(
@@ -203,7 +238,7 @@ def build_parts(
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
         weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
         stack.callback(weights.close)
-    prompts = rollouts = rewards = dump = None
+    prompts = rollouts = rewards = dump = samples = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))
         prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
@@ -219,10 +254,12 @@ def build_parts(
         stack.callback(rewards.close)
         if recipe.run.dump_rollouts:
             dump = partial(dump_rollout, run.rollouts)
+        if recipe.telemetry.samples_per_step:
+            samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
     if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
-    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump)
+    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples)
 
 
 def run_steps(
@@ -232,9 +269,13 @@ def run_steps(
     checkpoint: Path | None,
     progress: ProgressLine,
     preemption: Preemption,
+    settled: DeviceSync,
+    measures: StepFigures,
+    records: Records,
+    watch: Watch,
 ) -> None:
     """From the first step, or from behind the checkpoint, to the last. Raises Preempted where the run is told to leave."""
-    rank, clock, trained = pipeline.rank, pipeline.clock, pipeline.parts.trained
+    rank, clock, trained, samples = pipeline.rank, pipeline.clock, pipeline.parts.trained, pipeline.parts.samples
     done = 0
     if checkpoint is not None:
         with clock.phase("load_checkpoint"):
@@ -245,6 +286,7 @@ def run_steps(
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
     trace = None if recipe.run.trace == "none" else _open_trace(run, rank)
+    engine_traces = EngineTraces(run.path) if trace is not None else None
     metrics = MetricsWriter(run.metrics) if rank == 0 else None
     if metrics is not None:
         metrics.truncate_after(done)
@@ -254,8 +296,12 @@ def run_steps(
             save_checkpoint(run.checkpoints, state["step"], trained, state)
         preemption.saved = state["step"]
 
-    clock.take()  # the start of a run belongs to no step
+    started = clock.take()  # the start of a run belongs to no step
+    start_s = {"run/start_s": started.seconds}
+    if trace is not None:
+        trace.write_part("start", started)
     for number in range(done + 1, recipe.run.steps + 1):
+        watch.begin(number)
         with clock.phase("agree"):  # a rank that comes late to a step is waited for here
             leave = preemption.agreed()
         if leave:
@@ -263,9 +309,11 @@ def run_steps(
                 save(pipeline.state(done))
             raise preemption.left(done, recipe.run.steps, str(run.checkpoints))
         preemption.begin(number)
+        settled.begin(number)
         before = pipeline.state(done) if preemption.abandons else None
         try:
-            figures = pipeline.step(number)
+            with records.step(number):
+                figures = pipeline.step(number)
         except Abandoned as left:
             assert before is not None
             if not left.moved and preemption.saved != done and done > 0:
@@ -274,16 +322,27 @@ def run_steps(
         done = number
         times = clock.take()
         with clock.phase("metrics"):  # counted in the next step's line
-            figures |= times.figures() | idle_figures(gather_to_all(times.totals()))
+            ranks = gather_to_all(times.by_span())
+            if rank == 0:
+                engines = pipeline.parts.rollouts.take_times()
+                busy_s = [one.busy_s for one in engines]
+                figures |= start_s | measures.of(times, ranks, pipeline.sizes, busy_s, figures)
+                start_s = {}
+                if engine_traces is not None:
+                    engine_traces.write(number, times.start, engines)
             # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
-            if metrics is not None:
-                metrics.write(number, figures)
+            line = {} if metrics is None else metrics.write(number, figures | records.figures())
+            records.write(number, line, [] if samples is None else samples.rows)
             if trace is not None:
                 trace.write(number, times)
             progress.step(number, figures)
         every = recipe.run.checkpoint_every
         if number == recipe.run.steps or (every and number % every == 0):
             save(pipeline.state(number))
+    if trace is not None:
+        trace.write_part("end", clock.take())
+    if metrics is not None:
+        print("\n".join(totals_lines(run_totals(read_metrics(run.metrics)))), flush=True)
     for written in (metrics, trace):
         if written is not None:
             written.close()
@@ -298,13 +357,18 @@ def _open_trace(run: RunDirectory, rank: int) -> TraceWriter:
     return TraceWriter(run.path, rank, host_name(), clock_offsets(gather_to_all(readings))[rank])
 
 
-def _longest_wait_s(recipe: Recipe) -> float:
-    """How long a rank may have to wait for rank 0: engines that start, a rollout with every restart, what engines say of a
-    sync, and the rewards."""
+def _longest_engine_wait_s(recipe: Recipe) -> float:
+    """How long rank 0 may have to wait for engines, and others for it: while they start, for a rollout with every restart,
+    and for what engines say of a sync."""
     syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
+    return ENGINE_START_S + rollouts + syncs
+
+
+def _longest_reward_wait_s(recipe: Recipe) -> float:
+    """The same for the rewards of a batch, whose tasks run one after another."""
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
-    return ENGINE_START_S + rollouts + syncs + tasks * recipe.phases.reward.timeout_s
+    return tasks * recipe.phases.reward.timeout_s
 
 
 def main(arguments: list[str]) -> int:
@@ -324,6 +388,7 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load_recipe(words[0], words[1:], fetch=model_directory)
         check_models(recipe)
+        check_functions(recipe)
         train(recipe, resume[0] if resume else Resume.NEVER)
     except (RecipeError, RunDirectoryError) as error:
         if rank == "0":  # all ranks read the same recipe, and are told of the same directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,16 @@ def tiny_recipe(
     return file
 
 
-def fake_rollouts(folder: Path, steps: int, num_prompts: int = 4, group_size: int = 4, longest: int = 12) -> Path:
-    """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps; completions of up to `longest` tokens."""
+def fake_rollouts(
+    folder: Path,
+    steps: int,
+    num_prompts: int = 4,
+    group_size: int = 4,
+    longest: int = 12,
+    draw: Callable[[np.random.Generator], int] | None = None,
+) -> Path:
+    """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps; completions of up to `longest` tokens, or
+    of lengths that `draw` gives."""
     from megarl.data.prompts import PromptStream
     from megarl.data.sample import Completion, Sample
     from megarl.data.tokenizer import load_tokenizer
@@ -87,7 +96,7 @@ def fake_rollouts(folder: Path, steps: int, num_prompts: int = 4, group_size: in
         samples = []
         for prompt in stream.take(num_prompts):
             for _ in range(group_size):
-                length = int(generator.integers(1, longest + 1))
+                length = int(generator.integers(1, longest + 1)) if draw is None else draw(generator)
                 tokens = generator.integers(2, 97, length).astype(np.int32)
                 logprobs = np.full(length, -4.0, np.float32)
                 samples.append(Sample(prompt.index, prompt.token_ids, Completion(tokens, logprobs, "stop", 0, 0)))
@@ -139,4 +148,4 @@ def figures(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _is_timing(key: str) -> bool:
-    return key.startswith(("time/", "idle/")) or key.endswith("_s")
+    return key.startswith(("time/", "idle/", "mfu/", "offload/")) or key.endswith(("_s", "per_hour"))

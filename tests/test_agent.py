@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from megarl.agent.nodes import NO_ANSWER, Failure, OtherNodes
+from megarl.agent.command import main
+from megarl.agent.nodes import NO_ANSWER, End, OtherNodes
 from megarl.agent.verdict import judge
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from tests.ports import unused_port
@@ -50,10 +51,10 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
 
 
 @contextmanager
-def _agent(folder, *words, node=None, port=0):
+def _agent(folder, *words, node=None, port=0, restarts=1):
     """An agent with two ranks, alone or as one `node` of two. It ends with the test, whatever becomes of that."""
     program = Path(__file__).with_name("exiting_rank.py")
-    command = [sys.executable, "-m", "megarl.agent", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "megarl.agent", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command += [*(["--standalone"] if node is None else place), str(program), *words]
     agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -90,6 +91,12 @@ def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, 
     assert (tmp_path / "starts-1").read_text() == starts
 
 
+def test_nodes_that_come_and_go_are_refused(capsys):
+    assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl.train", "recipe.yaml"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "--rdzv-backend = c10d" in said and "--nnodes = 2" in said and "--master-addr" in said
+
+
 def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
     """The others would sleep for minutes: no rank of the first node fails by itself."""
     port = unused_port()
@@ -100,14 +107,31 @@ def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n"] * 4
 
 
+def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
+    """As above, and no rank is started again."""
+    port = unused_port()
+    with (
+        _agent(tmp_path, "3=-9", node=0, port=port, restarts=0) as first,
+        _agent(tmp_path, "3=-9", node=1, port=port, restarts=0) as second,
+    ):
+        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (FAILED, FAILED), said
+    assert "megarl.agent: on another node rank 3 was killed by SIGKILL" in said[0]
+    assert "megarl.agent: rank 3 was killed by SIGKILL" in said[1]
+
+
 def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():
     store = HashStore()
     one, other = OtherNodes(store, store), OtherNodes(store, store)
     assert one.heard(0) is None
-    killed, followed = Failure(True, "rank 3 was killed by SIGKILL"), Failure(True, "rank 0 ended with exit status 1")
+    killed, followed = (
+        End(True, FAILED, "rank 3 was killed by SIGKILL"),
+        End(True, FAILED, "rank 0 ended with exit status 1"),
+    )
     assert one.tell(0, killed) == other.tell(0, followed) == killed
-    over = Failure(False, "rank 1 ended with exit status 1")
+    over = End(False, FAILED, "rank 1 ended with exit status 1")
     assert other.tell(1, over) == over
+    other.wait_until_heard(1, 2)
     end = time.monotonic() + DEADLINE_S
     while one.heard(1) is None and time.monotonic() < end:
         time.sleep(0.01)
@@ -121,7 +145,7 @@ def test_no_node_starts_ranks_again_without_the_store_of_node_0():
     client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
     others = OtherNodes.of(client, "127.0.0.1", server.port, "job")
     del server
-    assert others.tell(0, Failure(True, "rank 3 was killed by SIGKILL")) == NO_ANSWER
+    assert others.tell(0, End(True, FAILED, "rank 3 was killed by SIGKILL")) == NO_ANSWER
 
 
 def _start_twice(port):

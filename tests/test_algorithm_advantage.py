@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithm import gae, grpo_advantages, token_rewards, whiten
+from megarl.algorithm import gae, group_advantages, token_rewards, whiten
 
 
 def test_group_advantages_by_hand():
@@ -15,7 +15,7 @@ def test_group_advantages_by_hand():
     # Group 2: 2, 4 -> mean 3, deviation sqrt(2).
     rewards = torch.tensor([1.0, 2.0, 0.0, 0.0, 4.0])
     groups = torch.tensor([7, 2, 7, 7, 2])
-    advantages = grpo_advantages(rewards, groups, torch.ones(5, dtype=torch.bool))
+    advantages = group_advantages(rewards, groups, torch.ones(5, dtype=torch.bool))
     third = 1 / math.sqrt(3)
     expected = torch.tensor([2 * third, -1 / math.sqrt(2), -third, -third, 1 / math.sqrt(2)])
     torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=1e-5)
@@ -23,8 +23,8 @@ def test_group_advantages_by_hand():
 
 def test_a_masked_reward_changes_nothing_for_its_group():
     groups = torch.tensor([0, 0, 0, 0])
-    masked = grpo_advantages(torch.tensor([1.0, math.nan, 0.0, 1.0]), groups, torch.tensor([True, False, True, True]))
-    alone = grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), groups[:3], torch.ones(3, dtype=torch.bool))
+    masked = group_advantages(torch.tensor([1.0, math.nan, 0.0, 1.0]), groups, torch.tensor([True, False, True, True]))
+    alone = group_advantages(torch.tensor([1.0, 0.0, 1.0]), groups[:3], torch.ones(3, dtype=torch.bool))
     torch.testing.assert_close(masked[[0, 2, 3]], alone)
     assert masked[1] == 0
 
@@ -33,12 +33,12 @@ def test_equal_rewards_and_lone_survivors_give_no_signal():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.3])
     groups = torch.tensor([0, 0, 1, 1])
     valid = torch.tensor([True, True, True, False])
-    assert grpo_advantages(rewards, groups, valid).tolist() == [0, 0, 0, 0]
+    assert group_advantages(rewards, groups, valid).tolist() == [0, 0, 0, 0]
 
 
 def test_a_valid_reward_that_is_not_finite_is_refused_by_name():
     with pytest.raises(ValueError, match=r"samples \[1\]"):
-        grpo_advantages(torch.tensor([0.0, math.nan]), torch.zeros(2), torch.ones(2, dtype=torch.bool))
+        group_advantages(torch.tensor([0.0, math.nan]), torch.zeros(2), torch.ones(2, dtype=torch.bool))
 
 
 @given(
@@ -50,19 +50,19 @@ def test_group_advantages_sum_to_zero_and_forget_shift_and_order(rows, shift, sc
     groups = torch.tensor([g for g, _, _ in rows])
     rewards = torch.tensor([round(r, 2) for _, r, _ in rows], dtype=torch.float64)
     valid = torch.tensor([v for _, _, v in rows])
-    advantages = grpo_advantages(rewards, groups, valid)
+    advantages = group_advantages(rewards, groups, valid)
     for group in range(5):
         assert advantages[groups == group].sum().abs() < 1e-6
-    moved = grpo_advantages(rewards * scale + shift, groups, valid)
+    moved = group_advantages(rewards * scale + shift, groups, valid)
     torch.testing.assert_close(moved, advantages, atol=1e-3, rtol=1e-3)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(grpo_advantages(rewards[order], groups[order], valid[order]), advantages[order])
+    torch.testing.assert_close(group_advantages(rewards[order], groups[order], valid[order]), advantages[order])
 
 
 def test_gae_by_hand():
     # discount 0.5, smoothing 0.5: deltas are 1+0.5*1-2=-0.5, 0+0.5*4-1=1, 2-4=-2;
     # A2=-2, A1=1+0.25*-2=0.5, A0=-0.5+0.25*0.5=-0.375.
-    advantages, returns = gae(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([2.0, 1.0, 4.0]), 0.5, 0.5)
+    (advantages,), (returns,) = gae([torch.tensor([1.0, 0.0, 2.0])], [torch.tensor([2.0, 1.0, 4.0])], 0.5, 0.5)
     torch.testing.assert_close(advantages, torch.tensor([-0.375, 0.5, -2.0]))
     torch.testing.assert_close(returns, torch.tensor([1.625, 1.5, 2.0]))
 
@@ -72,18 +72,18 @@ def test_gae_at_its_two_ends(rows, discount):
     rewards = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     values = torch.tensor([v for _, v in rows], dtype=torch.float64)
     # smoothing 1: returns are the discounted rewards to come, whatever the values; smoothing 0: one step.
-    _, returns = gae(rewards, values, discount, 1.0)
+    _, (returns,) = gae([rewards], [values], discount, 1.0)
     for t in range(len(rows)):
         to_come = sum(discount**k * float(rewards[t + k]) for k in range(len(rows) - t))
         assert abs(float(returns[t]) - to_come) < 1e-9
-    one_step, _ = gae(rewards, values, discount, 0.0)
+    (one_step,), _ = gae([rewards], [values], discount, 0.0)
     following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
     torch.testing.assert_close(one_step, rewards + discount * following - values)
 
 
 def test_gae_leaves_its_inputs_alone():
     rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])
-    gae(rewards, values, 1.0, 0.95)
+    gae([rewards], [values], 1.0, 0.95)
     assert rewards.tolist() == [0.0, 1.0] and values.tolist() == [0.5, 0.5]
 
 

@@ -7,28 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithm import kl, loss_weights, policy_loss, value_loss
+from megarl.algorithm import kl, loss_weights, value_loss
+from megarl.algorithm.kl import adapted
 
-
-def test_policy_loss_by_hand():
-    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
-    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 3.0])
-    loss, clipped = policy_loss(ratios.log(), torch.zeros(5), advantages, low=0.2, high=0.3)
-    # A > 0 is clipped from above at 1.3, A < 0 from below at 0.8; the other two sides stay free.
-    torch.testing.assert_close(loss, torch.tensor([-2.6, 3.0, -1.0, 1.6, -3.3]))
-    assert clipped.tolist() == [True, False, False, True, False]
-
-
-def test_a_clipped_token_has_no_gradient_and_an_equal_one_the_policy_gradient():
-    logprobs = torch.tensor([0.5, 0.0], requires_grad=True)
-    loss, _ = policy_loss(logprobs, torch.zeros(2), torch.tensor([1.0, 3.0]), low=0.2, high=0.2)
-    loss.sum().backward()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, -3.0]
-
-
-def test_policy_loss_stays_finite_for_a_wild_token():
-    loss, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), 0.2, 0.2)
-    assert torch.isfinite(loss).all()
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+LONGEST = 9
 
 
 def test_value_loss_by_hand():
@@ -46,6 +29,7 @@ def test_kl_estimators_by_hand():
     torch.testing.assert_close(kl(logprobs, reference, "k1"), torch.tensor([1.0, -1.0]))
     torch.testing.assert_close(kl(logprobs, reference, "k2"), torch.tensor([0.5, 0.5]))
     torch.testing.assert_close(kl(logprobs, reference, "k3"), torch.tensor([math.exp(-1), math.e - 2]))
+    torch.testing.assert_close(kl(logprobs, reference, "absolute"), torch.tensor([1.0, 1.0]))
     with pytest.raises(ValueError, match="algorithm.kl.estimator is 'k4'"):
         kl(logprobs, reference, "k4")
 
@@ -60,6 +44,12 @@ def test_kl_estimators_meet_the_true_kl_in_expectation():
         torch.testing.assert_close((policy.exp() * kl(policy, reference, estimator)).sum(), true)
 
 
+def test_the_kl_coefficient_follows_the_error_within_a_fifth():
+    assert adapted(0.1, measured=0.011, target=0.01, rate=0.5) == pytest.approx(0.1 * 1.05)
+    assert adapted(0.1, measured=5.0, target=0.01, rate=0.1) == pytest.approx(0.102)
+    assert adapted(0.1, measured=-1.0, target=0.01, rate=0.1) == pytest.approx(0.098)
+
+
 @given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0)), min_size=1, max_size=20))
 def test_k3_is_never_negative(pairs):
     estimates = kl(torch.tensor([a for a, _ in pairs]), torch.tensor([b for _, b in pairs]), "k3")
@@ -70,9 +60,11 @@ def test_loss_weights_by_hand():
     lengths, valid = torch.tensor([1, 3, 5]), torch.tensor([True, True, False])
     torch.testing.assert_close(loss_weights(lengths, valid, "token_mean"), torch.tensor([0.25, 0.25, 0.0]))
     torch.testing.assert_close(loss_weights(lengths, valid, "sequence_mean"), torch.tensor([1 / 2, 1 / 6, 0.0]))
+    torch.testing.assert_close(loss_weights(lengths, valid, "sequence_sum"), torch.tensor([1 / 2, 1 / 2, 0.0]))
+    torch.testing.assert_close(loss_weights(lengths, valid, "fixed_length", 10), torch.tensor([1 / 20, 1 / 20, 0.0]))
     nothing = torch.tensor([False, False, False])
-    for aggregation in ("token_mean", "sequence_mean"):
-        assert loss_weights(lengths, nothing, aggregation).tolist() == [0, 0, 0]
+    for aggregation in AGGREGATIONS:
+        assert loss_weights(lengths, nothing, aggregation, 10).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="algorithm.aggregation is 'mean'"):
         loss_weights(lengths, valid, "mean")
 
@@ -86,12 +78,12 @@ def batches(draw):
     return lengths, valid, parts
 
 
-@given(batches(), st.sampled_from(["token_mean", "sequence_mean"]))
+@given(batches(), st.sampled_from(AGGREGATIONS))
 def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
     lengths, valid, parts = batch
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
-    weights = loss_weights(torch.tensor(lengths), torch.tensor(valid), aggregation).to(torch.float64)
+    weights = loss_weights(torch.tensor(lengths), torch.tensor(valid), aggregation, LONGEST).to(torch.float64)
 
     def aggregate(samples):
         leaves = [tokens[i].clone().requires_grad_() for i in samples]
@@ -117,7 +109,11 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
     # And the aggregate is the mean that its name says.
     kept = [t.square() for t, ok in zip(tokens, valid, strict=True) if ok]
     if kept:
-        token_mean = torch.cat(kept).mean()
-        sequence_mean = torch.stack([t.mean() for t in kept]).mean()
-        expected = token_mean if aggregation == "token_mean" else sequence_mean
-        assert abs(whole - float(expected)) < 1e-6
+        sums = torch.stack([t.sum() for t in kept])
+        expected = {
+            "token_mean": torch.cat(kept).mean(),
+            "sequence_mean": torch.stack([t.mean() for t in kept]).mean(),
+            "sequence_sum": sums.mean(),
+            "fixed_length": (sums / LONGEST).mean(),
+        }[aggregation]
+        assert whole == pytest.approx(float(expected), rel=1e-6)

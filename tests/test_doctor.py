@@ -18,7 +18,7 @@ import pytest
 
 from megarl.doctor import Finding, Verdict
 from megarl.doctor.examination import Question, examine
-from megarl.doctor.machine import check_machine
+from megarl.doctor.machine import check_machine, check_precision
 from megarl.doctor.network import check_network, check_ray, check_slurm
 from megarl.doctor.nodes import Node, compare_nodes, shared_versions
 from megarl.doctor.packages import check_packages
@@ -60,7 +60,9 @@ def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple
 def test_a_node_without_faults_is_fit() -> None:
     code, findings = doctor("recipes/quickstart.yaml", "--master", f"127.0.0.1:{unused_port()}")
     assert code == 0 and not [one for one in findings if one.verdict == Verdict.FAIL]
-    assert {"packages", "torch build", "shared memory", "open files", "clock", "model"} <= {one.check for one in findings}
+    assert {"packages", "torch build", "shared memory", "open files", "clock", "model", "precision"} <= {
+        one.check for one in findings
+    }
 
 
 def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
@@ -84,6 +86,18 @@ def test_few_open_files_are_allowed() -> None:
     code, findings = doctor(before="ulimit -n 512; ")
     assert code == 1
     assert_fails(findings, "open files", "512", "ulimit -n 65536")
+
+
+@pytest.mark.parametrize(("flags", "precision", "slow"), [
+    ("fpu avx2 fma", "bf16", True), ("fpu avx2 fma", "fp32", False), ("avx2 avx512_bf16", "bf16", False),
+    ("avx2 amx_bf16 amx_tile", "bf16", False), ("fp asimd bf16 i8mm", "bf16", False), ("fp asimd", "bf16", True),
+])  # fmt: skip
+def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slow: bool, tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    found = check_precision(precision, facts)
+    assert found.verdict == (Verdict.WARN if slow else Verdict.OK)
+    assert not slow or "trainer.precision = bf16" in found.found and "trainer.precision=fp32" in found.fix
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.engine.batch import Batch, pack
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
-from megarl.recipe.sections import AlgorithmSection, KlSection, ValueLossSection
+from megarl.recipe.algorithm_sections import AlgorithmSection, KlSection, ValueLossSection
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, MiniBatch
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.estimate import forward_flops
+from megarl.estimate import Adapters, forward_flops, update_flops
 from megarl.family import ModelShape
+from megarl.family.shape import Experts
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start
@@ -69,3 +70,25 @@ def test_prompts_pay_no_head() -> None:
     per_row = forward_flops(SHAPE, 100, 30) - forward_flops(SHAPE, 100, 29)
     assert per_row == 2 * SHAPE.hidden * SHAPE.vocab
     assert forward_flops(SHAPE, 100, 30, critic=True) == forward_flops(replace(SHAPE, vocab=1), 100, 30)
+
+
+def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
+    """Counted by hand for one sequence of 3 tokens, 2 of which pass the head, through 2 layers of a tiny model."""
+    shape = replace(SHAPE, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
+    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
+    pairs = 6  # of tokens that meet: 1 + 2 + 3
+    linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
+    assert forward_flops(shape, 3, 2) == linear + products + head
+    assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
+    assert update_flops(shape, 3, 2, frozen_layers=1, frozen_head=True) == 2.5 * linear + 3 * products + 2 * head
+    adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
+    found = update_flops(shape, 3, 2, adapters=Adapters(4, ("qkv", "proj")))
+    assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters
+
+
+def test_experts_that_a_token_does_not_take_cost_nothing() -> None:
+    experts = Experts(count=64, per_token=2, ffn=16)
+    shape = replace(SHAPE, experts=experts)
+    more = replace(SHAPE, experts=replace(experts, count=128))
+    router = 2 * 10 * shape.num_layers * shape.hidden * 64  # scores of 64 experts more
+    assert update_flops(more, 10, 1) - update_flops(shape, 10, 1) == 3 * router

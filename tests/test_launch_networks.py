@@ -144,6 +144,7 @@ def write_recipe(folder: Path, name: str, **changes: object) -> Path:
     return tiny_recipe(folder, name, False, 2, 2, 1, 3, **changes)
 
 
+@pytest.mark.nightly
 def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
     with job(folder, write_recipe(folder, "whole", trainer__collective_timeout_s=240)) as sides:
         assert_ended(sides, 0)
@@ -187,7 +188,9 @@ CUTS: dict[str, tuple[Callable[[Path, list[Side]], None], dict[str, object]]] = 
 }
 
 
-@pytest.mark.parametrize("phase", CUTS)
+@pytest.mark.parametrize("phase", [
+    "weight_sync", *(pytest.param(phase, marks=pytest.mark.nightly) for phase in CUTS if phase != "weight_sync"),
+])  # fmt: skip
 def test_a_cut_cable_ends_both_sides_and_each_names_phase_and_peer(folder: Path, phase: str) -> None:
     until, changes = CUTS[phase]
     with job(folder, write_recipe(folder, phase, **changes)) as sides:

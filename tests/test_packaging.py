@@ -61,7 +61,7 @@ def test_lock_holds_no_cuda() -> None:
     assert str(locked["torch"].specifier) == "==2.13.0+cpu"
 
 
-@pytest.mark.parametrize(("lock", "extra"), [(CPU_LOCK, "cpu"), (CPU_LOCK, "dev"), (GPU_LOCK, "gpu")])
+@pytest.mark.parametrize(("lock", "extra"), [(CPU_LOCK, "cpu"), (CPU_LOCK, "dev"), (CPU_LOCK, "sinks"), (GPU_LOCK, "gpu")])
 def test_lock_satisfies_the_extra(lock: str, extra: str) -> None:
     locked = requirements(locked_lines(lock))
     for name, wanted in requirements(EXTRAS[extra] + PROJECT["dependencies"]).items():
@@ -70,7 +70,7 @@ def test_lock_satisfies_the_extra(lock: str, extra: str) -> None:
         assert wanted.specifier.contains(pin.version), f"{wanted} against {pin}"
 
 
-@pytest.mark.parametrize("extra", ["cpu", "gpu", "dev"])
+@pytest.mark.parametrize("extra", ["cpu", "gpu", "dev", "sinks"])
 def test_extras_are_pinned(extra: str) -> None:
     for line in EXTRAS[extra]:
         assert [each.operator for each in Requirement(line).specifier] == ["=="], line

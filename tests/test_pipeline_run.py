@@ -1,23 +1,48 @@
 """Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
 under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
 
+import asyncio
 import json
 import re
 import shutil
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.telemetry.engine_trace import FIRST_PROCESS
 from megarl.telemetry.trace import merge
-from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.ranks import run_ranks
+from tests.runs import RUN_DEADLINE_S, figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, MIDDLE = 4, 2
 TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
+# The engine takes so much longer to receive that version.
+SLOW_VERSION, SLOW_S = 2, 3.0
+
+
+def train_with_a_slow_receiver(recipe, note):
+    """`note` is a file, in which the engine writes from when to when it slept."""
+    from megarl.rollout import handle
+    from tests.runs import _train
+
+    class Slow(handle.RolloutEngine):
+        async def receive(self, manifest_values):
+            if manifest_values["version"] == SLOW_VERSION:
+                begun = time.time()
+                await asyncio.sleep(SLOW_S)
+                Path(note).write_text(json.dumps([begun, time.time()]))
+            return await super().receive(manifest_values)
+
+    with mock.patch.object(handle, "RolloutEngine", Slow):
+        _train(recipe, False)
 
 
 @pytest.fixture(scope="module", params=["ppo", "grpo"])
@@ -27,12 +52,13 @@ def run(request, tmp_path_factory):
     ppo = request.param == "ppo"
     tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
     changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
+               "telemetry__peak_tflops": 1.0,
                "phases__reward": {"sequences": REWARD_SEQUENCES},
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
     if ppo:
         changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
     recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
-    train_on_ranks(recipe)
+    run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
     return folder, ppo, changes
 
 
@@ -65,23 +91,77 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
 
 def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
     folder, ppo, _ = run
+    check_spans(folder / "runs" / "whole", ranks=4)
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in slices} == set(range(4))
+    assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
     for rank in range(4):
         own = [event for event in slices if event["pid"] == rank]
         steps = [event for event in own if event["cat"] == "step"]
         assert [event["name"] for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
-        wall = sum(event["dur"] for event in steps)
+        parts = [event for event in own if event["cat"] == "part"]
+        assert [event["name"] for event in parts] == ["start", "end"]
+        assert parts[0]["ts"] < steps[0]["ts"] and parts[1]["ts"] > steps[-1]["ts"]
+        wall = sum(event["dur"] for event in (*parts, *steps))
         assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
         seen = {event["name"] for event in own}
         assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
         assert ("critic_update" in seen) == ppo
-    for line in (json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()):
+    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    devices = [_seconds_of_devices(line) for line in lines]
+    # Over the run: each device's steps are its own rank's, which ends them a little before or after rank 0.
+    whole = sum(line["time/step"] for line in lines)
+    assert [sum(each) for each in zip(*devices, strict=True)] == pytest.approx([whole] * 5, rel=0.03)
+    for line in lines:
         causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
         assert (
             0 < line["idle/share"] == pytest.approx(sum(causes)) and line["idle/share"] + line["idle/unaccounted_share"] < 1
         )
         assert line["idle/straggler_rank"] in range(4)
+        _check_devices_and_roles(line)
+
+
+def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
+    folder, _, _ = run
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("sample")]
+    lines = figures(folder, "whole")
+    assert len(requests) == 16 * STEPS
+    assert sum(event["args"]["tokens"] for event in requests) == sum(line["tokens/completion"] for line in lines)
+    assert [event["args"]["version"] for event in requests] == [step for step in range(STEPS) for _ in range(16)]
+    phases = [(event["ts"], event["ts"] + event["dur"]) for event in slices if event["name"] == "rollout"]
+    late = 2_000_000  # the engine's clock is rank 0's here, but for what a call takes to come back on a busy machine
+    for event in requests:
+        assert any(begun - late <= event["ts"] <= ended + late for begun, ended in phases)
+
+
+def _seconds_of_devices(line):
+    """Of each of the four ranks and of the engine, over all causes."""
+    columns = [value for key, value in line.items() if re.fullmatch(r"idle/device/\w+_s", key)]
+    return [sum(device) for device in zip(*columns, strict=True)]
+
+
+def _check_devices_and_roles(line):
+    """The engine has a device of its own, and each role's parts are the whole step."""
+    assert line["idle/device/engine"] == [0] and line["idle/device/rollout_s"][4] > 0
+    for part in ("actor", "engines", "reward_workers", *(("critic", "reference") if "time/critic_update" in line else ())):
+        assert sum(value for key, value in line.items() if key.startswith(f"idle/{part}/")) == pytest.approx(1.0)
+    assert 0 < line["idle/actor_update/bubble_share"] < 1
+    assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
+    assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
+
+
+def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
+    folder, _, _ = run
+    begun, ended = (1e6 * at for at in json.loads((folder / "slept").read_text()))
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    middle = (begun + ended) / 2  # of the sleep; the ranks' clocks differ by far less than a half of it
+    for rank in range(4):
+        running = [event for event in slices if event["pid"] == rank and event["ts"] <= middle < event["ts"] + event["dur"]]
+        assert [event["name"] for event in running if event["cat"] == "phase"] == ["weight_sync"], "no update's seconds"
+    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    slow = lines[SLOW_VERSION - 1]
+    assert slow["time/weight_sync"] > SLOW_S
+    assert slow["idle/engines_share"] * slow["time/step"] > SLOW_S / 4, "at least rank 0, of four, waited for the engine"
 
 
 def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):

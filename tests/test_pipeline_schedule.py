@@ -3,15 +3,13 @@
 import math
 import os
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
-from megarl.engine.finite import refuse_not_finite
 from megarl.recipe import ENGINE_PHASES
-from megarl.reshard.boxes import Layout
-from megarl.schedule import PlanMismatch, Schedule, Summary, agree, plan_phase
+from megarl.schedule import PlanMismatch, Summary, Turn, refuse_unlike
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -121,28 +119,93 @@ def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
     recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
     first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
     assert first == second and first.startswith(
-        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0; 1 of"
+        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0, "
+        "rank 1; 1 of"
     )
 
 
-def test_a_batch_whose_sum_alone_overflows_is_not_refused():
-    plan = plan_phase(Schedule("critic_value", sequences=1), [3, 3], Layout(1, 1, 1), seed=1)
-    refuse_not_finite(plan.mini_batches[0], "values", [torch.full((3,), 3e38), torch.zeros(3)])
-    with pytest.raises(ValueError, match="of sample 1 are inf at completion token 2"):
-        refuse_not_finite(plan.mini_batches[0], "values", [torch.zeros(3), torch.tensor([0.0, 1.0, math.inf])])
+def train_with_a_pass_of_its_own(recipe):
+    """The second rank leaves the reference out, in one step: it took another branch."""
+    from megarl.pipeline import Pipeline
+    from megarl.recipe import load_recipe
+    from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
+
+    forward = Pipeline._forward
+
+    def other(pipeline, engine, plan, batch, name):
+        if pipeline.rank == 1 and pipeline.number == 2 and plan.phase == "reference_logprob":
+            return batch.fields["logprobs"]
+        return forward(pipeline, engine, plan, batch, name)
+
+    with mock.patch.object(Pipeline, "_forward", other), pytest.raises(PlanMismatch) as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
 
 
-def test_ranks_agree_on_step_phases_and_plans():
-    plan = Summary("a", 1, 4)
-    ranks = [(3, {"actor_update": plan}), (3, {"actor_update": plan})]
-    agree(3, ranks)
+def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_begins(folder):
+    recipe = tiny_recipe(folder, "parted", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    said = "step 2: rank 0 begins phase reference_logprob, and rank 1 phase critic_value"
+    assert run_ranks(train_with_a_pass_of_its_own, 2, str(recipe)) == [said, said]
+
+
+def test_a_difference_between_ranks_is_named_with_both_values():
+    turn = Turn(3, "actor_update", Summary("a", 1, 4))
+    refuse_unlike([turn, turn])
     for wrong, said in (
-        ((4, {"actor_update": plan}), "rank 0 is in step 3 and rank 2 in step 4"),
-        ((3, {"critic_update": plan}), "rank 0 runs the phases .*actor_update.*, and rank 2 .*critic_update"),
-        ((3, {"actor_update": Summary("b", 1, 4)}), r"rank 0 has planned .*plan a.* and rank 2 .*plan b"),
+        (turn._replace(step=4), "rank 0 is in step 3 and rank 2 in step 4"),
+        (turn._replace(phase="critic_update"), "rank 0 begins phase actor_update, and rank 2 phase critic_update"),
+        (turn._replace(plan=Summary("b", 1, 4)), r"rank 0 has planned .*plan a.* and rank 2 .*plan b"),
+        (turn._replace(plan=Summary("a", 1, 5)), r"rank 0 has planned 4 micro-batches .* and rank 2 5 micro-batches"),
     ):
+        assert wrong.digest != turn.digest and 0 <= wrong.digest < 2**63
         with pytest.raises(PlanMismatch, match=said):
-            agree(3, [*ranks, wrong])
+            refuse_unlike([turn, turn, wrong])
+
+
+def train_with_other_sizes(recipe, where):
+    """The rollout engines, or the reward workers, are given another size than the recipe's."""
+    from megarl.recipe import load_recipe
+    from megarl.reward.workers import RewardWorkers
+    from megarl.rollout.replay import ReplayPool
+    from megarl.run import train as run
+    from megarl.telemetry.run_directory import Resume
+
+    generate, start = ReplayPool.generate, RewardWorkers.__init__
+
+    def other_rollout(pool, prompts, step, resync=None):
+        pool._max_concurrent = 7
+        return generate(pool, prompts, step, resync)
+
+    def fewer_prompts(pool, prompts, step, resync=None):
+        batch = generate(pool, prompts, step, resync)
+        return replace(batch, executed=replace(batch.executed, prompts=3))
+
+    def other_rewards(workers, specs, path, section, **more):
+        start(workers, specs, path, section.model_copy(update={"sequences": 5}), **more)
+
+    other = {"max_concurrent": (ReplayPool, "generate", other_rollout), "prompts": (ReplayPool, "generate", fewer_prompts),
+             "reward": (RewardWorkers, "__init__", other_rewards)}  # fmt: skip
+    with mock.patch.object(*other[where]), pytest.raises(PlanMismatch) as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("max_concurrent", r"rollout: planned \(prompts, sequences, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
+        ("prompts", r"rollout: planned .* \(4, 16, 9\), executed \(3, 16, 9\)"),
+        ("reward", r"reward: planned tasks of \(6, 6, 4\) sequences, executed \(5, 5, 5, 1\)"),
+    ],
+)
+def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_both(folder, where, said):
+    """For the trainer's phases: `test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes`."""
+    changes = {"rollout__replay": str(folder / "rollouts"), "phases__reward": {"sequences": 6},
+               "phases__rollout": {"prompts": 4, "max_concurrent": 9}}  # fmt: skip
+    recipe = tiny_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
+    (found,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
+    assert re.search(said, found), found
 
 
 def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):

@@ -359,6 +359,34 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "phases.critic_update": "never runs",
         },
     ),
+    "algorithms that do not go together": (
+        edited(
+            ("algorithm.group", {"deviation": False}),
+            ("algorithm.policy_loss", {"kind": "gmpo"}),
+            ("algorithm.kl.coefficient", 0.0),
+            ("algorithm.kl.adaptive", {"target": 0.01}),
+            ("algorithm.overlong", {"buffer": 100_000}),
+        ),
+        {
+            "algorithm.group": "how grpo compares",
+            "algorithm.policy_loss.kind": "one advantage a sequence",
+            "algorithm.kl.coefficient": "0 stays 0",
+            "algorithm.overlong.buffer": "rollout.max_new_tokens",
+        },
+    ),
+    "a pattern that is none, and a schema that is none": (
+        edited(
+            ("reward", [{"kind": "pattern", "pattern": "(a"}, {"kind": "json_schema", "json_schema": {"type": "objekt"}}]),
+        ),
+        {"reward.0.pattern": "no regular expression", "reward.1.json_schema.type": "not valid"},
+    ),
+    "functions of no module, and an overlong section that does nothing": (
+        edited(
+            ("algorithm.policy_loss", {"kind": "function", "target": "nowhere_to_be_found:loss"}),
+            ("algorithm.overlong", {}),
+        ),
+        {"algorithm.policy_loss.target": "no module 'nowhere_to_be_found'", "algorithm.overlong": "neither masks"},
+    ),
     "PPO without critic": (
         edited(
             ("critic", ...),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, VerifierSection
+from megarl.recipe.sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward.verifiers import (
     VERIFIERS,
     check_answers,
@@ -127,3 +127,42 @@ def test_a_function_that_does_not_load_is_named(target, said):
 
 def test_every_kind_of_the_recipe_has_a_verifier():
     assert set(VERIFIERS) == set(get_args(VerifierSection.model_fields["kind"].annotation))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "worth"),
+    [
+        (r"<answer>.*</answer>", "so <answer>8</answer>.", 1.0),
+        (r"<answer>.*</answer>", "so 8.", 0.0),
+        (r"(?i)answer is (?P<answer>\w+)", "The answer is 7. No, the Answer is 8.", 1.0),
+        (r"(?i)answer is (?P<answer>\w+)", "The answer is 8. No, the answer is 7.", 0.0),
+        (r"= (?P<answer>\d+)?", "8 = ", 0.0),
+    ],
+)
+def test_a_pattern_is_found_and_its_answer_is_the_last_one(pattern, text, worth):
+    terms = load_terms([PatternRewardSection(kind="pattern", pattern=pattern)])
+    assert score_terms(terms, text, prompt(" 8 ")) == {"pattern": worth}
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ('{"city": "Paris", "people": 2}', 1.0),
+        ('Here it is:\n```json\n{"city": "Paris", "people": 2}\n```\nDone.', 1.0),
+        ('{"city": "Paris"}', 0.0),
+        ('{"city": "Paris", "people": "2"}', 0.0),
+        ('It is {"city": "Paris", "people": 2}', 0.0),
+        ('```\n{"city": "Rome", "people": 1}\n```\n```\n{"city": "Rome", "people": 1}\n```', 0.0),
+        ("", 0.0),
+        ('{"city": "Paris", "people": 2, "area": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+    ],
+)
+def test_a_document_is_allowed_by_its_schema(text, worth):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+    }
+    terms = load_terms([SchemaRewardSection(kind="json_schema", json_schema=schema, weight=3.0)])
+    assert score_terms(terms, text, prompt("")) == {"json_schema": worth}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.failure import RolloutError
@@ -135,6 +136,22 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(fau
     assert publisher.publish(2, new, pool)["sync/received_bytes"] > 0
     batch = generate(faulty, 1)
     assert set(batch.first_version) == {2} and pool._engines[0].restarts == restarts + 1
+
+
+def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
+    """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
+    pool, publisher, new = faulty
+    restarts = pool._engines[0].restarts
+    broken = publisher.shards(new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    publisher.publish_shards(3, broken, pool)
+    publisher._last = (3, publisher.shards(new), pool)
+    batch = generate(faulty, 5)
+    assert pool._engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
+    assert len(batch) == 16 and set(batch.first_version) == {3}
+    drawn = batch.payload.fetch(range(16))
+    reference = huggingface_logprobs(new, drawn, 1.0)
+    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
 
 
 def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_often_ends_the_run(faulty: Faulty) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from megarl.rollout.batch import GroupFacts
 from megarl.rollout.engine import _reports
 from megarl.rollout.failure import EngineDied, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.telemetry import work
 from tests.rollout_cases import recipe, save_model
 
 pytestmark = pytest.mark.sync
@@ -126,6 +128,24 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
     with pytest.raises(RolloutError, match="no answer"):
         sync(pools(waits, Scripted(1, [PAUSED], [RECEIVED]), in_flight="wait"))
     assert waits.restarts == 0
+
+
+def test_completions_are_counted_group_by_group(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts on two engines; what arrives first is told first, and the first of the three is lost once."""
+    monkeypatch.setattr("megarl.rollout.pool.ray.wait", lambda calls, timeout: ([calls[0]], calls[1:]))
+    said = [DEAD, *(GroupFacts(position, 3, (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
+
+    class Answering(Scripted):
+        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+            return "queued" if method == "submit" else (said.pop(0), "tokens")
+
+    pool = pools(Answering(0, [], []), Answering(1, [], []))
+    pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})
+    told: list[tuple[str, float, int]] = []
+    with work.watching(lambda *heard: told.append(heard)):
+        facts, _ = pool._run({0: {0: None, 2: None}, 1: {1: None}}, step=1)  # type: ignore[dict-item]
+    assert sorted(facts) == [0, 1, 2]
+    assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]
 
 
 def test_figures_are_those_of_all_attempts(pools: Pools) -> None:

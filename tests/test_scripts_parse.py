@@ -77,7 +77,7 @@ def test_hadolint_is_silent(file: Path) -> None:
     run(tool("hadolint"), "--no-color", "--failure-threshold", "style", str(file))
 
 
-@pytest.mark.parametrize("target", ["setup", "quickstart", "test", "test-megatron-0.19", "lint", "format"])
+@pytest.mark.parametrize("target", ["setup", "quickstart", "test", "test-nightly", "test-megatron-0.19", "lint", "format"])
 def test_commands_of_the_makefile_parse(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=30, check=True)

@@ -1,16 +1,20 @@
 """Spans sum to their phases, waits have a cause, and the traces of all ranks become one."""
 
 import json
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]  # in no stub
 
+from megarl.engine.collectives import timed_waits
 from megarl.engine.timers import MegatronTimers, span_of
-from megarl.telemetry import PhaseClock
+from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import MOST_EVENTS, Event, StepTimes, recording, span, start_span
-from megarl.telemetry.idle import idle_figures
+from megarl.telemetry.device_sync import DeviceSync
 from megarl.telemetry.trace import TraceWriter, clock_offsets, merge
 
 NAMES = ["forward", "backward", "wait_ranks", "wait_engines"]
@@ -75,10 +79,41 @@ def test_a_span_that_an_error_left_open_ends_with_its_phase():
     assert times.phases == {"actor_update": 3, "advantage": 1} and sum(times.totals().values()) == 4
 
 
+@pytest.mark.parametrize(
+    ("keys", "synced"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"device_sync": "sampled", "device_sync_every": 2}, [2, 4]),
+        ({"device_sync": "never"}, []),
+    ],
+)
+def test_phases_end_with_the_device_in_the_steps_of_the_recipe(keys, synced):
+    """The device takes 3 s that the host does not wait for by itself; they are the phase's own where it is asked."""
+    time = Time()
+
+    def settle():
+        time.seconds += 3
+
+    settled = DeviceSync(TelemetrySection(**keys), settle)
+    clock = PhaseClock(now=time, on_end=settled)
+    for step in (1, 2, 3, 4):
+        settled.begin(step)
+        with recording(clock), clock.phase("actor_update"):
+            time.seconds += 1
+        times = clock.take()
+        assert times.totals().get("device", 0) == (3 if step in synced else 0)
+        assert times.phases == {"actor_update": 4 if step in synced else 1}
+    with pytest.raises(RuntimeError), recording(clock), clock.phase("actor_update"):
+        raise RuntimeError("the device is lost: waiting for it would hide this")
+    assert "device" not in clock.take().totals()
+
+
 def test_megatron_s_timers_are_spans():
     time = Time()
     clock, timers = PhaseClock(now=time, keep_spans=True), MegatronTimers()
-    with recording(clock), clock.phase("actor_update"):
+    done: list[float] = []
+    with recording(clock), work.watching(lambda _, number, total: done.append(number)), clock.phase("actor_update"):
+        work.begin("micro-batches", 4, parts=2)
         timers("forward-backward", log_level=1).start(barrier=True)
         for name, seconds in (("forward-recv", 2), ("forward-compute", 5), ("backward-send-forward-recv", 1)):
             timers(name, log_level=2).start()
@@ -88,6 +123,7 @@ def test_megatron_s_timers_are_spans():
         timers("all-grads-sync", log_level=1).start(barrier=True)
         time.seconds += 4
         timers("all-grads-sync").stop()
+    assert done == [0, 0.5]  # one forward pass, and neither what was received nor the reduction
     times = clock.take()
     assert {name: seconds for (_, name), seconds in times.spans.items() if seconds} == {
         "wait_pipeline": 3, "forward": 5, "wait_gradients": 4,
@@ -96,25 +132,28 @@ def test_megatron_s_timers_are_spans():
     assert span_of("params-all-gather") == "wait_gradients"
 
 
-def test_idle_time_has_a_cause_and_a_straggler():
-    """Worked by hand: three ranks in a step of 10 s; rank 1 is the one that the others wait for."""
-    ranks = [
-        {"forward": 4.0, "wait_ranks": 3.0, "wait_engines": 2.0, "unaccounted": 1.0},
-        {"forward": 8.0, "wait_ranks": 0.5, "wait_engines": 1.5, "unaccounted": 0.0},
-        {"forward": 5.0, "wait_pipeline": 2.5, "wait_engines": 2.0, "unaccounted": 0.5},
-    ]
-    figures = idle_figures(ranks)
-    assert figures == pytest.approx({
-        "idle/share": 11.5 / 30, "idle/engines_share": 5.5 / 30, "idle/ranks_share": 3.5 / 30,
-        "idle/pipeline_share": 2.5 / 30, "idle/unaccounted_share": 1.5 / 30, "idle/straggler_rank": 1,
-        "idle/straggler_s": 2.0,
-    })  # fmt: skip
+def test_every_wait_for_a_collective_has_a_span():
+    """A wait in a layer is named after the layers, one in the optimizer after the gradients, one in a wait is that wait."""
+    clock = PhaseClock(keep_spans=True)
+    untouched = Work.wait
+    with recording(clock), timed_waits(clock), clock.phase("actor_update"):
+        for name in ("forward", "backward", "optimizer", "figures", "wait_engines"):
+            with span(name):
+                assert finished_work().wait()
+        assert finished_work().wait()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(finished_work().wait).result()  # a clock is one thread's
+    assert Work.wait is untouched
+    assert [event.name for event in clock.take().events] == [
+        "wait_layers", "forward", "wait_layers", "backward", "wait_gradients", "optimizer", "wait_ranks", "figures",
+        "wait_engines", "wait_ranks", "actor_update",
+    ]  # fmt: skip
 
 
-def test_the_page_explains_every_figure():
-    page = (Path(__file__).parent.parent / "docs" / "reading-a-run.md").read_text()
-    waits = {f"wait_{whom}": 1.0 for whom in ("engines", "rewards", "pipeline", "gradients", "ranks")}
-    assert [key for key in idle_figures([{"unaccounted": 1.0, **waits}]) if f"`{key}`" not in page] == []
+def finished_work():
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future)
 
 
 def test_events_beyond_the_limit_are_counted_and_no_second_is_lost():

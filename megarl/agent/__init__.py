@@ -9,6 +9,7 @@ everything):
 - SIGTERM and SIGUSR1 go on to the rank processes, and to them alone: Ray's processes, in the same process group, are needed
   until the ranks have saved. The ranks have `run.grace_s` to leave; then they are killed.
 - A rank that ends with REQUEUE or BAD_INPUT stops nobody: the others are about to do the same. Neither is restarted.
+- Ranks that the watchdog has ended (`megarl/watchdog/`) are not restarted: the status is HUNG.
 - The exit status is that of the ranks (`megarl/exit_status.py`), and a sentence says which of them ended how.
 - With `--max-restarts` on several nodes, a rank that dies on one restarts those of all at once, and as often on each:
   torch's agents with a fixed master do not speak to each other, and would wait for every rank's deadline (`nodes.py`).

@@ -20,8 +20,16 @@ from megarl.telemetry.run_directory import RunDirectory
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status of the ranks; BAD_INPUT for a recipe with violations, before anything starts."""
+    """Exit status of the ranks; BAD_INPUT before anything starts: violations, or nodes that come and go."""
     options = torchrun.parse_args(arguments)
+    if options.rdzv_backend != "static" and not options.standalone and options.nnodes not in ("1", "1:1"):
+        # There each agent counts its own restarts, and ranks look for their peers under that count.
+        print(
+            f"--rdzv-backend = {options.rdzv_backend}: not on several nodes (--nnodes = {options.nnodes}), where ranks of "
+            "unlike starts would wait for each other; name the nodes' master: --master-addr HOST --node-rank N",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
     try:
         recipe = _recipe(options)
     except RecipeError as error:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,18 @@ class Verdict:
     signal: str | None = None
 
 
-def judge(ended: Mapping[int, int], killed: Collection[int], asked: Collection[int], can_resume: bool) -> Verdict:
+def judge(
+    ended: Mapping[int, int],
+    killed: Collection[int],
+    asked: Collection[int],
+    can_resume: bool,
+    hung: str | None = None,
+) -> Verdict:
     """`ended`: exit codes, as Python gives them, by rank, of those that ended before the agent stopped any; `killed`: those
-    that did not leave in time; `asked`: the signals passed on; `can_resume`: there is a checkpoint, or no step yet."""
+    that did not leave in time; `asked`: the signals passed on; `can_resume`: there is a checkpoint, or no step yet; `hung`:
+    what the watchdog has said, where the run directory is this node's, too."""
+    if hung is not None or HUNG in ended.values():
+        return Verdict(HUNG, hung or "the watchdog has ended the run; the first node's output says why")
     # Before its own handler is there, a rank ends by the signal, or by Ray's handler, which makes it an exit status.
     left = {rank for rank, code in ended.items() if abs(code) in asked}
     codes = {rank: code for rank, code in sorted(ended.items()) if rank not in left}

@@ -13,10 +13,11 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megarl.agent.nodes import Failure, OtherNodes
+from megarl.agent.nodes import End, OtherNodes
 from megarl.agent.verdict import Verdict, judge
-from megarl.exit_status import BAD_INPUT, FAILED, REQUEUE
+from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.telemetry import starts
 from megarl.telemetry.run_directory import RunDirectory
 
@@ -24,6 +25,8 @@ from megarl.telemetry.run_directory import RunDirectory
 STOP = signal.SIGINT
 # Ranks refuse bad input side by side; one that waits for another that has refused never ends by itself.
 REFUSAL_S = 10.0
+# Ranks whose peers on another node have failed mostly see it by themselves, and say more about it than this agent could.
+STRAGGLER_S = 15.0
 # It calls a rank that asks for a requeue a failure, and the ends of ranks are told here in a sentence.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
@@ -56,8 +59,10 @@ class Agent(LocalElasticAgent):
     def __init__(self, leaving: Leaving, run: RunDirectory | None, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._leaving, self._run = leaving, run
+        self._ended_before = 0 if run is None else starts.ended_at(run.path)
         self._refused_since: float | None = None
-        self._others: OtherNodes | None = None  # where they are to be started again with this one
+        self._others: OtherNodes | None = None
+        self._alone_since: float | None = None  # ranks of another node have failed, and are not started again
         self.verdict = Verdict(FAILED, "no rank was started")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -65,7 +70,7 @@ class Agent(LocalElasticAgent):
         spec = worker_group.spec
         several = worker_group.group_world_size is not None and worker_group.group_world_size > 1
         # With another rendezvous than that of a fixed master, torch's agents speak to each other themselves.
-        if self._others is None and several and spec.max_restarts and spec.rdzv_handler.get_backend() == "static":
+        if self._others is None and several and spec.rdzv_handler.get_backend() == "static":
             master, port = worker_group.master_addr, worker_group.master_port
             assert worker_group.store is not None and master is not None and port is not None
             self._others = OtherNodes.of(worker_group.store, master, port, spec.rdzv_handler.get_run_id())
@@ -83,12 +88,13 @@ class Agent(LocalElasticAgent):
         overdue = self._leaving.overdue()
         start = worker_group.spec.max_restarts - self._remaining_restarts
         if running:
-            failure = self._failed_elsewhere(start)
-            if failure is not None:
+            elsewhere = self._ended_elsewhere(start)
+            if elsewhere is not None:
                 assert self._pcontext is not None
                 self._pcontext.close(STOP, self._shutdown_timeout)
-                self.verdict = Verdict(FAILED, failure.sentence)
-                return RunResult(state=WorkerState.FAILED)
+                self.verdict = Verdict(elsewhere.status, f"on another node {elsewhere.sentence}")
+                self._tell(start, elsewhere.again)
+                return RunResult(state=WorkerState.FAILED, failures=self._stopped())
             failed = {code for code in ended.values() if code}
             if not overdue and (not failed or self._others_follow(failed)):
                 return RunResult(state=WorkerState.HEALTHY)
@@ -97,36 +103,46 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             can_resume = self._run is not None and self._run.can_go_on
-            self.verdict = judge(ended, running if overdue else (), self._leaving.received, can_resume)
+            hung = None if self._run is None else starts.said_of_hang(self._run.path, self._ended_before)
+            self.verdict = judge(ended, running if overdue else (), self._leaving.received, can_resume, hung)
             if self.verdict.status != FAILED or self._leaving.received:
                 self._remaining_restarts = 0
             if self._run is not None and self.verdict.status in (FAILED, REQUEUE):
                 how = starts.REQUEUED if self.verdict.status == REQUEUE else starts.FAILED
                 starts.record_end(self._run.path, how, self.verdict.sentence, self.verdict.rank, self.verdict.signal)
+        if result.state == WorkerState.SUCCEEDED:
+            self.verdict = Verdict(COMPLETE, "complete")
         if result.state in (WorkerState.FAILED, WorkerState.SUCCEEDED):
             self._tell(start, result.state == WorkerState.FAILED and self._remaining_restarts > 0)
         return result
 
-    def _failed_elsewhere(self, start: int) -> Failure | None:
-        """What another node has said of its ranks, where that has these started again."""
-        failure = None if self._others is None else self._others.heard(start)
-        if failure is None:
+    def _ended_elsewhere(self, start: int) -> End | None:
+        """What another node has said of its ranks, once those of this one are to end for it."""
+        end = None if self._others is None else self._others.heard(start)
+        if end is None:
             return None
-        if not failure.again or self._leaving.received:
-            self._remaining_restarts = 0  # they would wait for ranks that do not come
+        if end.again and not self._leaving.received:
+            return end
+        self._remaining_restarts = 0  # they would wait for ranks that do not come
+        if not end.is_final or self._leaving.received:
             return None
-        return failure
+        self._alone_since = self._alone_since or time.monotonic()
+        return end if time.monotonic() - self._alone_since > STRAGGLER_S else None
 
     def _tell(self, start: int, again: bool) -> None:
         """Have all nodes do the same, when the ranks of this one have ended: start theirs again, or not."""
         if self._others is None:
             return
-        own = Failure(again, self.verdict.sentence)
+        own = End(again, self.verdict.status, self.verdict.sentence)
         if not self._others.tell(start, own).again:
             self._remaining_restarts = 0
         elif not again:  # the others are about to start again, and this node is not
-            self._others.tell(start + 1, own)
+            start += 1
+            self._others.tell(start, own)
         if not again or not self._remaining_restarts:
+            if self._worker_group.group_rank == 0 and own.is_final:
+                assert self._worker_group.group_world_size is not None
+                self._others.wait_until_heard(start, self._worker_group.group_world_size)
             self._others.close()
 
     def _pass_on(self) -> None:
@@ -146,6 +162,11 @@ class Agent(LocalElasticAgent):
             return False
         self._refused_since = self._refused_since or time.monotonic()
         return time.monotonic() - self._refused_since < REFUSAL_S
+
+    def _stopped(self) -> dict[int, ProcessFailure]:
+        """The ranks that this agent has stopped, as torch's launcher must have them of a node that has failed (2.13)."""
+        processes = dict(enumerate(self._processes()))
+        return {rank: ProcessFailure(rank, one.pid, one.poll() or 0, "") for rank, one in processes.items()}
 
     def _processes(self) -> list[Any]:
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers

@@ -1,12 +1,16 @@
 """Advantages, losses and KL estimators: pure functions of tensors, each with its formula's source."""
 
-from megarl.algorithm.advantage import gae, grpo_advantages, token_rewards, whiten
+from megarl.algorithm.advantage import gae, group_advantages, token_rewards, whiten
 from megarl.algorithm.kl import kl
-from megarl.algorithm.loss import loss_weights, policy_loss, value_loss
+from megarl.algorithm.loss import loss_weights, value_loss
+from megarl.algorithm.policy import PolicyTokens
+from megarl.algorithm.registry import advantage, policy_loss
 
 __all__ = [
+    "PolicyTokens",
+    "advantage",
     "gae",
-    "grpo_advantages",
+    "group_advantages",
     "kl",
     "loss_weights",
     "policy_loss",

@@ -15,6 +15,7 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str)
         k1 = -d              unbiased, of either sign; as a loss its expected gradient is 0: for rewards
         k2 = d^2 / 2         biased, its expected gradient as a loss is that of the KL itself
         k3 = exp(d) - 1 - d  unbiased and never negative; d is clamped to +-20 against overflow
+        absolute = |d|       biased; a distance rather than a divergence
     Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
     Raises ValueError for an unknown estimator.
     """
@@ -26,4 +27,16 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str)
     if estimator == "k3":
         d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.expm1(d) - d
-    raise ValueError(f"algorithm.kl.estimator is {estimator!r}; it is one of k1, k2, k3")
+    if estimator == "absolute":
+        return d.abs()
+    raise ValueError(f"algorithm.kl.estimator is {estimator!r}; it is one of k1, k2, k3, absolute")
+
+
+def adapted(coefficient: float, measured: float, target: float, rate: float) -> float:
+    """The KL coefficient of the next step: coefficient * (1 + rate * e), e = measured / target - 1 within +-0.2.
+
+    `measured` and `target` are mean KLs of a token. Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with `rate`
+    in place of their 0.1.
+    """
+    error = min(max(measured / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + rate * error)

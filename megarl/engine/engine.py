@@ -6,7 +6,7 @@ Both execute exactly the micro-batches they are given and report what they execu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
+from megarl.engine.finite import (
+    GradientNotFinite,
+    MicroLoss,
+    broken_tensors,
+    describe_losses,
+    describe_tensors,
+    refuse_broken_norm,
+)
 from megarl.engine.freeze import freeze, keep_gradients_through_recompute
 from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
@@ -57,7 +65,8 @@ MOST_SKIPPED_UPDATES = 50
 class Update:
     """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures.
 
-    `skipped`: gradients overflowed under `precision: fp16`; weights and schedule stayed, and `grad_norm` is 0.
+    `skipped`: gradients overflowed under `precision: fp16`; `refused`: a loss or a gradient is not finite, with which, the
+    same words on every rank. In both cases weights, moments and schedule stayed, and `grad_norm` is 0.
     """
 
     sums: dict[str, float]
@@ -65,6 +74,7 @@ class Update:
     learning_rate: float
     executed: Executed
     skipped: bool = False
+    refused: str | None = None
 
 
 class Engine:
@@ -172,6 +182,7 @@ class Engine:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
+        refuse_broken_norm(self.optimizer)
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = self._finalize
@@ -219,8 +230,8 @@ class Engine:
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """One optimizer step on a mini-batch. Raises RuntimeError where the gradient is not finite; under fp16 only after
-        MOST_SKIPPED_UPDATES of them."""
+        """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
+        MOST_SKIPPED_UPDATES in a row were none."""
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
         assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
@@ -231,33 +242,62 @@ class Engine:
             stored, executed = self._run(
                 batch,
                 mini_batch,
-                lambda micro, output: objective(micro, self._outputs(micro, output, entropy=True)),
+                partial(self._judge, objective),
                 forward_only=False,
                 replay=self.router_replay,
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             with span("optimizer"):
-                succeeded, grad_norm, _ = self.optimizer.step()
+                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
         self._weights_to_gather = True
-        if succeeded and not torch.isfinite(torch.as_tensor(grad_norm)):
-            raise RuntimeError(
-                f"the {self.role}'s gradient norm is {grad_norm}: its weights are lost; "
-                "resume from the last checkpoint, with a lower learning rate"
-            )
         self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
+            overflow = (
+                f"the {self.role}'s gradients overflowed, at a loss scale of {float(self.optimizer.get_loss_scale()):g}; "
+                "use trainer.precision: bf16"
+            )
             raise RuntimeError(
-                f"the {self.role}'s gradients overflowed in {MOST_SKIPPED_UPDATES} updates in a row, at a loss scale of "
-                f"{float(self.optimizer.get_loss_scale()):g}; use trainer.precision: bf16"
+                f"{MOST_SKIPPED_UPDATES} updates in a row were skipped; of the last one {refused or overflow}"
             )
         if succeeded:
             self.scheduler.step(1)
         sums: dict[str, float] = {}
-        for part in stored:
+        for _, part in stored:
             for name, value in part.items():
                 merged = (sums[name], float(value)) if name in sums else (float(value),)
                 sums[name] = max(merged) if name.endswith("_max") else sum(merged)
-        return Update(sums, float(grad_norm) if succeeded else 0.0, float(learning_rate), executed, skipped=not succeeded)
+        skipped = not succeeded and refused is None
+        return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
+
+    def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
+        loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
+        return loss, (MicroLoss(micro.samples, loss.detach()), sums)
+
+    def _step_optimizer(self, losses: Sequence[MicroLoss]) -> tuple[bool, float, str | None]:
+        """Whether it stepped, the gradient norm, and why it did not where numbers are to blame that no loss scale mends. The
+        same on every rank."""
+        # Before the gradients: a loss scale would come down in vain.
+        refused = describe_losses(losses, self.place)
+        if refused is not None:
+            return False, 0.0, refused
+        try:
+            succeeded, grad_norm, _ = self.optimizer.step()
+        except GradientNotFinite:
+            gradients = ((name, weight.main_grad) for name, weight in self._trained() if hasattr(weight, "main_grad"))
+            found = describe_tensors(broken_tensors(gradients))
+            return False, 0.0, f"gradients are not finite: {found or 'their norm overflows'}"
+        return succeeded, float(grad_norm) if succeeded else 0.0, None
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        """What updates move, by Megatron's names in a chunk."""
+        for model in self.models:
+            yield from ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+
+    def broken_weights(self) -> str | None:
+        """Which ranks hold weights that are not finite; None where all are. Collective."""
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        named = ((name, weight) for model in self.models for name, weight in model.named_parameters())
+        return describe_tensors(broken_tensors(named))
 
     def _run(
         self,

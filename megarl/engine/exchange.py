@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl.data.sample import Sample
@@ -41,6 +42,22 @@ def gather_to_all(value: Value) -> list[Value]:
     return boxes
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on some rank, on every rank: one tiny all-reduce."""
+    found = torch.tensor([flag], dtype=torch.int32)
+    with span("wait_ranks"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=_control)
+    return bool(found)
+
+
+def same_everywhere(number: int) -> bool:
+    """Whether all ranks have the same `number` of 63 bits, on every rank: one tiny all-reduce."""
+    largest = torch.tensor([number, -number], dtype=torch.int64)
+    with span("wait_ranks"):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
+    return bool(largest[0] == -largest[1])
+
+
 def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
     """The tokens of every sequence that some of `plans`, all of the place's layout, runs on this data-parallel rank.
 
@@ -54,7 +71,7 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
         for micro_batch in mini_batch.micro_batches[place.data_rank]
         for sample in micro_batch.samples
     }
-    box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
-    with span("wait_ranks"):
+    with span("wait_data"):  # there the leader waits for the engines' node, and here its group for it
+        box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
         dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
     return box[0]

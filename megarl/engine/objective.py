@@ -9,31 +9,35 @@ import torch
 from torch import Tensor
 
 from megarl.algorithm.kl import kl
-from megarl.algorithm.loss import loss_weights, policy_loss, value_loss
+from megarl.algorithm.loss import loss_weights, value_loss
+from megarl.algorithm.mismatch import mismatch_weights
+from megarl.algorithm.policy import PolicyTokens, load_policy_loss
 from megarl.engine.batch import Batch, PackedMicroBatch
-from megarl.recipe.sections import AlgorithmSection
+from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.schedule import MiniBatch
 
 Sums = dict[str, Tensor]
 
 
-def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str) -> dict[int, float]:
+def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
     """Weight of each token of a sequence, with denominators over the whole mini-batch: however it is cut, the loss is
-    the same."""
+    the same. `longest` is the most tokens that a completion may have, for `fixed_length`."""
     order = list(mini_batch.samples)
-    weights = loss_weights(
-        torch.from_numpy(batch.completion_lengths[order]), torch.from_numpy(batch.valid[order]), aggregation
-    )
+    lengths, valid = torch.from_numpy(batch.completion_lengths[order]), torch.from_numpy(batch.valid[order])
+    weights = loss_weights(lengths, valid, aggregation, longest)
     return dict(zip(order, weights.tolist(), strict=True))
 
 
 @dataclass
 class PolicyObjective:
-    """Clipped policy loss, entropy bonus and, where the recipe says so, KL in the loss."""
+    """Policy loss, entropy bonus and, where the recipe says so, KL in the loss."""
 
     settings: AlgorithmSection
     batch: Batch
     weights: dict[int, float]
+
+    def __post_init__(self) -> None:
+        self._loss = load_policy_loss(self.settings.policy_loss)
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [completion tokens]
@@ -44,10 +48,21 @@ class PolicyObjective:
             for name in ("advantages", "logprobs", "reference_logprobs")
             if name in self.batch.fields
         }
+        # The dummy tokens of a masked sample count in no figure: they have no old numbers to differ from.
+        kept = _spread({sample: float(sample not in self.batch.masked) for sample in micro.samples}, micro, device)
         # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
         old = fields.get("logprobs", logprobs.detach())
-        bounds = self.settings.policy_loss
-        losses, clipped = policy_loss(logprobs, old, fields["advantages"], bounds.low, bounds.high)
+        rollout = torch.from_numpy(
+            np.concatenate([self.batch.samples[sample].completion.logprobs for sample in micro.samples])
+        ).to(device)
+        losses, clipped = self._loss(PolicyTokens(logprobs, old, fields["advantages"], micro.completion_lengths))
+        correction: Sums = {}
+        if (mismatch := self.settings.mismatch) is not None:
+            how = mismatch.correction, mismatch.level, mismatch.cap
+            corrected, beyond = mismatch_weights(old, rollout, micro.completion_lengths, *how)
+            losses = corrected * losses
+            correction = {"mismatch_weight_sum": (corrected * kept).sum(), "mismatch_weight_max": (corrected * kept).max()}
+            correction["mismatch_beyond_sum"] = (beyond * kept).sum()
         loss = (weight * losses).sum()
         sums = {"policy_loss": loss.detach()}
         if self.settings.entropy_coefficient:
@@ -56,27 +71,24 @@ class PolicyObjective:
             divergence = kl(logprobs, fields["reference_logprobs"], self.settings.kl.estimator)
             if self.settings.kl.place == "loss":
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
-            sums["kl_sum"] = divergence.detach().sum()
-        rollout = torch.from_numpy(
-            np.concatenate([self.batch.samples[sample].completion.logprobs for sample in micro.samples])
-        )
-        difference = (old - rollout.to(device)).abs()
-        log_ratio = (logprobs - old).detach()
+            sums["kl_sum"] = (divergence.detach() * kept).sum()
+        difference = (old - rollout).abs() * kept
+        log_ratio = (logprobs - old).detach() * kept
         # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
         # micro-batches (other shapes, other kernels, another order of sums).
         ratio_drift = log_ratio.expm1().abs()
         sums |= {
             "loss": loss.detach(),
-            "entropy_sum": entropy.detach().sum(),
-            "clipped_sum": clipped.sum(),
+            "entropy_sum": (entropy.detach() * kept).sum(),
+            "clipped_sum": (clipped * kept).sum(),
             "drift_sum": (log_ratio.exp() - 1 - log_ratio).sum(),
             "ratio_drift_sum": ratio_drift.sum(),
             "ratio_drift_max": ratio_drift.max(),
             "mismatch_sum": difference.sum(),
             "mismatch_max": difference.max(),
-            "tokens": torch.tensor(float(len(micro.targets))),
+            "tokens": kept.sum(),
         }
-        return loss, sums
+        return loss, sums | correction
 
 
 @dataclass

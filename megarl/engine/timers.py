@@ -2,8 +2,8 @@
 
 Megatron starts and stops them around micro-batches, what pipeline stages send each other, and the reduction of
 gradients (checked with 0.16 and 0.19). On a GPU they time the host, which runs ahead of the device:
-there a span is when the work was queued, and what the device still had to do is in the phase's `unaccounted`. Tensor- and
-context-parallel collectives are inside of `forward` and `backward`.
+there a span is when the work was queued, and what the device still had to do is in the phase's span `device`. Collectives of
+layers are timed in `collectives.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.telemetry.clock import start_span, stop_span
+from megarl.telemetry.work import advance
 
 _SPANS = {"forward-compute": "forward", "backward-compute": "backward", "forward-backward": "pipeline"}
+MICRO_BATCH = ("forward", "backward")  # once each for every micro-batch and chunk
 GRADIENTS, PIPELINE = "wait_gradients", "wait_pipeline"
 
 
@@ -38,6 +40,8 @@ class Timer:
     def stop(self, barrier: bool = False) -> None:
         """The end of the last start."""
         stop_span(self._span)
+        if self._span in MICRO_BATCH:
+            advance()
 
 
 class MegatronTimers:

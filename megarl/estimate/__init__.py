@@ -2,7 +2,7 @@
 
 from megarl.estimate.adapters import Adapters
 from megarl.estimate.cap import RESERVE, largest_cap, usable_bytes
-from megarl.estimate.flops import forward_flops
+from megarl.estimate.flops import forward_flops, update_flops
 from megarl.estimate.memory import Memory, micro_batches_held, most_held, peak, resident, resting, working
 from megarl.estimate.roles import BYTES, Frozen, Role, Savings, layer_weights, stage_weights
 from megarl.estimate.rollout import Engines, engine_memory
@@ -26,6 +26,7 @@ __all__ = [
     "resident",
     "resting",
     "stage_weights",
+    "update_flops",
     "usable_bytes",
     "working",
 ]

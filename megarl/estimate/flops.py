@@ -14,6 +14,10 @@ embedding, softmax and SwiGLU's product are left out, as is what a fused backwar
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
+
+from megarl.estimate.adapters import Adapters, layer_adapters
 from megarl.estimate.attention import matrix_weights, product_flops
 from megarl.family import ModelShape
 
@@ -21,8 +25,44 @@ from megarl.family import ModelShape
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:
     """Operations of one sequence of `length` tokens, `head_tokens` of which pass the head, over all ranks; an update takes
     three times as many."""
-    rows = sum(shape.active_rows(layer) for layer in range(shape.num_layers))
-    matrices = shape.num_layers * matrix_weights(shape) + shape.hidden * rows
-    attention = sum(product_flops(shape, layer, length) for layer in range(shape.num_layers))
-    head = 2 * shape.hidden * (1 if critic else shape.vocab)
-    return float(2 * length * matrices + attention + head * head_tokens)
+    attention = sum(layers * product_flops(shape, layer, length) for layer, layers in _kinds(shape))
+    return float(2 * length * _passed_weights(shape, 0) + attention + _head_flops(shape, head_tokens, critic))
+
+
+def update_flops(
+    shape: ModelShape,
+    length: int,
+    head_tokens: int,
+    critic: bool = False,
+    adapters: Adapters | None = None,
+    frozen_layers: int = 0,
+    frozen_head: bool = False,
+) -> float:
+    """Operations that an update of one sequence needs, however it is computed: what is recomputed does not count (PaLM,
+    appendix B). A weight that is not trained, as all but adapters are with `adapters`, has no gradient to compute: it takes
+    4 operations a token, and the others 6."""
+    forward = forward_flops(shape, length, head_tokens, critic)
+    if adapters is not None:
+        added = shape.num_layers * layer_adapters(shape, adapters, tensor=1)
+        frozen = 2 * length * _passed_weights(shape, 0) + _head_flops(shape, head_tokens, critic)
+        return 3 * forward - frozen + 3 * 2 * length * added
+    frozen = 2 * length * (_passed_weights(shape, 0) - _passed_weights(shape, frozen_layers))
+    return 3 * forward - frozen - (_head_flops(shape, head_tokens, critic) if frozen_head else 0)
+
+
+def _head_flops(shape: ModelShape, tokens: int, critic: bool) -> int:
+    return 2 * shape.hidden * (1 if critic else shape.vocab) * tokens
+
+
+@lru_cache
+def _passed_weights(shape: ModelShape, first: int) -> int:
+    """Weights of the matrices that a token passes from layer `first` on."""
+    layers = range(min(first, shape.num_layers), shape.num_layers)
+    return len(layers) * matrix_weights(shape) + shape.hidden * sum(shape.active_rows(layer) for layer in layers)
+
+
+@lru_cache
+def _kinds(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """Layers whose attention differs by its window: one of each kind, and how many there are."""
+    windows = shape.windows or (0,) * shape.num_layers
+    return tuple((windows.index(window), count) for window, count in Counter(windows).items())

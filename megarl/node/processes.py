@@ -157,6 +157,17 @@ class Orphans:
                 _remove(shared)
 
 
+def end_at_once(processes: Iterable[psutil.Process]) -> None:
+    """End processes by force, stopped ones too, and remove the shared memory that nobody maps any more then."""
+    family = list(processes)
+    shared = _mapped(family)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=KILL_S)
+    _remove(shared)
+
+
 def _remove(files: set[str]) -> None:
     """Remove those that no process maps any more. Of another user's processes nobody sees what they map: theirs stay."""
     for file in files - _mapped(psutil.process_iter()):

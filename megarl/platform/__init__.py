@@ -7,14 +7,16 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.platform import cpu_megatron, device_memory
+from megarl.platform import cpu_megatron, device_memory, profiling
 from megarl.platform.messages import GlooMessages, NcclMessages
+from megarl.platform.peaks import peak_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Platform:
         """Wait until the device has finished, so that a phase's seconds are its own."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
+
+    def peak_tflops(self, precision: str) -> float | None:
+        """What this process's device can compute at most, in 10**12 operations a second; None where it is not known."""
+        return peak_of(torch.cuda.get_device_name(), precision) if self.kind == "cuda" else None
 
     def host_bytes(self, size: int) -> torch.Tensor:
         """Memory of the host for `size` bytes that left the device, on a GPU pinned.
@@ -103,6 +109,43 @@ class Platform:
         if on_device and self.kind == "cuda":
             return NcclMessages(store, member, size, timeout_s, meeting_s)
         return GlooMessages(store, member, size, meeting_s, host, numbered=not on_device)
+
+    @property
+    def profile_activities(self) -> list[torch.profiler.ProfilerActivity]:
+        """What torch's profiler records."""
+        return profiling.activities(self.kind)
+
+    def torch_ranges(self) -> profiling.TorchRanges:
+        """Named parts of a step in torch's profiler."""
+        return profiling.TorchRanges()
+
+    def device_ranges(self) -> profiling.NvtxRanges:
+        """Named parts of a step in the profiler of the device's maker; on a GPU alone. Not yet run on a GPU."""
+        return profiling.NvtxRanges()
+
+    def start_capture(self) -> None:
+        """Have that profiler record from here to `stop_capture`; on a GPU alone. Not yet run on a GPU."""
+        profiling.start_capture()
+
+    def stop_capture(self) -> None:
+        """The end of a `start_capture`."""
+        profiling.stop_capture()
+
+    def record_allocations(self) -> None:
+        """Have the device's allocator keep its history; nothing on a CPU, which has none. Not yet run on a GPU."""
+        if self.kind == "cuda":
+            profiling.record_allocations()
+
+    def write_allocations(self, path: Path) -> Path | None:
+        """Write that history; where it is, None on a CPU."""
+        if self.kind != "cuda":
+            return None
+        profiling.write_allocations(path)
+        return path
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that memory, of the device or of the host, could not be had."""
+        return profiling.is_out_of_memory(error)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

@@ -6,14 +6,14 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.recipe.sections import (
     ActorSection,
-    AlgorithmSection,
     CriticSection,
     DataSection,
     DeviceSection,
     ForwardPhaseSection,
-    FunctionRewardSection,
+    JudgeSection,
     LayoutSection,
     ModelSection,
     PhasesSection,
@@ -25,9 +25,10 @@ from megarl.recipe.sections import (
     Section,
     TrainerSection,
     UpdatePhaseSection,
-    VerifierSection,
     WeightSyncSection,
 )
+from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.recipe.watchdog_section import WatchdogSection
 from megarl.reshard.boxes import Layout
 from megarl.schedule.schedule import Schedule
 
@@ -92,6 +93,10 @@ class Recipe(Section):
     """The devices of the trainer ranks, for `max_tokens: auto` and for the estimates of `megarl check --plan`."""
     weight_sync: WeightSyncSection = WeightSyncSection()
     """How new weights reach the rollout engines."""
+    telemetry: TelemetrySection = TelemetrySection()
+    """What the run measures of itself, and where it says so."""
+    watchdog: WatchdogSection = WatchdogSection()
+    """How long a rank may stand still before the run is ended."""
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -164,7 +169,7 @@ class Recipe(Section):
         return own or self.model.path
 
     @property
-    def verifiers(self) -> tuple[VerifierSection | FunctionRewardSection, ...]:
+    def verifiers(self) -> tuple[JudgeSection, ...]:
         """Parts of the reward that are computed from a completion's text."""
         return tuple(part for part in self.reward if part.kind != "model")
 

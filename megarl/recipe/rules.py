@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import feature_rules, layout_rules, rollout_rules, wire_rules
+from megarl.recipe import algorithm_rules, feature_rules, layout_rules, rollout_rules, telemetry_rules, wire_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
@@ -27,11 +27,14 @@ from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
 from megarl.recipe.sections import (
     FunctionRewardSection,
+    PatternRewardSection,
     ReasoningGymPromptsSection,
+    SchemaRewardSection,
     UnknownField,
     UpdatePhaseSection,
 )
 from megarl.recipe.violation import GIVEN, MISSING, Violation
+from megarl.recipe.watchdog_section import watchdog_deadlines
 from megarl.reshard.boxes import Layout
 from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
 from megarl.schedule.legal import violations
@@ -61,49 +64,6 @@ def _collect(found: list[Violation], rule: Violations) -> None:
             found.append(violation)
     except UnknownField:
         return  # the field it needs has a violation of its own
-
-
-def _advantage(recipe: Recipe) -> Violations:
-    """GAE needs a critic and its settings; GRPO has neither."""
-    algorithm = recipe.algorithm
-    if algorithm.advantage == "grpo" and algorithm.group_size < 2:
-        yield Violation(
-            "algorithm.group_size",
-            algorithm.group_size,
-            "grpo compares at least two completions of a prompt",
-            "2",
-        )
-    if recipe.critic is not None and algorithm.advantage != "gae":
-        yield _gae_only("critic", "a critic")
-    if recipe.critic is None and algorithm.advantage == "gae":
-        yield _with_gae("critic", "critic: {optimizer: {lr: 1.0e-5}}")
-
-
-def _gae_section(recipe: Recipe) -> Violations:
-    if recipe.algorithm.gae is not None and recipe.algorithm.advantage != "gae":
-        yield _gae_only("algorithm.gae", "gae settings")
-    if recipe.algorithm.gae is None and recipe.algorithm.advantage == "gae":
-        yield _with_gae("algorithm.gae", "gae: {discount: 1.0, smoothing: 0.95}")
-
-
-def _value_loss(recipe: Recipe) -> Violations:
-    if recipe.algorithm.value_loss is not None and recipe.algorithm.advantage != "gae":
-        yield _gae_only("algorithm.value_loss", "a value loss")
-    if recipe.algorithm.value_loss is None and recipe.algorithm.advantage == "gae":
-        yield _with_gae("algorithm.value_loss", "value_loss: {clip: 0.2}")
-
-
-def _gae_only(key: str, what: str) -> Violation:
-    return Violation(
-        key,
-        GIVEN,
-        f"{what} needs algorithm.advantage: gae (PPO)",
-        f"remove {key}, or algorithm.advantage: gae",
-    )
-
-
-def _with_gae(key: str, example: str) -> Violation:
-    return Violation(key, MISSING, "required with algorithm.advantage: gae (PPO)", example)
 
 
 def _reference(recipe: Recipe) -> Violations:
@@ -520,25 +480,57 @@ def _positions(recipe: Recipe, shape: ModelShape, whose: str) -> Violations:
         yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
 
 
-def _reward_modules(recipe: Recipe) -> Violations:
-    """A reward function's module exists. Only its outermost package is looked for: nothing of it runs here."""
+def _modules(recipe: Recipe) -> Violations:
+    """The modules of a user's functions exist. Only the outermost package is looked for: nothing of it runs here."""
+    targets = {
+        f"reward.{at}.target": one.target for at, one in enumerate(recipe.reward) if isinstance(one, FunctionRewardSection)
+    }
+    if recipe.algorithm.policy_loss.kind == "function":
+        targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target
+    if ":" in recipe.algorithm.advantage:
+        targets["algorithm.advantage"] = recipe.algorithm.advantage
+    for key, target in targets.items():
+        outermost = target.split(":")[0].split(".")[0]
+        # From the working directory, as `python -m megarl.train` finds it.
+        if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
+            rule = f"no module {outermost!r} in the working directory or the environment"
+            yield Violation(key, target, rule, "the module's directory on PYTHONPATH")
+
+
+def _reward_texts(recipe: Recipe) -> Violations:
+    """A pattern is a regular expression, and a schema one of JSON."""
     for number, spec in enumerate(recipe.reward):
-        if isinstance(spec, FunctionRewardSection):
-            outermost = spec.target.split(":")[0].split(".")[0]
-            # From the working directory, as `python -m megarl.train` finds it.
-            if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
-                rule = f"no module {outermost!r} in the working directory or the environment"
-                yield Violation(f"reward.{number}.target", spec.target, rule, "the module's directory on PYTHONPATH")
+        if isinstance(spec, PatternRewardSection):
+            try:
+                re.compile(spec.pattern)
+            except re.error as error:
+                yield Violation(
+                    f"reward.{number}.pattern", spec.pattern, f"no regular expression: {error}", "see Python's re"
+                )
+        if isinstance(spec, SchemaRewardSection):
+            import jsonschema  # takes long, and few recipes have a schema
+
+            try:
+                jsonschema.validators.validator_for(spec.json_schema).check_schema(spec.json_schema)
+            except jsonschema.SchemaError as error:
+                where = "".join(f".{part}" for part in error.absolute_path)
+                yield Violation(
+                    f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
+                )
 
 
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
-    _advantage,
-    _gae_section,
-    _value_loss,
+    algorithm_rules.advantage,
+    algorithm_rules.gae_section,
+    algorithm_rules.value_loss,
+    algorithm_rules.policy_loss,
+    algorithm_rules.adaptive_kl,
+    algorithm_rules.overlong,
     _reference,
     _lora_targets,
     reward_model_is_read,
-    _reward_modules,
+    _modules,
+    _reward_texts,
     _ranks,
     _sequence_parallel,
     _virtual_pipeline,
@@ -552,6 +544,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _replay,
     _warmup,
     _compile_deadline,
+    watchdog_deadlines,
     feature_rules.fp8,
     feature_rules.device_transport,
     feature_rules.read_by_nothing,
@@ -566,6 +559,9 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.reload,
     rollout_rules.on_cpu,
     wire_rules.quantization,
+    telemetry_rules.sinks,
+    telemetry_rules.samples,
+    telemetry_rules.profile,
 )
 PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,

@@ -58,7 +58,11 @@ class RunSection(Section):
     step before left is saved, or, where this step has changed weights already, the last checkpoint stands."""
     trace: Literal["none", "phases", "spans"] = "phases"
     """What each rank writes of its steps into `trace/` of the run directory, for `megarl trace`: when its phases ran, or
-    also the spans in them (micro-batches, waits, optimizer)."""
+    also the spans in them (micro-batches, waits, optimizer). With either, rank 0 writes when each request of the rollout
+    engines came, began and ended."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """What a run does where a loss, gradient, log-probability, value or reward is not a finite number: stop before the
+    update, or leave out that update or that sample, counted in `finite/...`. Broken weights end it in any case."""
     grace_s: Seconds = 120.0
     """Time to leave after such a signal, in seconds; what is still there then is killed."""
 
@@ -66,60 +70,6 @@ class RunSection(Section):
 class ModelSection(Section):
     path: Annotated[str, Field(min_length=1)]
     """Hugging Face directory or hub name the actor, the reference and the rollout engines start from."""
-
-
-class PolicyLossSection(Section):
-    kind: Literal["clip"] = "clip"
-    """PPO's clipped surrogate."""
-    low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped above at 1 + high."""
-
-
-class KlSection(Section):
-    place: Literal["loss", "reward"]
-    """Add the KL term to the loss, or subtract it from the reward of each token."""
-    coefficient: Weight
-    """Factor of the KL term."""
-    estimator: Literal["k1", "k2", "k3"]
-    """Estimator of the KL divergence from the reference, by Schulman's names."""
-
-
-class GaeSection(Section):
-    discount: Share = 1.0
-    """Discount of later rewards (gamma)."""
-    smoothing: Share = 0.95
-    """Trade of bias against variance (lambda)."""
-    whiten: bool = True
-    """Whiten advantages over all completion tokens of the step."""
-
-
-class ValueLossSection(Section):
-    clip: Annotated[float, Field(gt=0)] = 0.2
-    """New values are clipped to this distance from the old ones."""
-
-
-class AlgorithmSection(Section):
-    advantage: Literal["grpo", "gae"]
-    """`grpo` compares the completions of one group, `gae` needs a critic."""
-    group_size: Positive
-    """Completions of one prompt."""
-    policy_loss: PolicyLossSection = PolicyLossSection()
-    """How the policy ratio enters the loss."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all completion tokens of a mini-batch, or the mean over sequences of each sequence's mean."""
-    entropy_coefficient: Weight = 0.0
-    """Factor of the entropy bonus."""
-    kl: KlSection | None = None
-    """The KL term against the reference; null for none, and then no reference runs."""
-    gae: GaeSection | None = None
-    """Generalized advantage estimation; with `advantage: gae` only."""
-    value_loss: ValueLossSection | None = None
-    """The critic's loss; with `advantage: gae` only."""
-    max_ratio_drift: Annotated[float, Field(gt=0)] = 0.1
-    """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
-    `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""
 
 
 class FilePromptsSection(Section):
@@ -180,6 +130,24 @@ class FunctionRewardSection(Section):
     """Factor of this part in the reward."""
 
 
+class PatternRewardSection(Section):
+    kind: Literal["pattern"]
+    """A regular expression: 1 where it is found in the completion, 0 elsewhere."""
+    pattern: Annotated[str, Field(min_length=1)]
+    """In Python's syntax. With a group `(?P<answer>...)` the last match must also hold the prompt's answer there."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
+class SchemaRewardSection(Section):
+    kind: Literal["json_schema"]
+    """A JSON schema: 1 where the completion is a document that it allows, alone or in a fenced block, 0 elsewhere."""
+    json_schema: dict[str, Any]
+    """The schema, of draft 2020-12 unless its `$schema` says otherwise."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
 class ModelRewardSection(Section):
     kind: Literal["model"]
     """The score that `reward_model` gives prompt and completion."""
@@ -187,7 +155,8 @@ class ModelRewardSection(Section):
     """Factor of this part in the reward."""
 
 
-RewardSection = Annotated[VerifierSection | FunctionRewardSection | ModelRewardSection, Field(discriminator="kind")]
+JudgeSection = VerifierSection | PatternRewardSection | SchemaRewardSection | FunctionRewardSection
+RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]
 
 
 class TrainerSection(Section):

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from megarl.data.sample import Prompt
-from megarl.reward.verifiers import RewardSpec, load_terms, score_terms
+from megarl.recipe.sections import JudgeSection
+from megarl.reward.verifiers import load_terms, score_terms
+from megarl.watchdog.stacks import mark_from_environment
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -42,7 +44,7 @@ class VerifierProcess:
     Raises ValueError where the terms do not load there, and RuntimeError where the process does not come up.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], import_path: Sequence[str] | None = None) -> None:
+    def __init__(self, specs: Sequence[JudgeSection], import_path: Sequence[str] | None = None) -> None:
         self._specs = list(specs)
         self._import_path = list(sys.path if import_path is None else import_path)
         self._restart_s = 0.0  # what the text at work has cost
@@ -136,6 +138,7 @@ def _exit_with_parent() -> None:
 def serve(connection: Connection) -> None:
     """The child: load the terms, then answer texts with verdicts until the parent closes the connection."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    mark_from_environment()
     # math-verify warns once that its time limits are off, which is the point.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     path, specs = connection.recv()

@@ -7,6 +7,7 @@ A verifier says how right a text is, from the text and its prompt. It answers or
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,11 +15,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+import jsonschema
+import referencing
+
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, VerifierSection
+from megarl.recipe.sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
 
 Verifier = Callable[[str, Prompt], float]
-RewardSpec = VerifierSection | FunctionRewardSection
+# Text in front of and behind the lines of a fenced block.
+FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 # A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
@@ -96,6 +101,40 @@ def load_function(target: str) -> Verifier:
     return function
 
 
+def pattern_verifier(pattern: str) -> Verifier:
+    """1 where `pattern` is found in the text; with a group named `answer`, where its last match holds the answer there."""
+    expression = re.compile(pattern)
+
+    def found(text: str, prompt: Prompt) -> float:
+        matches = list(expression.finditer(text))
+        if not matches or "answer" not in expression.groupindex:
+            return float(bool(matches))
+        return float((matches[-1]["answer"] or "").strip() == prompt.answer.strip())
+
+    return found
+
+
+def schema_verifier(schema: dict[str, Any]) -> Verifier:
+    """1 where the text, or its only fenced block, is a JSON document that the schema allows."""
+    # With a registry of its own, so that no `$ref` is looked up on the network.
+    validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
+
+    def allowed(text: str, prompt: Prompt) -> float:
+        blocks = FENCED.findall(text)
+        try:
+            document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_no_json)
+            return float(validator.is_valid(document))
+        except (ValueError, RecursionError):  # no JSON, or nested beyond what anybody reads
+            return 0.0
+
+    return allowed
+
+
+def _no_json(constant: str) -> None:
+    """NaN and the infinities, which Python's parser takes and JSON has not."""
+    raise ValueError(f"{constant} is no JSON")
+
+
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
 # no time limit of its own, so it may only run where a deadline is kept.
@@ -112,21 +151,29 @@ class Term:
     verifier: Verifier
 
 
-def load_terms(specs: Sequence[RewardSpec]) -> list[Term]:
+def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
     """The terms of the recipe's `reward` list; a repeated name gets its position added.
 
     Raises ValueError for a function that does not load.
     """
     terms: list[Term] = []
     for position, spec in enumerate(specs):
-        if spec.kind == "function":
-            name, verifier = spec.target.rpartition(":")[2], load_function(spec.target)
-        else:
-            name, verifier = spec.kind, VERIFIERS[spec.kind]
+        name, verifier = _verifier(spec)
         if name in [term.name for term in terms]:
             name = f"{name}_{position}"
         terms.append(Term(name, spec.kind, spec.weight, verifier))
     return terms
+
+
+def _verifier(spec: JudgeSection) -> tuple[str, Verifier]:
+    """Its name in the metrics, and what it says of a text."""
+    if isinstance(spec, FunctionRewardSection):
+        return spec.target.rpartition(":")[2], load_function(spec.target)
+    if isinstance(spec, PatternRewardSection):
+        return spec.kind, pattern_verifier(spec.pattern)
+    if isinstance(spec, SchemaRewardSection):
+        return spec.kind, schema_verifier(spec.json_schema)
+    return spec.kind, VERIFIERS[spec.kind]
 
 
 def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
@@ -153,7 +200,7 @@ def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
     return sum(term.weight * said[term.name] for term in terms)
 
 
-def score(specs: Sequence[RewardSpec], text: str, prompt: Prompt) -> float:
+def score(specs: Sequence[JudgeSection], text: str, prompt: Prompt) -> float:
     """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
     terms = load_terms(specs)
     return weighted_sum(terms, score_terms(terms, text, prompt))

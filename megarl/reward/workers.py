@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import RewardPhaseSection
+from megarl.recipe.sections import JudgeSection, RewardPhaseSection
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
-from megarl.reward.verifiers import RewardSpec, check_answers, load_terms, weighted_sum
+from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
+from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
@@ -25,7 +28,8 @@ class RewardResult:
 
     `rewards` float32 [n] and each of `parts` float32 [n] (what a term said, before its weight) are NaN where
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
-    each masked sample; `task_sequences` is how many sequences each task scored.
+    each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
+    `num_workers` workers scored, all of them together.
     """
 
     rewards: np.ndarray
@@ -34,6 +38,8 @@ class RewardResult:
     failures: dict[int, str]
     num_timeouts: int
     task_sequences: tuple[int, ...]
+    busy_s: float = 0.0
+    num_workers: int = 1
 
     def metrics(self) -> dict[str, float]:
         """Means over the valid samples (NaN if there are none) and counts of the masked ones."""
@@ -43,6 +49,7 @@ class RewardResult:
             "reward/deviation": _std(self.rewards[self.valid]),
         }
         figures |= {f"reward/{name}": _mean(part[self.valid]) for name, part in self.parts.items()}
+        figures |= {"reward/busy_s": self.busy_s, "reward/num_workers": self.num_workers}
         return figures | {"reward/num_masked": masked, "reward/num_timeouts": self.num_timeouts}
 
 
@@ -57,11 +64,13 @@ def _std(values: np.ndarray) -> float:
 class Scorer:
     """Scores tasks with one verifier process: here in `local` mode, or inside a Ray actor."""
 
-    def __init__(self, specs: Sequence[RewardSpec], model_path: str, import_path: Sequence[str]) -> None:
+    def __init__(self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str]) -> None:
         from megarl.data.tokenizer import load_tokenizer
 
+        mark_from_environment()
         self._tokenizer = load_tokenizer(model_path)
         self._verifiers = VerifierProcess(specs, import_path)
+        self._busy_s = 0.0
 
     def ready(self) -> bool:
         """Answers once the scorer is up."""
@@ -69,12 +78,20 @@ class Scorer:
 
     def score_task(self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float) -> list[Verdict]:
         """Verdicts on `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
+        begun = time.perf_counter()
         fetched = payload.fetch(list(samples))
         texts = [
             self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
             for sample in samples
         ]
-        return self._verifiers.score_task(texts, prompts, timeout_s)
+        verdicts = self._verifiers.score_task(texts, prompts, timeout_s)
+        self._busy_s += time.perf_counter() - begun
+        return verdicts
+
+    def take_busy_s(self) -> float:
+        """Seconds that it scored for since the last call."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
     def close(self) -> None:
         """Stop the verifier process."""
@@ -91,7 +108,7 @@ class RewardWorkers:
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec],
+        specs: Sequence[JudgeSection],
         model_path: str,
         section: RewardPhaseSection,
         local: bool,
@@ -120,7 +137,9 @@ class RewardWorkers:
         else:
             scored = self._score_remotely(arguments)
         verdicts = [verdict for task in scored for verdict in task]
-        return self._result(verdicts, tuple(len(task) for task in tasks))
+        busy_s = self._local.take_busy_s() if self._local is not None else self._busy_remotely()
+        result = self._result(verdicts, tuple(len(task) for task in scored))
+        return replace(result, busy_s=busy_s, num_workers=max(1, len(self._actors)))
 
     def close(self) -> None:
         """Stop every scorer."""
@@ -149,6 +168,19 @@ class RewardWorkers:
                 f"within {deadline_s:.0f} s"
             ) from error
 
+    def _busy_remotely(self) -> float:
+        import ray
+
+        # They have answered just now. One that was started again in between has forgotten what it did, and a figure is no
+        # reason to end a run.
+        asked = [actor.take_busy_s.remote() for actor in self._actors]
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=TASK_GRACE_S)
+        busy_s = 0.0
+        for answer in done:
+            with suppress(ray.exceptions.RayError):
+                busy_s += ray.get(answer)
+        return busy_s
+
     def _result(self, verdicts: list[Verdict], task_sequences: tuple[int, ...]) -> RewardResult:
         num = len(verdicts)
         rewards = np.full(num, np.nan, dtype=np.float32)
@@ -165,13 +197,14 @@ class RewardWorkers:
         return RewardResult(rewards, ~np.isnan(rewards), parts, failures, num_timeouts, task_sequences)
 
 
-def _start_actors(specs: Sequence[RewardSpec], model_path: str, num_workers: int) -> list[Any]:
+def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> list[Any]:
     """Ray actors that have answered once, so that a reward that does not load shows when the run starts."""
     import ray
 
     # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
     remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(Scorer)
-    actors = [remote.remote(list(specs), model_path, sys.path) for _ in range(num_workers)]
+    named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(num_workers)]
+    actors = [remote.options(runtime_env=one).remote(list(specs), model_path, sys.path) for one in named]
     try:
         ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
     except ray.exceptions.GetTimeoutError as error:

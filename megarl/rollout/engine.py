@@ -24,7 +24,9 @@ from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
+from megarl.rollout.requests import EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.watchdog.stacks import mark_from_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -63,6 +65,7 @@ class EngineSettings:
     takes_turns: bool = False  # with the trainer, for the memory of a GPU
     load: NodeLoad | None = None  # of its node, where processes are bound to cores
     position: int = 0  # among the node's engines
+    times_requests: bool = False  # keeps when each request came, began and ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +135,7 @@ class RolloutEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
+        mark_from_environment()
         self._settings = settings
         self._engine: AsyncLLM | None = None
         self._groups: dict[int, Group] = {}  # by position, in the order of their requests
@@ -140,6 +144,7 @@ class RolloutEngine:
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
         self._asleep = False
+        self._log = RequestLog()
 
     async def start(self, version: int | None = None) -> EngineProcess:
         """Build the engine; where a `version` was published already, it has to receive that one before it answers. Raises
@@ -156,8 +161,9 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
+        statistics = {"stat_loggers": [silent_statistics()]} if self._settings.times_requests else {}
         try:
-            self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
+            self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings), **statistics)
             await self._engine.update_weight_version(str(self._version))
             if self._settings.layout.workers > 1:
                 await self._engine.collective_rpc("megarl_complete")
@@ -200,6 +206,10 @@ class RolloutEngine:
         result = await groups[position].answer
         del groups[position]
         return GroupFacts.of(result), result
+
+    async def report(self) -> EngineReport:
+        """When it had requests since the last call, and those that have ended."""
+        return self._log.take()
 
     async def sleep(self) -> None:
         """Give the device's memory to the trainer until the next sync, whose `pause` brings back the memory of weights, and
@@ -300,7 +310,9 @@ class RolloutEngine:
         return queues
 
     async def _collect(self, request: GroupRequest, queues: list[RequestOutputCollector]) -> GroupResult:
-        outputs = [(await self._guard(queue.get())).outputs[0] for queue in queues]
+        with self._log.in_flight():
+            ended = [await self._guard(queue.get()) for queue in queues]
+        outputs = [one.outputs[0] for one in ended]
         for member, output in enumerate(outputs):
             _check_output(request, member, output)
         logprobs = [
@@ -308,6 +320,8 @@ class RolloutEngine:
             for output in outputs
         ]
         versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
+        for member, one in enumerate(ended):
+            self._log.add(request.position * len(ended) + member, one, versions[member][-1])
         result = GroupResult(
             group=request.group,
             prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
@@ -321,9 +335,10 @@ class RolloutEngine:
         )
         if not np.isfinite(result.logprobs).all():
             token = int(np.flatnonzero(~np.isfinite(result.logprobs))[0])
-            raise RolloutError(
-                f"a log-probability of group {request.group} is {result.logprobs[token]}: "
-                f"the weights of version {self._version} are not finite"
+            # The trainer publishes no weights that are not finite, so it is the engine that is broken.
+            raise EngineDied(
+                f"it is broken: a log-probability of group {request.group} is {result.logprobs[token]}, under version "
+                f"{self._version} of the weights, which was finite when it was sent"
             )
         return result
 
@@ -412,7 +427,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied
-        disable_log_stats=True,
+        disable_log_stats=not settings.times_requests,
         seed=settings.seed % 2**32,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls="megarl.rollout.receiver.WorkerReport",

@@ -7,6 +7,10 @@ class RolloutError(RuntimeError):
     """A rollout that cannot be finished; the message names the engine, the phase and the cause."""
 
 
+class EngineSilent(RolloutError, TimeoutError):
+    """An engine that has not answered by its deadline."""
+
+
 class EngineDied(RuntimeError):
     """The process behind an engine is gone; a new one can take its work."""
 

@@ -16,8 +16,9 @@ from megarl.cores import BIND, CHOSEN
 from megarl.platform import current as device_platform
 from megarl.rollout.cluster import node_share
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
-from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.sync.manifest import SyncError
+from megarl.watchdog.stacks import watched_environment
 
 STOP_S = 10.0
 
@@ -72,7 +73,7 @@ class EngineHandle:
             resources=node_share(self.settings.place.node),
             max_concurrency=self._max_calls,
             max_restarts=0,  # a new actor is made instead: one way back for a dead actor and a dead engine core
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": environment | watched_environment(f"engine-{self.settings.index}")},
         )
         self._actor = remote.remote(self.settings)
         return self.call("start", version)
@@ -82,7 +83,7 @@ class EngineHandle:
         try:
             self.process = self.get(reference, "start")
         except RolloutError as error:
-            raise RolloutError(f"{self.name}: {error}") from error
+            raise type(error)(f"{self.name}: {error}") from error
 
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
         """Begin a call; its reference (or references). Raises EngineDied where there is no actor any more."""
@@ -113,7 +114,7 @@ class EngineHandle:
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise RolloutError(f"no answer of {self.name} in phase {phase} within {rule}") from error
+            raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
                 raise error.cause from None  # the message says all; Ray's frames around it say nothing

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from megarl.watchdog.stacks import mark_from_environment
+
 BACKEND = "megarl"
 
 
 def register() -> None:
-    """Make `weight_transfer_config={"backend": "megarl"}` a valid choice; safe to call more than once."""
+    """Make `weight_transfer_config={"backend": "megarl"}` a valid choice, and have the watchdog find this process. Safe to
+    call more than once."""
+    mark_from_environment()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,16 @@ from megarl.recipe.recipe import Recipe
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
 from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
-from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.nodes import one_machine
 from megarl.rollout.replay import ReplayPool
+from megarl.rollout.requests import ClockOffset, EngineReport
 from megarl.rollout.store import GroupStore, StoredPayload
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.transport import REPORT_WAITS
+from megarl.telemetry.work import advance, begin
 
 
 class EnginePool:
@@ -86,6 +89,7 @@ class EnginePool:
                     # Cores have no memory of their own to hand over, and vLLM for CPUs refuses to sleep.
                     takes_turns=rollout.placement == "colocated" and platform.num_devices is not None,
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
+                    times_requests=recipe.run.trace != "none",
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
@@ -93,6 +97,8 @@ class EnginePool:
             )
             for index, place in enumerate(places)
         ]
+        self._times = self._no_times()
+        self._offsets = [ClockOffset() for _ in self._engines]
 
     def start(self) -> None:
         """Start Ray and all engines, side by side. Raises RolloutError naming the engine that did not start."""
@@ -131,9 +137,28 @@ class EnginePool:
         executed = RolloutExecuted(len(prompts), size, max(process.max_concurrent for process in processes))
         payload = StoredPayload(self._store_name, batch, size, self._recipe.rollout.timeout_s)
         result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
+        self._ask_times()
         self._rest()
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
+
+    def take_times(self) -> list[EngineReport]:
+        """What each engine did in the rollouts since the last call, by its number."""
+        times, self._times = self._times, self._no_times()
+        return times
+
+    def _no_times(self) -> list[EngineReport]:
+        return [EngineReport(0.0, engine=index) for index in range(len(self._engines))]
+
+    def _ask_times(self) -> None:
+        for index, engine in enumerate(self._engines):
+            with contextlib.suppress(EngineDied):  # what it did is forgotten with it
+                asked = time.time()
+                said = engine.get(engine.call("report"), "rollout")
+                self._offsets[index].learn(asked, time.time(), said.now)
+                host = "" if engine.process is None else engine.process.host
+                said = replace(said, engine=index, host=host, offset_s=self._offsets[index].seconds)
+                self._times[index] = self._times[index] + said
 
     def _rest(self) -> None:
         """Engines that take turns with the trainer leave it the devices, until the sync that ends the step."""
@@ -255,6 +280,7 @@ class EnginePool:
         """Facts and token references of every position; groups of an engine that dies are submitted again."""
         facts: dict[int, GroupFacts] = {}
         tokens: dict[int, Any] = {}
+        begin("sequences", sum(map(len, work.values())) * self._recipe.algorithm.group_size)
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
         for engine in self._engines:
             calls |= self._submit(engine, work[engine.settings.index])
@@ -263,7 +289,7 @@ class EnginePool:
             ready, _ = ray.wait(list(calls), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = sorted({engine.name for engine, _, _ in calls.values()})
-                raise RolloutError(
+                raise EngineSilent(
                     f"{', '.join(late)}: {len(calls)} of {sum(map(len, work.values()))} groups of step {step} not "
                     f"finished in phase rollout within rollout.timeout_s = {self._recipe.rollout.timeout_s:g}"
                 )
@@ -271,6 +297,7 @@ class EnginePool:
             try:
                 facts[position] = engine.get(ready[0], "rollout")
                 tokens[position] = token_reference
+                advance(len(facts[position].lengths))
                 del work[engine.settings.index][position]
             except EngineDied as error:
                 self._revive(engine, error)
@@ -278,7 +305,7 @@ class EnginePool:
                 calls |= self._submit(engine, work[engine.settings.index])
                 deadline = time.monotonic() + self._recipe.rollout.timeout_s
             except RolloutError as error:
-                raise RolloutError(f"{engine.name}, phase rollout, step {step}: {error}") from error
+                raise type(error)(f"{engine.name}, phase rollout, step {step}: {error}") from error
         return facts, tokens
 
     def _submit(self, engine: EngineHandle, requests: dict[int, GroupRequest]) -> dict[Any, tuple[EngineHandle, int, Any]]:
@@ -312,9 +339,12 @@ class EnginePool:
         enough."""
         limit = self._recipe.rollout.max_restarts
         while True:
-            engine.kill()
+            # One that is silent for good is ended with the run: the watchdog asks for its stacks first.
+            is_last_word = engine.restarts >= limit and isinstance(cause, EngineSilent)
+            if not is_last_word:
+                engine.kill()
             if engine.restarts >= limit:
-                raise RolloutError(
+                raise (EngineSilent if is_last_word else RolloutError)(
                     f"{engine.name} died in phase {phase} after {engine.restarts} restarts "
                     f"(rollout.max_restarts = {limit}); cause: {cause}"
                 ) from cause

@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file
+from megarl.rollout.requests import EngineReport
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class ReplayPool:
             last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
         )
+
+    def take_times(self) -> list[EngineReport]:
+        """No engine did anything."""
+        return []
 
     def shutdown(self) -> None:
         pass

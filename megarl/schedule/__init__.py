@@ -1,6 +1,6 @@
 """Schedules and plans: which sequence runs in which micro-batch on which data-parallel rank. Pure functions."""
 
-from megarl.schedule.compare import Executed, PlanMismatch, Summary, agree, compare
+from megarl.schedule.compare import Executed, PlanMismatch, Summary, Turn, compare, refuse_unlike
 from megarl.schedule.cost import Cost
 from megarl.schedule.legal import violations
 from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
@@ -17,11 +17,12 @@ __all__ = [
     "Quality",
     "Schedule",
     "Summary",
-    "agree",
+    "Turn",
     "bubble_share",
     "compare",
     "plan_phase",
     "quality",
+    "refuse_unlike",
     "violations",
     "worst_case_micro_batches",
 ]

@@ -30,24 +30,33 @@ class Summary(NamedTuple):
         return f"{self.micro_batches} micro-batches (mini-batches: {self.mini_batches}, plan {self.hash})"
 
 
-def agree(step: int, ranks: Sequence[tuple[int, dict[str, Summary]]]) -> None:
-    """Raise PlanMismatch where a rank is in another step than rank 0, or would run a phase otherwise, with both values:
-    ranks that run unequal forward passes would wait for each other for ever.
+class Turn(NamedTuple):
+    """What a rank is about to run: which phase of which step, and the plan of it."""
 
-    `ranks` has of each rank its step and its plans by phase, in the order in which they run.
-    """
-    first = ranks[0]
-    for rank, (number, plans) in enumerate(ranks):
-        if number != first[0]:
-            raise PlanMismatch(f"rank 0 is in step {first[0]} and rank {rank} in step {number}")
-        if list(plans) != list(first[1]):
-            raise PlanMismatch(f"step {step}: rank 0 runs the phases {list(first[1])}, and rank {rank} {list(plans)}")
-        for phase, summary in plans.items():
-            if summary != first[1][phase]:
-                raise PlanMismatch(
-                    f"phase {phase} of step {step}: rank 0 has planned {first[1][phase]}, and rank {rank} {summary}; "
-                    "they were given other lengths, seeds or schedules"
-                )
+    step: int
+    phase: str
+    plan: Summary
+
+    @property
+    def digest(self) -> int:
+        """63 bits that are others where anything of it is."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+
+def refuse_unlike(turns: Sequence[Turn]) -> None:
+    """Raise PlanMismatch where a rank is about to run something else than rank 0, with both values: ranks that run unequal
+    forward passes would wait for each other for ever. `turns` are those of all ranks, in rank order."""
+    first = turns[0]
+    for rank, turn in enumerate(turns):
+        if turn.step != first.step:
+            raise PlanMismatch(f"rank 0 is in step {first.step} and rank {rank} in step {turn.step}")
+        if turn.phase != first.phase:
+            raise PlanMismatch(f"step {first.step}: rank 0 begins phase {first.phase}, and rank {rank} phase {turn.phase}")
+        if turn.plan != first.plan:
+            raise PlanMismatch(
+                f"phase {first.phase} of step {first.step}: rank 0 has planned {first.plan}, and rank {rank} {turn.plan}; "
+                "they were given other lengths, seeds or schedules"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ class MetricsWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Append one step. Keys are `area/name`; values are numbers (of numpy or torch too) or texts.
+    def write(self, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one step, and return the line. Keys are `area/name`; values are numbers (of numpy or torch too), lists of
+        them (one of each device) or texts.
 
         JSON knows no NaN and no infinity: they are written as null. Raises ValueError for a key or a value of
         another form.
@@ -34,6 +35,7 @@ class MetricsWriter:
             line[key] = _plain(key, value)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        return line
 
     def truncate_after(self, step: int) -> None:
         """Drop every line behind `step`, and one cut short by a kill, so that a resumed run repeats none."""
@@ -79,4 +81,6 @@ def _plain(key: str, value: Any) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
         return value
-    raise ValueError(f"metric {key!r} is a {type(value).__name__}; a number or a text is needed")
+    if isinstance(value, list):
+        return [_plain(key, one) for one in value]
+    raise ValueError(f"metric {key!r} is a {type(value).__name__}; a number, a list of numbers or a text is needed")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COMPLETE, REQUEUED, FAILED, UNKNOWN = "complete", "requeued", "failed", "unknown"
+COMPLETE, REQUEUED, FAILED, HUNG, UNKNOWN = "complete", "requeued", "failed", "hung", "unknown"
 
 
 def record_start(run: Path, hosts: Sequence[str], from_step: int) -> None:
@@ -41,11 +41,28 @@ def record_end(run: Path, how: str, said: str, rank: int | None = None, signal: 
     """Keep for the next start how this one ended. The first word stands, except that a rank killed by a signal explains what
     other ranks and nodes make of it."""
     end = run / "ended.json"
-    if not run.is_dir() or (end.exists() and signal is None):
+    # Ranks that hang are killed: that explains nothing.
+    if not run.is_dir() or (end.exists() and (signal is None or said_of_hang(run) is not None)):
         return
     beside = end.with_suffix(f".{os.getpid()}")
     beside.write_text(json.dumps({"how": how, "said": said, "rank": rank, "signal": signal}), encoding="utf-8")
     os.replace(beside, end)
+
+
+def said_of_hang(run: Path, not_before: int = 0) -> str | None:
+    """What the watchdog has said, where it has ended the last start; `not_before`: see `ended_at`."""
+    if ended_at(run) <= not_before:
+        return None
+    content = json.loads((run / "ended.json").read_text(encoding="utf-8"))
+    return str(content["said"]) if content["how"] == HUNG else None
+
+
+def ended_at(run: Path) -> int:
+    """When somebody said how a start has ended, in nanoseconds of the file system's clock; 0 where nobody did."""
+    try:
+        return (run / "ended.json").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def starts_summary(run: Path) -> list[str]:

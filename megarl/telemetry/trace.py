@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megarl.telemetry.clock import WAIT, StepTimes
+from megarl.telemetry.engine_trace import FOLDER, SCALE, engine_events
 
-FOLDER = "trace"
-SCALE = 1_000_000  # the format's unit of time is the microsecond
+BLOCK = 1 << 16  # bytes read at a time from the end of a file
 
 
 class TraceWriter:
@@ -27,17 +28,26 @@ class TraceWriter:
         path = run / FOLDER / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._offset_s = offset_s
+        self._whose = {"rank": rank, "host": host, "offset_s": offset_s}
         is_torn = _is_torn(path)
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
             self._file.write("\n")
-        self._write({"rank": rank, "host": host, "offset_s": offset_s})
+        self._write(self._whose)
 
     def write(self, step: int, times: StepTimes) -> None:
         """Append a step."""
+        self._write({"step": step} | self._content(times))
+
+    def write_part(self, part: str, times: StepTimes) -> None:
+        """Append what is no step: how the rank started, or what it did behind the last step. It is told from a step by the
+        file's first words, which it says again, so that it counts as a first line, too."""
+        self._write(self._whose | {"part": part} | self._content(times))
+
+    def _content(self, times: StepTimes) -> dict[str, Any]:
         events = [[name, depth, round(start * SCALE), round(lasted * SCALE)] for name, depth, start, lasted in times.events]
         begun = times.start - self._offset_s
-        self._write({"step": step, "start": begun, "seconds": times.seconds, "dropped": times.dropped, "events": events})
+        return {"start": begun, "seconds": times.seconds, "dropped": times.dropped, "events": events}
 
     def close(self) -> None:
         """Close the file."""
@@ -63,17 +73,27 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
     return [median(own - first for own, first in zip(rank, readings[0], strict=True)) for rank in readings]
 
 
-def merge(run: str | Path) -> dict[str, Any]:
-    """All ranks' steps as one trace in Chrome's format: a process is a rank, a slice is a step, a phase or a span.
+@dataclass(frozen=True)
+class RankSteps:
+    """Lines that a rank wrote (see TraceWriter), in order; a step that was repeated after a resume is there as it ran
+    last."""
 
-    A step that was repeated after a resume is there once, as it ran last. Raises ValueError where there is no trace.
-    """
-    folder = Path(run) / FOLDER
-    events: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("rank-*.jsonl")):
+    rank: int
+    host: str
+    steps: list[dict[str, Any]]
+    parts: list[dict[str, Any]]  # what is no step: each start, and what came behind the last step
+
+
+def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[RankSteps], int]:
+    """What the first `most` ranks kept (None: all), of how many. With `last` only so many of the last steps are read,
+    however long the files are. Empty where there is no trace."""
+    found = []
+    paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
+    for path in paths[:most]:
         steps: dict[int, dict[str, Any]] = {}
+        parts: list[dict[str, Any]] = []
         whose: dict[str, Any] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines() if last is None else _ends(path, last):
             try:
                 content = json.loads(line)
             except ValueError:  # cut short by a kill
@@ -83,20 +103,50 @@ def merge(run: str | Path) -> dict[str, Any]:
                 steps[content["step"]] = content
             else:
                 whose = content
-        if not whose:  # killed before its first line
-            continue
-        events.append({"ph": "M", "name": "process_name", "pid": whose["rank"],
-                       "args": {"name": f"rank {whose['rank']} on {whose['host']}"}})  # fmt: skip
-        for step in steps.values():
-            events += _slices(whose["rank"], step)
+            if "part" in content:
+                parts.append(content)
+        if whose:  # not killed before its first line
+            chosen = list(steps.values())
+            found.append(RankSteps(whose["rank"], whose["host"], chosen if last is None else chosen[-last:], parts))
+    return found, len(paths)
+
+
+def _ends(path: Path, last: int) -> list[str]:
+    """The first line of a file and at least its `last` ones, with some more before them, as a kill may have torn one; the
+    first of those is cut anywhere, and no JSON then."""
+    with path.open("rb") as file:
+        first = file.readline()
+        start = position = file.seek(0, os.SEEK_END)
+        text = b""
+        while position > len(first) and text.count(b"\n") < 2 * last + 2:
+            position = max(len(first), start - max(BLOCK, 2 * (start - position)))
+            file.seek(position)
+            text = file.read(start - position)
+    return [line.decode("utf-8", "replace") for line in [first, *text.splitlines()]]
+
+
+def merge(run: str | Path) -> dict[str, Any]:
+    """All ranks' steps as one trace in Chrome's format: a process is a rank, a slice is a step, a phase or a span.
+
+    Raises ValueError where there is no trace.
+    """
+    ranks, _ = read_ranks(run)
+    events: list[dict[str, Any]] = []
+    for one in ranks:
+        events.append({"ph": "M", "name": "process_name", "pid": one.rank,
+                       "args": {"name": f"rank {one.rank} on {one.host}"}})  # fmt: skip
+        for step in [*one.parts, *one.steps]:
+            events += _slices(one.rank, step)
     if not events:
+        folder = Path(run) / FOLDER
         raise ValueError(f"{folder} has no rank-*.jsonl: the run was started with run.trace: none, or has made no step yet")
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"traceEvents": events + engine_events(Path(run)), "displayTimeUnit": "ms"}
 
 
 def _slices(rank: int, step: dict[str, Any]) -> list[dict[str, Any]]:
     start = round(step["start"] * SCALE)
-    whole = {"ph": "X", "pid": rank, "tid": 0, "cat": "step", "name": f"step {step['step']}", "ts": start,
+    name = step["part"] if "part" in step else f"step {step['step']}"
+    whole = {"ph": "X", "pid": rank, "tid": 0, "cat": "part" if "part" in step else "step", "name": name, "ts": start,
              "dur": round(step["seconds"] * SCALE)}  # fmt: skip
     slices = [
         {"ph": "X", "pid": rank, "tid": 0, "cat": _kind(name, depth), "name": name, "ts": start + begun, "dur": lasted}

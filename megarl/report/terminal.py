@@ -8,36 +8,33 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.telemetry.metrics import read_metrics
-from megarl.telemetry.starts import starts_summary
+from megarl.report.answers import METRIC
+from megarl.report.reading import Run
+from megarl.telemetry.totals import run_totals, totals_lines
 
-METRIC = "reward/mean"
 ENDS = 3
 PLOT_HEIGHT = 10
 PLOT_WIDTH = 72
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def report(run_dir: str | Path, console: Console | None = None) -> Path:
-    """Plot `reward/mean` of a run in the terminal and into `reward.png` beside it; returns the PNG's path.
+def show_curve(run: Run, console: Console) -> Path:
+    """Plot `reward/mean` of a run in the terminal and into `reward.png` in its directory; returns the PNG's path.
 
-    Raises ValueError where the run has no metrics yet.
+    Raises ValueError where no step has a mean reward.
     """
-    run_dir = Path(run_dir)
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    points = [(line["step"], line[METRIC]) for line in lines if line.get(METRIC) is not None]
-    if not points:
-        raise ValueError(f"{run_dir / 'metrics.jsonl'} has no {METRIC} yet; a run has one after its first step")
-    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
-    png = run_dir / "reward.png"
-    write_png(png, run_dir.name, steps, rewards)
-    console = console or Console()
-    console.print(f"{METRIC} of {run_dir.name}", highlight=False)
+    steps, rewards = run.points(METRIC)
+    if not rewards:
+        raise ValueError(f"{run.path / 'metrics.jsonl'} has no {METRIC} yet; a run has one after its first step")
+    png = run.path / "reward.png"
+    write_png(png, run.name, steps, rewards)
+    console.print(f"{METRIC} of {run.name}", highlight=False, markup=False)
     console.print("\n".join(plot_lines(steps, rewards)), highlight=False, markup=False, soft_wrap=True)
     console.print(summary(rewards), highlight=False, soft_wrap=True)
-    for line in starts_summary(run_dir):
+    totals = totals_lines(run_totals(run.steps)) if run.points("time/step")[0] else []
+    for line in (*totals, *run.starts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"curve: {png}", highlight=False, soft_wrap=True)
+    console.print(f"curve: {png}", highlight=False, markup=False, soft_wrap=True)
     return png
 
 

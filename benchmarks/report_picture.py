@@ -1,0 +1,77 @@
+"""Makes docs/report.png, the README's picture of `megarl report`: the upper half of a real run's page, in a real browser.
+
+    python benchmarks/report_picture.py               trains the quickstart for a few steps first (in fp32, 15 minutes)
+    python benchmarks/report_picture.py --run DIR     takes a run that is there, made with run.trace: spans
+
+Needs chromium (bash launch/setup.sh --tests). Nothing is measured here, so there is nothing to --check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from megarl.report import charts
+from megarl.report.answers import head
+from megarl.report.findings import find
+from megarl.report.one_run import subtitle
+from megarl.report.page import page, plots
+from megarl.report.reading import Run, read_run
+from megarl.report.timeline import timeline
+
+ROOT = Path(__file__).parent.parent
+PICTURE = ROOT / "docs" / "report.png"
+STEPS, WIDTH, HEIGHT = 12, 1240, 1670
+LARGEST_BYTES = 200_000
+
+
+def train() -> Path:
+    """A run of the quickstart's recipe; its directory."""
+    name = f"report-picture-{time.strftime('%Y%m%d-%H%M%S')}"
+    keys = [f"run.name={name}", f"run.steps={STEPS}", "run.trace=spans", "trainer.precision=fp32"]
+    subprocess.run([sys.executable, "-m", "megarl.cli", "train", "recipes/quickstart.yaml", *keys], check=True, cwd=ROOT)
+    return ROOT / "runs" / name
+
+
+def excerpt(run: Run) -> str:
+    """The page's answers and three of its charts."""
+    reward, where, last = charts.reward(run), charts.ranks_time(run), timeline(run)
+    sections = [("Is it learning?", plots(reward)), ("Where the time goes", plots(where)), ("The last steps", plots(last))]
+    return page(run.name, subtitle(run), head(run, find(run)), sections, [*reward, *where, *last])
+
+
+def photograph(html: str, to: Path) -> None:
+    """As chromium shows it."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit("no chromium: bash launch/setup.sh --tests installs Debian's")
+    with tempfile.TemporaryDirectory() as scratch:
+        file, shot = Path(scratch) / "page.html", Path(scratch) / "page.png"
+        file.write_text(html, encoding="utf-8")
+        subprocess.run(
+            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=30000",
+             f"--user-data-dir={scratch}/profile", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={shot}", file.as_uri()],
+            check=True, capture_output=True, timeout=300,
+        )  # fmt: skip
+        Image.open(shot).convert("RGB").save(to, optimize=True)
+    if to.stat().st_size > LARGEST_BYTES:
+        raise SystemExit(f"{to} has {to.stat().st_size} bytes, more than {LARGEST_BYTES}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run directory; without one a run is made")
+    run = parser.parse_args().run or train()
+    photograph(excerpt(read_run(run)), PICTURE)
+    print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size / 1000:.0f} kB, of {run}")
+
+
+if __name__ == "__main__":
+    main()

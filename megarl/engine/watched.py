@@ -1,0 +1,158 @@
+"""A rank's part of the watchdog (`megarl/watchdog/`): it says where it stands, and ends when it is told to."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megarl.engine.exchange import broadcast_from_first, gather_to_all
+from megarl.engine.parallel import Place
+from megarl.exit_status import HUNG
+from megarl.platform.flight_recorder import dump_flight_recorder
+from megarl.platform.messages import address_towards
+from megarl.preemption import ASKED
+from megarl.watchdog.beats import Beats
+from megarl.watchdog.judge import Deadlines
+from megarl.watchdog.limits import Limits
+from megarl.watchdog.settings import OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
+from megarl.watchdog.stacks import MARK, mark, unmark
+
+TOKEN_BYTES = 8
+# How long a rank that has reported a deadline waits to be ended, beyond the time for stacks.
+END_S = 30.0
+# The watcher sees within half a second that all ranks of its node have ended.
+WATCHER_S = 5.0
+
+
+class Watch:
+    """This rank as the watcher sees it."""
+
+    def __init__(self, token: str, rank: int, stacks_s: float) -> None:
+        self._rank, self._stacks_s = rank, stacks_s
+        self.beats = Beats()
+        mark(f"{token}/rank-{rank:05d}")
+        self._ear, self.mouth = os.pipe()
+        self._first_step: int | None = None
+        self._told = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._first_step = step if self._first_step is None else self._first_step
+        self.beats.begin(step, step == self._first_step)
+
+    def beat(self, phase: str | None, span: str | None) -> None:
+        """See `Beats.beat`; for a `PhaseClock`."""
+        self.beats.beat(phase, span)
+
+    @contextmanager
+    def deadlines(self, place_of: Callable[[BaseException], tuple[str | None, str | None]]) -> Iterator[None]:
+        """Inside, an error that says that a deadline has passed ends the run as a hang, with all stacks: they are gone when
+        engines are closed behind it. `place_of` gives the phase and the span in which an error was raised."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and ASKED.name is None:  # else others are leaving, and so do not answer
+                self.beats.beat(*place_of(error))
+                self.beats.note(str(error))
+                self._told.wait(self._stacks_s + END_S)
+            if self._told.is_set():  # an error now is only that peers end
+                time.sleep(END_S)
+            raise
+
+    def _listen(self) -> None:
+        """In a thread: the main one may wait for ever in C."""
+        with os.fdopen(self._ear, "rb") as ear:
+            if ear.read(1) != TOLD:
+                return
+            self._told.set()
+            folder = Path(os.fsdecode(ear.readline().strip()))
+            with suppress(OSError):  # a disk is full, say: end all the same
+                dump_flight_recorder(folder / f"{RECORDER}{self._rank}")
+            # Not before all have been told: those that lose a peer would end as if that had failed.
+            ear.read(1)
+        os._exit(HUNG)
+
+    def close(self) -> None:
+        self.beats.end()
+        os.write(self.mouth, OVER)
+        self._thread.join()
+        unmark()
+        self.beats.close()
+        os.close(self.mouth)
+
+
+@contextmanager
+def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place: Place) -> Iterator[Watch]:
+    """Within this a process on each node watches its ranks; see the package. Collective of all ranks. `engines_s` and
+    `rewards_s`: as in `Deadlines`."""
+    token, listener = "", None
+    node, num_nodes = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if place.rank == 0:
+        token = secrets.token_hex(TOKEN_BYTES)
+        listener = _listener() if num_nodes > 1 else None
+    address = None if listener is None else listener.getsockname()[:2]
+    token, address = broadcast_from_first((token, address))
+    watch = Watch(token, place.rank, limits.stacks_s)
+    own = WatchedRank(place.rank, place_name(place), os.getpid(), watch.beats.file, watch.mouth)
+    everywhere = gather_to_all((node, own))
+    watcher: subprocess.Popen[bytes] | None = None
+    if os.environ["LOCAL_RANK"] == "0":
+        ranks = tuple(one for where, one in everywhere if where == node)
+        deadlines = Deadlines(limits.first_step_s, limits.step_s, limits.files_s, engines_s, rewards_s)
+        settings = WatcherSettings(
+            str(run.absolute()), node, num_nodes, ranks, deadlines, limits.stacks_s, token,
+            None if node == 0 else address, None if listener is None else listener.fileno(),
+        )  # fmt: skip
+        watcher = _start(settings)
+    if listener is not None:
+        listener.close()
+    before = os.environ.get(MARK)
+    os.environ[MARK] = f"{token}/child of rank {place.rank}"
+    try:
+        yield watch
+    finally:
+        os.environ.pop(MARK, None)
+        if before is not None:
+            os.environ[MARK] = before
+        watch.close()
+        if watcher is not None:
+            with suppress(subprocess.TimeoutExpired):  # another rank of this node has not ended: it watches on
+                watcher.wait(WATCHER_S)
+
+
+def _listener() -> socket.socket:
+    own = address_towards(os.environ["MASTER_ADDR"])
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    return socket.create_server((own, 0), family=family)
+
+
+def _start(settings: WatcherSettings) -> subprocess.Popen[bytes]:
+    """The process is on its own from here: it outlives this rank where this rank hangs."""
+    files: Sequence[int] = () if settings.listener is None else (settings.listener,)
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.watchdog"], stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True,
+        pass_fds=files, env=environment,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(settings.dump().encode())
+    process.stdin.close()
+    return process
+
+
+def place_name(place: Place) -> str:
+    """A rank's part in the actor's layout, in words."""
+    layout = place.layout
+    parts = [("pipeline stage", place.pipeline_rank, layout.pipeline), ("data-parallel rank", place.data_rank, layout.data),
+             ("tensor rank", place.tensor_rank, layout.tensor)]  # fmt: skip
+    return ", ".join(f"{name} {rank} of {size}" for name, rank, size in parts if size > 1)

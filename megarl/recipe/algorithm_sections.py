@@ -1,0 +1,185 @@
+"""How advantages, losses and KL are computed. Formulas and sources: docs/algorithms.md and `megarl/algorithm/`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from megarl.recipe.sections import Positive, Section, Share, Weight
+
+Above = Annotated[float, Field(gt=0)]
+Below = Annotated[float, Field(gt=0, lt=1)]
+# A function of a user's own module.
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+Advantage = Literal[
+    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+]  # fmt: skip
+# Those that compare the completions of a prompt with each other.
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+# Those that give the tokens of a sequence unlike advantages.
+OF_TOKENS = ("gae", "reinforce_plus_plus")
+
+
+class ClipLossSection(Section):
+    kind: Literal["clip"]
+    """PPO's clipped surrogate."""
+    low: Below = 0.2
+    """The ratio is clipped below at 1 - low."""
+    high: Above = 0.2
+    """The ratio is clipped above at 1 + high."""
+    dual: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage A the loss of a token is at most -dual * A (dual clip); null for no such bound."""
+
+
+class GspoLossSection(Section):
+    kind: Literal["gspo"]
+    """The ratio is one of sequences: the geometric mean of its tokens' ratios."""
+    low: Below = 3e-4
+    """The sequence's ratio is clipped below at 1 - low."""
+    high: Above = 4e-4
+    """The sequence's ratio is clipped above at 1 + high."""
+
+
+class CispoLossSection(Section):
+    kind: Literal["cispo"]
+    """The policy gradient, each token weighed by its clipped ratio: no token loses its gradient."""
+    low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The weight is clipped below at 1 - low; 1 for not at all."""
+    high: Above = 0.3
+    """The weight is clipped above at 1 + high."""
+
+
+class GmpoLossSection(Section):
+    kind: Literal["gmpo"]
+    """The geometric mean of the tokens' clipped ratios."""
+    low: Above = 0.4
+    """The logarithm of a token's ratio is clipped below at -low."""
+    high: Above = 0.4
+    """The logarithm of a token's ratio is clipped above at high."""
+
+
+class SapoLossSection(Section):
+    kind: Literal["sapo"]
+    """A smooth gate in place of the clip."""
+    positive_temperature: Above = 1.0
+    """Steepness of the gate for positive advantages."""
+    negative_temperature: Above = 1.05
+    """Steepness of the gate for the others."""
+
+
+class PolicyGradientLossSection(Section):
+    kind: Literal["policy_gradient"]
+    """REINFORCE: no ratio, nothing clipped."""
+
+
+class FunctionLossSection(Section):
+    kind: Literal["function"]
+    """A function of your own, decorated with `megarl.algorithm.policy_loss`."""
+    target: Target
+    """`module:function`, importable on every rank."""
+    options: dict[str, Any] = {}
+    """Its keyword arguments."""
+
+
+PolicyLossSection = Annotated[
+    ClipLossSection
+    | GspoLossSection
+    | CispoLossSection
+    | GmpoLossSection
+    | SapoLossSection
+    | PolicyGradientLossSection
+    | FunctionLossSection,
+    Field(discriminator="kind"),
+]
+
+
+class AdaptiveKlSection(Section):
+    target: Above
+    """The mean KL of a token, by `estimator`, that the coefficient is steered to."""
+    rate: Share = 0.1
+    """How much the coefficient moves in a step: by a factor of 1 + rate * e, where e is the relative error, within +-0.2."""
+
+
+class KlSection(Section):
+    place: Literal["loss", "reward"]
+    """Add the KL term to the loss, or subtract it from the reward of each token."""
+    coefficient: Weight
+    """Factor of the KL term; with `adaptive` that of the first step."""
+    estimator: Literal["k1", "k2", "k3", "absolute"]
+    """Estimator of the KL divergence from the reference, by Schulman's names, or the absolute difference."""
+    adaptive: AdaptiveKlSection | None = None
+    """Steer the coefficient to a KL; null for a fixed one."""
+
+
+class GroupSection(Section):
+    deviation: bool = True
+    """Divide by the deviation of the group's rewards."""
+    leave_one_out: bool = False
+    """Compare with the mean of the other completions of the group, in place of that of all."""
+
+
+class GaeSection(Section):
+    discount: Share = 1.0
+    """Discount of later rewards (gamma)."""
+    smoothing: Share = 0.95
+    """Trade of bias against variance (lambda)."""
+    whiten: bool = True
+    """Whiten advantages over all completion tokens of the step."""
+
+
+class ValueLossSection(Section):
+    clip: Above = 0.2
+    """New values are clipped to this distance from the old ones."""
+
+
+class OverlongSection(Section):
+    mask: bool = False
+    """Leave completions that reached rollout.max_new_tokens out of the update."""
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Over the last this many tokens below rollout.max_new_tokens the penalty grows to its full size; 0 for no penalty."""
+    penalty: Above = 1.0
+    """What a completion of rollout.max_new_tokens loses."""
+
+
+class MismatchSection(Section):
+    correction: Literal["truncate", "mask"]
+    """Weigh tokens by the trainer's probability over the engine's, at most `cap`; or leave out those beyond it."""
+    level: Literal["token", "sequence"] = "token"
+    """The weight of each token, or one of the whole sequence: the product of its tokens'."""
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    """The largest weight."""
+
+
+class AlgorithmSection(Section):
+    advantage: Annotated[
+        Annotated[Advantage, Tag("name")] | Annotated[Target, Tag("target")],
+        Discriminator(lambda value: "target" if isinstance(value, str) and ":" in value else "name"),
+    ]
+    """How much better than expected a token was. `gae` needs a critic; `grpo`, `dr_grpo`, `rloo` and
+    `reinforce_plus_plus_baseline` compare the completions of a prompt; `module:function` is one of your own, decorated with
+    `megarl.algorithm.advantage`."""
+    group_size: Positive
+    """Completions of one prompt."""
+    group: GroupSection | None = None
+    """How a group is compared; with `advantage: grpo` only."""
+    policy_loss: PolicyLossSection = ClipLossSection(kind="clip")
+    """How the policy ratio enters the loss."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
+    """The loss of a mini-batch: mean over all its tokens; mean over sequences of each one's mean, or of its sum; or the sum
+    over all tokens divided by the sequences times rollout.max_new_tokens."""
+    entropy_coefficient: Weight = 0.0
+    """Factor of the entropy bonus."""
+    kl: KlSection | None = None
+    """The KL term against the reference; null for none, and then no reference runs."""
+    gae: GaeSection | None = None
+    """Generalized advantage estimation; with `advantage: gae` only."""
+    value_loss: ValueLossSection | None = None
+    """The critic's loss; with `advantage: gae` only."""
+    overlong: OverlongSection | None = None
+    """What becomes of completions at the limit of their length; null for nothing special."""
+    mismatch: MismatchSection | None = None
+    """Correct for the engine's probabilities not being the trainer's, by importance sampling; null for no correction."""
+    max_ratio_drift: Above = 0.1
+    """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
+    `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""

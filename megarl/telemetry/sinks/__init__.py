@@ -1,0 +1,1 @@
+"""Where figures and sample tables go besides the run directory: TensorBoard, Weights & Biases, MLflow."""

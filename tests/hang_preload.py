@@ -1,0 +1,8 @@
+"""Imported once in the fork server of `hang_cases.py`: what every rank would import."""
+
+import torch
+
+import megarl.run  # noqa: F401
+import tests.preload  # noqa: F401
+
+torch.set_num_threads(1)

@@ -1,0 +1,174 @@
+"""The advantages of a step, by every name of the recipe, against formulas written out in plain Python."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithm import advantage
+from megarl.algorithm.estimate import ADVANTAGES, Scored, check_advantage, estimate, explained_variance
+from megarl.algorithm.mismatch import mismatch_weights
+from megarl.algorithm.overlong import overlong_penalties
+from megarl.recipe import RecipeError
+from megarl.recipe.algorithm_sections import AlgorithmSection, GaeSection, GroupSection
+
+# Groups of unlike sizes, in no order: one of equal rewards, one of a lone member, one with a masked member.
+REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 3.0, 0.25, 0.0]
+GROUPS = [7, 7, 7, 3, 3, 9, 4, 4]
+VALID = [True, True, True, True, True, True, True, False]
+LENGTHS = [3, 1, 2, 4, 1, 2, 0, 2]  # one completion is empty
+COEFFICIENT = 0.1
+PENALTIES = [[0.1 * (at + 1) * (-1) ** token for token in range(length)] for at, length in enumerate(LENGTHS)]
+VALUES = [[0.3 * at - 0.2 * token for token in range(length)] for at, length in enumerate(LENGTHS)]
+MEMBERS = {one: [at for at, group in enumerate(GROUPS) if group == one and VALID[at]] for one in GROUPS}
+
+
+def scored() -> Scored:
+    penalties = [torch.tensor(each, dtype=torch.float64) for each in PENALTIES]
+    values = [torch.tensor(each, dtype=torch.float64) for each in VALUES]
+    rewards = torch.tensor(REWARDS, dtype=torch.float64) * torch.tensor(VALID)
+    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values)
+
+
+def score(sample: int) -> float:
+    return REWARDS[sample] - COEFFICIENT * sum(PENALTIES[sample])
+
+
+def relative(sample: int, deviation: bool = False, leave_one_out: bool = False) -> float:
+    members = MEMBERS[GROUPS[sample]]
+    if sample not in members or len(members) < 2:
+        return 0.0
+    others = [other for other in members if other != sample] if leave_one_out else members
+    difference = score(sample) - statistics.mean(map(score, others))
+    return difference / (statistics.stdev(map(score, members)) + 1e-6) if deviation else difference
+
+
+def whitened(tokens: list[list[float]]) -> list[list[float]]:
+    flat = [token for sample, each in enumerate(tokens) for token in each if VALID[sample]]
+    mean, scale = statistics.mean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
+    return [[(one - mean) / scale for one in each] if VALID[at] else each for at, each in enumerate(tokens)]
+
+
+def spread(of: Callable[[int], float]) -> list[list[float]]:
+    return [[of(sample)] * length for sample, length in enumerate(LENGTHS)]
+
+
+def rewards_to_go() -> list[list[float]]:
+    scores = [[-COEFFICIENT * one for one in each] for each in PENALTIES]
+    for sample, each in enumerate(scores):
+        if each:
+            each[-1] += REWARDS[sample] if VALID[sample] else 0.0
+    return [[sum(each[token:]) for token in range(len(each))] for each in scores]
+
+
+def generalized(discount: float, smoothing: float) -> list[list[float]]:
+    found = []
+    for sample, (penalties, values) in enumerate(zip(PENALTIES, VALUES, strict=True)):
+        rewards = [-COEFFICIENT * one for one in penalties]
+        if rewards:
+            rewards[-1] += REWARDS[sample] if VALID[sample] else 0.0
+        following = [*values[1:], 0.0][: len(values)]
+        delta = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+        found.append([
+            sum((discount * smoothing) ** (later - token) * delta[later] for later in range(token, len(delta)))
+            for token in range(len(delta))
+        ])  # fmt: skip
+    return found
+
+
+EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
+    "grpo": ({}, lambda: spread(lambda one: relative(one, deviation=True))),
+    "dr_grpo": ({}, lambda: spread(relative)),
+    "rloo": ({}, lambda: spread(lambda one: relative(one, leave_one_out=True))),
+    "reinforce_plus_plus": ({}, lambda: whitened(rewards_to_go())),
+    "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
+    "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
+}
+
+
+def test_every_advantage_has_its_formula() -> None:
+    assert EXPECTED.keys() == ADVANTAGES.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_advantages_are_those_of_the_formula(name: str) -> None:
+    options, formula = EXPECTED[name]
+    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=name, group_size=2, **options))
+    wanted = formula()
+    for sample, valid in enumerate(VALID):
+        if valid:
+            assert found.advantages[sample].tolist() == pytest.approx(wanted[sample], abs=1e-9), (name, sample)
+
+
+@pytest.mark.parametrize("deviation", [True, False])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_groups_are_compared_as_the_recipe_says(deviation: bool, leave_one_out: bool) -> None:
+    group = GroupSection(deviation=deviation, leave_one_out=leave_one_out)
+    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage="grpo", group_size=2, group=group))
+    wanted = [relative(sample, deviation, leave_one_out) for sample in range(len(REWARDS))]
+    for tokens, one in zip(found.advantages, wanted, strict=True):
+        assert tokens.tolist() == pytest.approx([one] * len(tokens), abs=1e-9)
+
+
+def test_returns_are_what_values_should_have_been_and_explained_variance_says_how_near_they_are() -> None:
+    settings = AlgorithmSection(advantage="gae", group_size=1, gae=GaeSection(discount=0.9, smoothing=0.8, whiten=True))
+    given = scored()
+    found = estimate(given, COEFFICIENT, settings)
+    assert found.returns is not None and given.values is not None
+    plain = generalized(0.9, 0.8)
+    for sample, returns in enumerate(found.returns):
+        assert returns.tolist() == pytest.approx([a + v for a, v in zip(plain[sample], VALUES[sample], strict=True)])
+    kept = [at for at, valid in enumerate(VALID) if valid]
+    errors = [one for at in kept for one in plain[at]]
+    targets = [one for at in kept for one in found.returns[at].tolist()]
+    expected = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
+    assert explained_variance(given.values, found.returns, given.valid) == pytest.approx(expected)
+    assert explained_variance(found.returns, found.returns, given.valid) == 1.0
+    flat = [torch.zeros(length) for length in LENGTHS]
+    assert explained_variance(flat, flat, given.valid) == 0.0
+
+
+@advantage
+def doubled(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    return rewards * 2
+
+
+@advantage
+def broken(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    return rewards / 0.0
+
+
+def test_an_advantage_of_the_user() -> None:
+    settings = AlgorithmSection(advantage=f"{__name__}:doubled", group_size=2)
+    check_advantage(settings)
+    found = estimate(scored(), COEFFICIENT, settings)
+    for at, tokens in enumerate(found.advantages):
+        assert tokens.tolist() == pytest.approx([2 * score(at) if VALID[at] else 0.0] * len(tokens))
+    with pytest.raises(ValueError, match="algorithm.advantage = .*:broken gave .* not finite"):
+        estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:broken", group_size=2))
+    with pytest.raises(RecipeError, match="algorithm.advantage = .* is not decorated"):
+        check_advantage(AlgorithmSection(advantage=f"{__name__}:score", group_size=2))
+
+
+def test_mismatch_weights_by_hand() -> None:
+    ratios = torch.tensor([1.0, 3.0, 0.5, 0.25, 2.5], dtype=torch.float64)
+    old, rollout = ratios.log() - 1.0, torch.full((5,), -1.0, dtype=torch.float64)
+
+    def weights(correction: str, level: str) -> tuple[list[float], list[bool]]:
+        found, beyond = mismatch_weights(old, rollout, (2, 0, 3), correction, level, 2.0)
+        return found.tolist(), beyond.tolist()
+
+    assert weights("truncate", "token") == (pytest.approx([1.0, 2.0, 0.5, 0.25, 2.0]), [False, True, False, False, True])
+    assert weights("mask", "token") == (pytest.approx([1.0, 0.0, 0.5, 0.25, 0.0]), [False, True, False, False, True])
+    product = 0.5 * 0.25 * 2.5
+    assert weights("truncate", "sequence") == (pytest.approx([2.0, 2.0] + [product] * 3), [True, True, False, False, False])
+    assert weights("mask", "sequence") == (pytest.approx([0.0, 0.0] + [product] * 3), [True, True, False, False, False])
+
+
+def test_the_overlong_penalty_grows_over_the_buffer() -> None:
+    found = overlong_penalties(torch.tensor([1, 60, 80, 90, 100]), longest=100, buffer=20, penalty=0.5)
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5])
+    assert overlong_penalties(torch.tensor([100]), 100, 0, 1.0).tolist() == [0.0]

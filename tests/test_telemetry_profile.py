@@ -1,0 +1,146 @@
+"""A profile is of the steps and ranks asked for; a masked reward is no zero; memory that runs out is told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megarl.platform import profiling
+from megarl.recipe.telemetry_sections import ProfileSection
+from megarl.telemetry import PhaseClock
+from megarl.telemetry.out_of_memory import snapshot_on_out_of_memory
+from megarl.telemetry.profile import StepProfiler
+from megarl.telemetry.samples import SampleTable, read_samples, remove_samples_after
+
+
+class RecordingPlatform:
+    """Keeps what the profiler has the device do; stands for a GPU with Nsight Systems."""
+
+    def __init__(self):
+        self.calls = []
+
+    def start_capture(self):
+        self.calls.append("start")
+
+    def stop_capture(self):
+        self.calls.append("stop")
+
+    def device_ranges(self):
+        return SimpleNamespace(open=self.calls.append, close=lambda: self.calls.append("end"))
+
+    def record_allocations(self):
+        self.calls.append("record")
+
+    def is_out_of_memory(self, error):
+        return profiling.is_out_of_memory(error)
+
+    def write_allocations(self, path):
+        self.calls.append(path)
+        return path
+
+
+def steps_of_a_rank(rank):
+    platform, clock = RecordingPlatform(), PhaseClock()
+    section = ProfileSection(kind="nsight", steps=(2, 3), ranks=(0, 2))
+    profiler = StepProfiler(section, Path(), rank, clock, platform)
+    for number in (1, 2, 3, 4):
+        platform.calls.append(number)
+        with profiler.step(number):
+            with clock.phase("reward"):
+                pass
+            with clock.phase("actor_update"), clock.span("forward"):
+                pass
+        profiler.write()
+    return platform.calls
+
+
+def test_nsight_captures_the_steps_asked_for_with_a_range_for_each_phase_and_span():
+    step = ["start", "reward", "end", "actor_update", "forward", "end", "end", "stop"]
+    assert steps_of_a_rank(2) == [1, 2, *step, 3, *step, 4]
+    assert steps_of_a_rank(1) == [1, 2, 3, 4]
+
+
+def test_a_step_that_fails_ends_its_capture_and_every_range():
+    platform, clock = RecordingPlatform(), PhaseClock()
+    profiler = StepProfiler(ProfileSection(kind="nsight", steps=(1,)), Path(), 0, clock, platform)
+    with pytest.raises(KeyError), profiler.step(1), clock.phase("reward"):
+        clock.start("forward")
+        raise KeyError("a step fails")
+    assert platform.calls == ["start", "reward", "forward", "end", "end", "stop"]
+    with clock.phase("reward"):
+        pass
+    assert platform.calls[-1] == "stop", "the next step shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("a shape is wrong"), False),
+    ],
+)
+def test_only_an_error_of_memory_leaves_a_snapshot(tmp_path, error, is_so):
+    platform = RecordingPlatform()
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    torch._C._set_throw_on_mutable_data_ptr(fake)  # without memory, as torch's compiler leaves some
+    with pytest.raises(type(error)) as raised, snapshot_on_out_of_memory(tmp_path, 3, platform):
+        try:
+            raise error
+        except MemoryError as memory:
+            raise type(error)("while it did something else") from memory
+    notes = " ".join(getattr(raised.value, "__notes__", []))
+    path = tmp_path / "memory" / "rank-00003.json"
+    assert path.is_file() == is_so == (str(path) in notes), notes
+    assert platform.calls == ["record", path.with_suffix(".pickle")] if is_so else platform.calls == ["record"]
+    assert fake.shape == (3,), "it was there all the time"
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+    (tmp_path / "memory").write_text("in the way")
+    with pytest.raises(MemoryError) as raised, snapshot_on_out_of_memory(tmp_path, 0, RecordingPlatform()):
+        raise MemoryError
+    assert "no memory snapshot of rank 0: " in raised.value.__notes__[0]
+
+
+class Rollouts:
+    """Sixteen samples of two tokens; is its own payload."""
+
+    payload = property(lambda self: self)
+
+    def __len__(self):
+        return 16
+
+    def fetch(self, samples):
+        return {sample: SimpleNamespace(group=sample // 4, prompt_ids=np.array([7]), completion=SimpleNamespace(
+            token_ids=np.array([sample, 1]), finish_reason="length", first_version=3, last_version=4))
+            for sample in samples}  # fmt: skip
+
+
+def test_a_masked_reward_is_null_and_says_why(tmp_path):
+    rewards = np.arange(16, dtype=np.float32)
+    rewards[12] = np.nan
+    scored = SimpleNamespace(parts={"exact": rewards}, failures={12: "the verifier took longer than 5 s"})
+    batch = SimpleNamespace(rewards=rewards, valid=np.isfinite(rewards), fields={"advantages": [torch.ones(2)] * 16})
+    table = SampleTable(tmp_path, 4, lambda ids: "\u2028".join(map(str, ids)))  # a line separator, but none of JSON's
+    for step in (1, 2, 3):
+        table.write(step, Rollouts(), scored, batch)
+    rows = read_samples(tmp_path / "samples" / "step-000002.jsonl")
+    assert [row["sample"] for row in rows] == [0, 4, 8, 12], "spread over the groups"
+    assert rows[1] == {
+        "step": 2, "sample": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0, "parts": {"exact": 4.0},
+        "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
+        "finish_reason": "length", "version": 4, "first_version": 3,
+    }  # fmt: skip
+    masked = rows[3]
+    assert not masked["valid"] and masked["reason"] == "the verifier took longer than 5 s"
+    assert masked["reward"] is masked["advantage"] is masked["parts"]["exact"] is None
+    remove_samples_after(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]

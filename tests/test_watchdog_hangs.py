@@ -1,0 +1,142 @@
+"""A trainer rank that does not go on is named with its phase by the deadline, and nothing of the run is left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.exit_status import HUNG
+from tests.hang_cases import (
+    CASE,
+    DETECTION_S,
+    END_S,
+    FIRST_STEP_S,
+    KILL,
+    SLEEP,
+    STACKS_S,
+    STEP_S,
+    STOP,
+    Fault,
+    case_processes,
+    named,
+    run_with_fault,
+)
+from tests.runs import fake_rollouts, tiny_recipe, tiny_run
+
+pytestmark = [pytest.mark.hang, pytest.mark.diagnosis, pytest.mark.slow]
+RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0 and 1 are the first stage
+FIRST, MIDDLE, LAST, PEER = 0, 2, 4, 3
+PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
+          "actor_update", "weight_sync")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hangs")
+    tiny_run(folder, "qwen3", layers=3)
+    replay = str(fake_rollouts(folder, STEPS))
+
+    def write(name):
+        watchdog = {"step_s": STEP_S, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S}
+        return tiny_recipe(folder, name, True, RANKS, 1, 3, STEPS, rollout__replay=replay, watchdog=watchdog)
+
+    return write
+
+
+def check(recipe, tmp_path, fault):
+    file = recipe(fault.name)
+    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s")
+    said = outcome.said
+    assert (fault.rank, fault.step, fault.phase) in named(said)[:1], said[-6000:]
+    assert not outcome.left, outcome.left
+    if fault.kind == KILL:
+        assert "its process is gone" in said
+        return
+    (silent,) = re.findall(r"silent for ([\d.]+) s", said)[:1]
+    silent_s = float(silent)  # when all stacks were there
+    assert STEP_S <= silent_s < STEP_S + DETECTION_S
+    run = Path(file).parent / "runs" / fault.name
+    (folder,) = run.glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    texts = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS)]
+    for rank, text in enumerate(texts):
+        if rank != fault.rank or fault.kind == SLEEP:
+            assert "most recent call first" in text, text
+            assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())
+            assert outcome.codes[rank] == HUNG
+    if fault.kind == STOP:
+        assert "is stopped (SIGSTOP), and can write no stack" in texts[fault.rank]
+    else:
+        assert "hang_cases.py" in texts[fault.rank]
+    assert "others waited: rank" in said
+    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
+
+
+KINDS = (SLEEP, STOP, KILL)
+CASES = [
+    Fault(rank, phase, KINDS[(number + place) % 3])
+    for number, phase in enumerate(PHASES)
+    for place, rank in enumerate((FIRST, MIDDLE, LAST, PEER))
+] + [
+    Fault(MIDDLE, "actor_update", SLEEP, "forward"),
+    Fault(LAST, "critic_update", STOP, "backward"),
+    Fault(PEER, "actor_update", STOP, "optimizer"),
+    Fault(FIRST, "agree", SLEEP),
+    Fault(LAST, "metrics", STOP),
+    Fault(PEER, "actor_update", STOP, nodes=2),
+    Fault(LAST, "critic_update", SLEEP, "forward", nodes=2),
+]  # fmt: skip
+OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward"}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in CASES]
+)
+def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault):
+    check(recipe, tmp_path, fault)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "status"),
+    [
+        (["megarl.cli", "train"], HUNG),
+        # torchrun says 1 whatever its ranks end with, and shows what that was.
+        pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megarl.train"], 1,
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_a_job_with_a_stopped_rank_ends_with_a_status_of_its_own(tmp_path, launcher, status):
+    tiny_run(tmp_path, "qwen3", layers=2)
+    steps = 200  # it never comes so far
+    replay = str(fake_rollouts(tmp_path, steps))
+    watchdog = {"step_s": STEP_S, "first_step_s": FIRST_STEP_S}
+    recipe = tiny_recipe(tmp_path, "stopped", False, 2, 1, 2, steps, rollout__replay=replay, watchdog=watchdog)
+    environment = os.environ | {CASE: str(tmp_path)}
+    with (tmp_path / "output").open("w") as output:
+        command = [sys.executable, "-m", *launcher, str(recipe)]
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    metrics, end = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + END_S
+    try:
+        while not (metrics.is_file() and metrics.read_text()):
+            assert run.poll() is None and time.monotonic() < end, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        (rank,) = [one for one in case_processes(tmp_path) if one.environ().get("RANK") == "1" and one.ppid() == run.pid]
+        rank.send_signal(signal.SIGSTOP)
+        run.wait(END_S)
+        while case_processes(tmp_path):
+            assert time.monotonic() < end + END_S, case_processes(tmp_path)
+            time.sleep(0.1)
+    finally:
+        for process in case_processes(tmp_path):
+            process.kill()
+    said = (tmp_path / "output").read_text()
+    assert run.returncode == status, said
+    assert "watchdog: rank 1 (pipeline stage 1 of 2) did not arrive" in said and "is stopped (SIGSTOP)" in said
+    assert "exitcode  : 76" in said if status == 1 else f"exit status {HUNG}" in said

@@ -1,0 +1,198 @@
+"""Parts of the watchdog: pages of beats, stacks of other processes, deadlines of a recipe, watchers of several nodes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from megarl.agent.verdict import judge as judge_ends
+from megarl.exit_status import FAILED, HUNG
+from megarl.recipe import RecipeError, load_recipe
+from megarl.telemetry import PhaseClock, starts
+from megarl.watchdog.beats import Beats, BeatsReader
+from megarl.watchdog.judge import Deadlines, OtherProcess, Standing
+from megarl.watchdog.limits import Limits
+from megarl.watchdog.settings import WatchedRank, WatcherSettings
+from megarl.watchdog.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment
+from megarl.watchdog.wire import OtherWatchers
+from tests.recipe_cases import edited, make_folder, write
+
+DEADLINE_S = 60.0
+SLEEPER = """
+import os, sys, threading, time
+from megarl.watchdog.stacks import mark_from_environment
+mark_from_environment()
+def rest():
+    threading.Event().wait()
+threading.Thread(target=rest, daemon=True).start()
+def nap():
+    os.write(1, b"ready\\n")
+    time.sleep(600)
+if "fork" in sys.argv and not os.fork():
+    def doze():
+        nap()
+    doze()
+nap()
+"""
+
+
+def test_another_process_reads_where_a_clock_stands():
+    beats = Beats()
+    reader = BeatsReader(os.getpid(), beats.file)
+    clock = PhaseClock(beat=beats.beat)
+    beats.begin(4, first=False)
+    assert (reader.read().step, reader.read().first, reader.read().phase, reader.read().phases) == (4, False, None, 0)
+    with clock.phase("actor_update"):
+        assert (reader.read().phase, reader.read().span, reader.read().beats) == ("actor_update", None, 1)
+        with clock.span("forward"):
+            assert (reader.read().phase, reader.read().span) == ("actor_update", "forward")
+        before = reader.read()
+        assert (before.span, before.beats, before.phases) == (None, 3, 1)
+    with pytest.raises(RuntimeError), clock.phase("weight_sync"), clock.span("send"):
+        raise RuntimeError
+    assert (reader.read().phase, reader.read().phases) == (None, 2)
+    assert reader.read().since >= before.since
+    beats.note("no answer of rollout engine 0 " * 200)
+    assert reader.read().note.startswith("no answer of rollout engine 0")
+    beats.end()
+    beats.close()
+    assert reader.read().ended, "what a process wrote last stays readable"
+
+
+@pytest.fixture
+def sleeper():
+    environment = os.environ | {MARK: f"{os.getpid():x}/engine-0"}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_marked_process_is_found_and_says_where_each_thread_is(sleeper):
+    found = marked_processes(f"{os.getpid():x}")
+    assert {pid: name for pid, (name, _) in found.items()} == {sleeper.pid: "engine-0"}
+    (text,) = read_stacks({sleeper.pid: found[sleeper.pid][1]}, DEADLINE_S).values()
+    resting, main = threads(text)
+    assert resting[0].file.endswith("threading.py") and resting[0].waits
+    assert main[0].function == "nap" and not main[0].waits
+    busy = busy_call(text)
+    assert busy is not None and busy.function == "nap"
+
+
+def test_a_stopped_process_says_nothing_and_an_unmarked_one_is_not_harmed(sleeper):
+    number = marked_processes(f"{os.getpid():x}")[sleeper.pid][1]
+    deaf = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert read_stacks({sleeper.pid: number, deaf.pid: 0}, 0.5) == {}
+    deaf.communicate(b"\n")
+    assert deaf.returncode == 0
+
+
+def test_a_forked_process_is_one_more_with_a_stack_of_its_own():
+    environment = os.environ | {MARK: f"{os.getpid():x}f/engine-0"}
+    command = [sys.executable, "-c", SLEEPER, "fork"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        found = marked_processes(f"{os.getpid():x}f")
+        texts = read_stacks({pid: number for pid, (_, number) in found.items()}, DEADLINE_S)
+        assert len(texts) == 2
+        assert {pid for pid, text in texts.items() if "in doze" in text} == texts.keys() - {process.pid}
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_child_has_its_name_from_the_environment_of_a_watched_run():
+    assert watched_environment("engine-1", {MARK: "ab12/child of rank 0"}) == {MARK: "ab12/engine-1"}
+    assert watched_environment("engine-1", {}) == {}
+
+
+@pytest.fixture
+def recipe_with(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path, monkeypatch)
+
+    def load(watchdog, **trainer):
+        edits = [("watchdog", watchdog), *((f"trainer.{key}", value) for key, value in trainer.items())]
+        return load_recipe(write(folder, edited(*edits)))
+
+    return load
+
+
+def test_deadlines_follow_from_that_of_a_collective(recipe_with):
+    assert Limits.of(recipe_with({}, collective_timeout_s=600.0)) == Limits(480.0, 300.0, 1800.0, 5.0)
+    given = Limits.of(recipe_with({"first_step_s": 100.0, "files_s": 5.0}, collective_timeout_s=600.0))
+    assert given == Limits(100.0, 100.0, 5.0, 5.0)
+    compiling = recipe_with({}, collective_timeout_s=600.0, compile=True, compile_timeout_s=580.0)
+    assert Limits.of(compiling) == Limits(590.0, 590.0, 1800.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "trainer", "key", "rule"),
+    [
+        ({"step_s": 600.0, "first_step_s": 500.0}, {}, "watchdog.step_s", "below trainer.collective_timeout_s = 600"),
+        ({"first_step_s": 700.0}, {}, "watchdog.first_step_s", "below trainer.collective_timeout_s = 600"),
+        ({"step_s": 490.0}, {}, "watchdog.step_s", "must not pass watchdog.first_step_s = 480"),
+        ({"first_step_s": 90.0}, {"compile": True}, "watchdog.first_step_s", "above trainer.compile_timeout_s = 120"),
+    ],
+)
+def test_a_deadline_that_another_one_makes_useless_is_refused(recipe_with, watchdog, trainer, key, rule):
+    with pytest.raises(RecipeError) as refused:
+        recipe_with(watchdog, **trainer)
+    assert any(one.key == key and rule in one.rule for one in refused.value.violations), refused.value
+
+
+def test_the_agent_says_that_a_run_hung_whatever_signal_ended_its_ranks():
+    assert judge_ends({0: HUNG, 1: -9}, (), (), True).status == HUNG
+    assert judge_ends({0: -9}, (), (), True, "rank 0 did not arrive").sentence == "rank 0 did not arrive"
+    assert judge_ends({0: -9}, (), (), True).status == FAILED
+
+
+def test_what_is_said_of_a_hang_is_that_of_this_start(tmp_path):
+    assert starts.said_of_hang(tmp_path) is None
+    starts.record_end(tmp_path, starts.HUNG, "rank 1 did not arrive", 1)
+    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
+    assert starts.said_of_hang(tmp_path, starts.ended_at(tmp_path)) is None, "it was there before this start"
+    starts.record_end(tmp_path, starts.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
+    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
+
+
+def _poll(condition):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    deadlines = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
+    settings = WatcherSettings("run", 0, 2, (WatchedRank(0, "", 1, 2, 3),), deadlines, 5.0, "word", None, server.detach())
+    assert WatcherSettings.load(settings.dump()) == settings
+    first = OtherWatchers(settings)
+    stranger = OtherWatchers(replace(settings, node=1, master=address, listener=None, token="other"))
+    stranger.tell([Standing(9)])
+    second = OtherWatchers(replace(settings, node=1, master=address, listener=None))
+    assert first.judges and not second.judges
+    second.tell([Standing(1, silent_s=3.0)])
+    _poll(lambda: first.tables())
+    (known,) = first.tables()
+    assert replace(known, silent_s=3.0) == Standing(1, silent_s=3.0)
+    _poll(lambda: first.tables()[0].silent_s > known.silent_s > 3.0)  # a watcher that says nothing more has not moved
+    first.order({"do": "dump"})
+    assert second.wait_for_orders(DEADLINE_S) == [{"do": "dump"}]
+    threading.Timer(0.1, second.say_dumped, ([Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")])).start()
+    assert first.dumped(DEADLINE_S) == ([Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")])
+    _poll(lambda: stranger.judges)  # it was sent away
+    assert stranger.is_alone and not first.is_alone and not second.is_alone
