@@ -24,7 +24,7 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 START_S, END_S, LEFT_S = 420.0, 420.0, 10.0
-pytestmark = [pytest.mark.hang, pytest.mark.slow, pytest.mark.timeout(START_S + END_S + 60)]
+pytestmark = [pytest.mark.hang, pytest.mark.nightly, pytest.mark.timeout(START_S + END_S + 60)]
 
 # A machine is given up after half of it. Rank 1 waits that long for rank 0, which asks Ray about both machines first.
 COLLECTIVE_S = 48
@@ -144,7 +144,6 @@ def write_recipe(folder: Path, name: str, **changes: object) -> Path:
     return tiny_recipe(folder, name, False, 2, 2, 1, 3, **changes)
 
 
-@pytest.mark.nightly
 def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
     with job(folder, write_recipe(folder, "whole", trainer__collective_timeout_s=240)) as sides:
         assert_ended(sides, 0)
@@ -188,9 +187,7 @@ CUTS: dict[str, tuple[Callable[[Path, list[Side]], None], dict[str, object]]] = 
 }
 
 
-@pytest.mark.parametrize("phase", [
-    "weight_sync", *(pytest.param(phase, marks=pytest.mark.nightly) for phase in CUTS if phase != "weight_sync"),
-])  # fmt: skip
+@pytest.mark.parametrize("phase", CUTS)
 def test_a_cut_cable_ends_both_sides_and_each_names_phase_and_peer(folder: Path, phase: str) -> None:
     until, changes = CUTS[phase]
     with job(folder, write_recipe(folder, phase, **changes)) as sides:

@@ -15,9 +15,8 @@ from megarl.reshard.boxes import Layout
 from megarl.schedule import Cost, MiniBatch, Plan, Schedule, plan_phase, violations, worst_case_micro_batches
 from tests.schedule_cases import Case, cases
 
-# Ten thousand cases a rule: capped plans keep every rule that a plan by sequences keeps, but for its sizes.
-CAPPED_CASES = settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
-SEQUENCES_CASES = settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+FEW_CASES = settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+MANY_CASES = settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_plan(case: Case, plan: Plan) -> None:
@@ -105,15 +104,23 @@ def check_case(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@CAPPED_CASES
+@FEW_CASES
 @given(cases(capped=True))
 def test_max_tokens_keeps_every_law(case: Case) -> None:
     check_case(case)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@MANY_CASES
+@given(cases(capped=True))
+def test_max_tokens_keeps_every_law_in_many_cases(case: Case) -> None:
+    check_case(case)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@SEQUENCES_CASES
+@FEW_CASES
 @given(cases(capped=False))
 def test_sequences_keeps_every_law(case: Case) -> None:
     check_case(case)

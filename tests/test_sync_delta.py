@@ -111,7 +111,9 @@ def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | 
     return done
 
 
-@pytest.mark.parametrize(("layout", "steps"), [(Layout(), 18), (Layout(2, 2, 1), 18)])
+@pytest.mark.parametrize(("layout", "steps"), [
+    pytest.param(Layout(), 18, marks=pytest.mark.nightly), (Layout(2, 2, 1), 18),
+])  # fmt: skip
 def test_whatever_happens_every_engine_has_exactly_the_bytes_of_its_version(
     tmp_path: Path, layout: Layout, steps: int
 ) -> None:
