@@ -164,6 +164,33 @@ def launch(
     typer.echo(text, nl=False)
 
 
+@app.command("eval")
+def evaluate(
+    source: Annotated[str, typer.Argument(metavar="RECIPE|RUN_DIR", help="A recipe, or a run, for its last checkpoint.")],
+    overrides: OverridesArgument = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A Hugging Face directory or hub name to evaluate.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The figures as one JSON document.")] = False,
+) -> None:
+    """Have rollout engines answer the held-out prompts of a recipe's `evaluation`, and say how well."""
+    run = Path(source) if Path(source).is_dir() else None
+    if run is not None and not (run / "recipe.yaml").is_file():
+        _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
+    from megarl.data.model_files import model_directory
+
+    loaded = _load(source if run is None else str(run / "recipe.yaml"), overrides or [], fetch=model_directory)
+    from megarl.evaluation.command import evaluate as answer
+    from megarl.evaluation.command import report as described
+    from megarl.rollout.failure import RolloutError
+
+    try:
+        found = answer(loaded, model, run)
+    except (ValueError, RolloutError) as error:
+        _fail(f"error: {error}")
+    typer.echo(described(loaded, found, as_json))
+
+
 @app.command()
 def export(
     run_dir: RunArgument,

@@ -20,6 +20,7 @@ from megarl.engine.engine import Engine, share_results
 from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place
+from megarl.evaluation.held_out import Judged
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.finite_guard import FiniteGuard
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
@@ -47,6 +48,7 @@ class Parts:
     weights: Any  # None where rollouts are replayed: nobody takes new weights
     dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
     samples: Any  # the SampleTable of rank 0; None to write none
+    held_out: Any  # the HeldOut of rank 0; None to evaluate nothing
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -133,6 +135,21 @@ class Pipeline:
         with self._phase("weight_sync"):
             self.sync(self.version + 1)
         return self.figures | self.guard.take_figures()
+
+    def evaluate(self, step: int) -> Any:
+        """Measure the weights that the engines have on the held-out prompts: an Evaluation on rank 0, None elsewhere."""
+        judged, more = Judged(), True
+        with self.clock.phase("evaluation"):
+            while more:
+                answer: Any = None
+                if self.rank == 0:
+                    answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self.parts.rewards, step, self._resync)
+                with span("wait_engines"):
+                    while isinstance(answer := broadcast_from_first(answer), Resync):  # while they work, and one was lost
+                        self._publish(self.version, answer.engines)
+                        answer = None
+                more = answer
+        return self.parts.held_out.result(judged) if self.rank == 0 else None
 
     # The phases ---------------------------------------------------------------------------------------------------
 

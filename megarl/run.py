@@ -37,6 +37,7 @@ from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.engine.watched import Watch, watched  # noqa: E402
+from megarl.evaluation.held_out import HeldOut  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
@@ -238,7 +239,7 @@ def build_parts(
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
         weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
         stack.callback(weights.close)
-    prompts = rollouts = rewards = dump = samples = None
+    prompts = rollouts = rewards = dump = samples = held_out = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))
         prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
@@ -246,6 +247,9 @@ def build_parts(
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
         check_answers(load_terms(recipe.verifiers), list(prompts.every()))
+        if recipe.evaluation is not None:
+            held_out = HeldOut(recipe, tokenizer, prompts)
+            check_answers(load_terms(recipe.verifiers), held_out.prompts)
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
@@ -259,7 +263,7 @@ def build_parts(
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
     if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
-    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples)
+    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples, held_out)
 
 
 def run_steps(
@@ -296,6 +300,23 @@ def run_steps(
             save_checkpoint(run.checkpoints, state["step"], trained, state)
         preemption.saved = state["step"]
 
+    evaluations = MetricsWriter(run.evaluations) if rank == 0 and recipe.evaluation is not None else None
+    if evaluations is not None:
+        evaluations.truncate_after(done)
+
+    def evaluate(step: int) -> dict[str, Any]:
+        """Its figures, on rank 0."""
+        found = pipeline.evaluate(step)
+        if evaluations is None or recipe.evaluation is None:
+            return {}
+        found.write(run.evaluation_table(step))
+        progress.note(f"after step {step}: {found.said(recipe.evaluation)}")
+        figures = found.figures(recipe.evaluation)
+        evaluations.write(step, figures | {"sync/version": pipeline.version})
+        return figures
+
+    if done == 0 and recipe.evaluates_after(0):
+        evaluate(0)
     started = clock.take()  # the start of a run belongs to no step
     start_s = {"run/start_s": started.seconds}
     if trace is not None:
@@ -320,6 +341,8 @@ def run_steps(
                 save(before)
             raise preemption.left(done, recipe.run.steps, str(run.checkpoints)) from None
         done = number
+        if recipe.evaluates_after(number):
+            figures |= evaluate(number)
         times = clock.take()
         with clock.phase("metrics"):  # counted in the next step's line
             ranks = gather_to_all(times.by_span())
@@ -343,7 +366,7 @@ def run_steps(
         trace.write_part("end", clock.take())
     if metrics is not None:
         print("\n".join(totals_lines(run_totals(read_metrics(run.metrics)))), flush=True)
-    for written in (metrics, trace):
+    for written in (metrics, evaluations, trace):
         if written is not None:
             written.close()
 

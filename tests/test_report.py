@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.report.answers import Trend, change, learning, time
-from megarl.report.charts import Chart, thin
+from megarl.report.charts import Chart, evaluation, thin
 from megarl.report.command import compare, report
 from megarl.report.findings import ADVICE, find, markdown
 from megarl.report.one_run import planned_and_executed, run_page
@@ -280,3 +280,18 @@ def test_the_last_steps_of_a_long_trace_are_those_of_the_whole(tmp_path):
     (tail,), count = read_ranks(tmp_path / "run", last=3)
     assert [step["step"] for step in tail.steps] == [390, 391, 392] == [step["step"] for step in whole.steps[-3:]]
     assert (tail.rank, tail.host, count) == (0, "node0", 1)
+
+
+def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tmp_path):
+    made = make_run(tmp_path / "run", [figures(step) for step in range(1, 5)])
+    assert evaluation(read_run(made)) == []
+    lines = [
+        {"step": step, "evaluation/mean": mean, "evaluation/mean_error": error, "evaluation/num_prompts": 9}
+        for step, mean, error in ((0, 0.1, 0.05), (4, 0.6, None))
+    ]
+    (made / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (chart,) = evaluation(read_run(made))
+    (curve,) = chart.data
+    assert (curve["name"], curve["x"], curve["y"]) == ("mean", [0, 4], [0.1, 0.6])
+    assert curve["error_y"]["array"] == [0.05, 0.0]
+    assert "Held-out prompts" in run_page(read_run(made))

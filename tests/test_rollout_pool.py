@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.rollout.batch import GroupFacts
-from megarl.rollout.engine import _reports
+from megarl.rollout.engine import GroupRequest, _reports
 from megarl.rollout.failure import EngineDied, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
@@ -142,8 +143,9 @@ def test_completions_are_counted_group_by_group(pools: Pools, monkeypatch: pytes
     pool = pools(Answering(0, [], []), Answering(1, [], []))
     pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})
     told: list[tuple[str, float, int]] = []
+    asked = [GroupRequest(position, position, np.zeros(3, np.int32), (1, 2)) for position in range(3)]
     with work.watching(lambda *heard: told.append(heard)):
-        facts, _ = pool._run({0: {0: None, 2: None}, 1: {1: None}}, step=1)  # type: ignore[dict-item]
+        facts, _ = pool._run({0: {0: asked[0], 2: asked[2]}, 1: {1: asked[1]}}, step=1)
     assert sorted(facts) == [0, 1, 2]
     assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]
 

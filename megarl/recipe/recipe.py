@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.sections import (
     ActorSection,
     CriticSection,
@@ -93,6 +94,8 @@ class Recipe(Section):
     """The devices of the trainer ranks, for `max_tokens: auto` and for the estimates of `megarl check --plan`."""
     weight_sync: WeightSyncSection = WeightSyncSection()
     """How new weights reach the rollout engines."""
+    evaluation: EvaluationSection | None = None
+    """How the run is measured on prompts that it does not train on; null for not at all."""
     telemetry: TelemetrySection = TelemetrySection()
     """What the run measures of itself, and where it says so."""
     watchdog: WatchdogSection = WatchdogSection()
@@ -161,6 +164,13 @@ class Recipe(Section):
     def rollout_precision(self) -> str:
         """Number format in the rollout engines."""
         return self.rollout.precision or self.trainer.precision
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the policy is measured after a step; 0 is before the first."""
+        section = self.evaluation
+        if section is None:
+            return False
+        return step in (0, self.run.steps) or (section.every > 0 and step % section.every == 0)
 
     def path(self, role: str) -> str:
         """The model that a role starts from."""

@@ -19,7 +19,15 @@ from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import algorithm_rules, feature_rules, layout_rules, rollout_rules, telemetry_rules, wire_rules
+from megarl.recipe import (
+    algorithm_rules,
+    evaluation_rules,
+    feature_rules,
+    layout_rules,
+    rollout_rules,
+    telemetry_rules,
+    wire_rules,
+)
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
@@ -559,6 +567,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.reload,
     rollout_rules.on_cpu,
     wire_rules.quantization,
+    evaluation_rules.evaluation,
     telemetry_rules.sinks,
     telemetry_rules.samples,
     telemetry_rules.profile,

@@ -18,7 +18,7 @@ PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
     "reference_logprob": "#76c4b7", "critic_value": "#d8a93a", "advantage": "#a3ad55", "critic_update": "#e58a3c",
     "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
-    "checkpoint": "#6d7f5c",
+    "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
 }  # fmt: skip
 REST = "#9aa0a8"
 WAIT = "#c3c8cf"
@@ -99,6 +99,19 @@ def reward(run: Run) -> list[Chart]:
         even = line(f"mean of {over} steps", steps, smooth(values, over), "#4c8dd6", mode="lines")
         data.append(even | {"line": {"color": "#4c8dd6", "width": 3}})
     return [Chart("reward", "Mean reward", data, {"xaxis": step_axis(run)}, height=320)]
+
+
+def evaluation(run: Run) -> list[Chart]:
+    """What the run is worth on held-out prompts, before the first step and from then on, with 95 % confidence intervals."""
+    names = dict.fromkeys(key.removesuffix("_error") for line in run.evaluations for key in line if key.endswith("_error"))
+    data = []
+    for at, name in enumerate(names):
+        known = [one for one in run.evaluations if one.get(name) is not None]
+        errors = [one.get(f"{name}_error") or 0.0 for one in known]
+        label = name.removeprefix("evaluation/").replace("_at_", "@")
+        points = line(label, [one["step"] for one in known], [one[name] for one in known], LINES[at % len(LINES)])
+        data.append(points | {"error_y": {"type": "data", "array": errors, "thickness": 1}})
+    return [Chart("evaluation", "Held-out prompts", data, {"xaxis": step_axis(run)}, height=320)] if data else []
 
 
 def curves(run: Run) -> list[Chart]:

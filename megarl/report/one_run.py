@@ -26,7 +26,7 @@ SHAPES = (("micro_batches", "micro-batches"), ("tokens", "tokens"), ("slots", "s
 def run_page(run: Run) -> str:
     """The page as HTML. Raises ValueError where plotly is not installed."""
     findings = find(run)
-    learning = [*charts.reward(run), *charts.curves(run)]
+    learning = [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]
     where = [*charts.ranks_time(run), *charts.phase_times(run)]
     last = timeline(run)
     useful, sync = charts.useful_shares(run), charts.sync_split(run)

@@ -24,12 +24,14 @@ MOST_RANKS = 16  # in the timeline
 
 @dataclass(frozen=True)
 class Run:
-    """`steps` are the lines of metrics.jsonl; `ranks` the last steps of the first ranks with a trace, of `num_traced`."""
+    """`steps` are the lines of metrics.jsonl, `evaluations` those on held-out prompts; `ranks` the last steps of the first
+    ranks with a trace, of `num_traced`."""
 
     path: Path
     name: str
     steps: list[dict[str, Any]]
     recipe: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     starts: list[str] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[RankSteps] = field(default_factory=list)
@@ -87,6 +89,7 @@ def read_run(path: str | Path) -> Run:
         name=path.resolve().name,
         steps=steps,
         recipe=_recipe(path / "recipe.yaml"),
+        evaluations=read_metrics(path / "evaluations.jsonl") if (path / "evaluations.jsonl").is_file() else [],
         starts=starts_summary(path),
         samples=_samples(path / "samples"),
         ranks=ranks,

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from megarl.data.sample import Prompt
 from megarl.recipe.sections import JudgeSection
-from megarl.reward.verifiers import load_terms, score_terms
+from megarl.reward.verifiers import load_terms, read_answer, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 
 START_TIMEOUT_S = 120.0
@@ -30,11 +30,12 @@ ORPHAN_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one text: what each reward term said, or why it has none."""
+    """What became of one text: what each reward term said, or why it has none; and what it answers, where that was asked."""
 
     said: dict[str, float] | None
     failure: str = ""
     timed_out: bool = False
+    answer: str | None = None
 
 
 class VerifierProcess:
@@ -50,8 +51,11 @@ class VerifierProcess:
         self._restart_s = 0.0  # what the text at work has cost
         self._start()
 
-    def score_task(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> list[Verdict]:
-        """One verdict for each text, in order, within `timeout_s` and restarts of the child.
+    def score_task(
+        self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float, answers: bool = False
+    ) -> list[Verdict]:
+        """One verdict for each text, in order, within `timeout_s` and restarts of the child; with what each answers, if
+        `answers` are asked for.
 
         A text whose verifier raises, or takes the process down, fails alone. At the deadline the text at work
         and all that wait behind it have timed out. A restart takes nothing of the time of the texts behind it, until
@@ -61,7 +65,7 @@ class VerifierProcess:
         verdicts: list[Verdict] = []
         for text, prompt in zip(texts, prompts, strict=True):
             self._restart_s = 0.0
-            verdict = self._score(text, prompt, deadline)
+            verdict = self._score(text, prompt, deadline, answers)
             verdicts.append(verdict)
             given_s = min(self._restart_s, spare_s)
             deadline, spare_s = deadline + given_s, spare_s - given_s
@@ -77,9 +81,9 @@ class VerifierProcess:
         self._child.kill()
         self._child.wait(timeout=STOP_TIMEOUT_S)
 
-    def _score(self, text: str, prompt: Prompt, deadline: float) -> Verdict:
+    def _score(self, text: str, prompt: Prompt, deadline: float, answers: bool) -> Verdict:
         try:
-            self._connection.send((text, prompt))
+            self._connection.send((text, prompt, answers))
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 self._restart()
                 return Verdict(None, f"timeout: prompt {prompt.index} was still being scored", True)
@@ -151,11 +155,12 @@ def serve(connection: Connection) -> None:
     connection.send(None)
     while True:
         try:
-            text, prompt = connection.recv()
+            text, prompt, answers = connection.recv()
         except EOFError:
             return
         try:
-            verdict = Verdict(score_terms(terms, text, prompt))
+            said = score_terms(terms, text, prompt)
+            verdict = Verdict(said, answer=read_answer(terms, text) if answers else None)
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
             verdict = Verdict(None, f"crash: {type(error).__name__}: {error} on prompt {prompt.index}")
         connection.send(verdict)

@@ -22,6 +22,8 @@ from megarl.data.sample import Prompt
 from megarl.recipe.sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
 
 Verifier = Callable[[str, Prompt], float]
+# What a text answers, for a vote; None where it answers nothing.
+Reader = Callable[[str], str | None]
 # Text in front of and behind the lines of a fenced block.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
@@ -135,6 +137,31 @@ def _no_json(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
+def _last_number(text: str) -> str | None:
+    found = numbers(text)
+    return str(found[-1].normalize()) if found else None
+
+
+def _expression(text: str) -> str | None:
+    import math_verify as library
+
+    found = library.parse(text, parsing_timeout=None)
+    return str(found[0]) if found else None
+
+
+def _named_answer(pattern: str) -> Reader | None:
+    expression = re.compile(pattern)
+    if "answer" not in expression.groupindex:
+        return None
+
+    def read(text: str) -> str | None:
+        matches = list(expression.finditer(text))
+        return (matches[-1]["answer"] or "").strip() if matches else None
+
+    return read
+
+
+READERS: dict[str, Reader] = {"exact": str.strip, "last_number": _last_number, "math_verify": _expression}
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
 # no time limit of its own, so it may only run where a deadline is kept.
@@ -149,6 +176,7 @@ class Term:
     kind: str
     weight: float
     verifier: Verifier
+    reader: Reader | None = None
 
 
 def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
@@ -161,7 +189,8 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
         name, verifier = _verifier(spec)
         if name in [term.name for term in terms]:
             name = f"{name}_{position}"
-        terms.append(Term(name, spec.kind, spec.weight, verifier))
+        reader = _named_answer(spec.pattern) if isinstance(spec, PatternRewardSection) else READERS.get(spec.kind)
+        terms.append(Term(name, spec.kind, spec.weight, verifier, reader))
     return terms
 
 
@@ -193,6 +222,17 @@ def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> dict[str, f
             raise ValueError(f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed")
         said[term.name] = value
     return said
+
+
+def reads_answers(terms: Sequence[Term]) -> bool:
+    """Whether some term says what a text answers, so that answers can be voted on."""
+    return any(term.reader is not None for term in terms)
+
+
+def read_answer(terms: Sequence[Term], text: str) -> str | None:
+    """What a text answers, by the first term that reads it; None where it answers nothing."""
+    reader = next((term.reader for term in terms if term.reader is not None), None)
+    return None if reader is None else reader(text)
 
 
 def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.data.sample import Prompt
 from megarl.recipe.sections import JudgeSection, RewardPhaseSection
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
-from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
+from megarl.reward.verifiers import check_answers, load_terms, reads_answers, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
@@ -29,7 +29,8 @@ class RewardResult:
     `rewards` float32 [n] and each of `parts` float32 [n] (what a term said, before its weight) are NaN where
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
-    `num_workers` workers scored, all of them together.
+    `num_workers` workers scored, all of them together. `answers` is what each text answers, where that was asked for and
+    some term reads it.
     """
 
     rewards: np.ndarray
@@ -40,6 +41,7 @@ class RewardResult:
     task_sequences: tuple[int, ...]
     busy_s: float = 0.0
     num_workers: int = 1
+    answers: list[str | None] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Means over the valid samples (NaN if there are none) and counts of the masked ones."""
@@ -76,7 +78,9 @@ class Scorer:
         """Answers once the scorer is up."""
         return True
 
-    def score_task(self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float) -> list[Verdict]:
+    def score_task(
+        self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float, answers: bool
+    ) -> list[Verdict]:
         """Verdicts on `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
         begun = time.perf_counter()
         fetched = payload.fetch(list(samples))
@@ -84,7 +88,7 @@ class Scorer:
             self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
             for sample in samples
         ]
-        verdicts = self._verifiers.score_task(texts, prompts, timeout_s)
+        verdicts = self._verifiers.score_task(texts, prompts, timeout_s, answers)
         self._busy_s += time.perf_counter() - begun
         return verdicts
 
@@ -120,8 +124,11 @@ class RewardWorkers:
         self._local = Scorer(specs, model_path, sys.path) if local else None
         self._actors = [] if local else _start_actors(specs, model_path, num_workers)
 
-    def score(self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int) -> RewardResult:
-        """Rewards of samples 0 … num_sequences - 1; sample s answers prompts[s // group_size].
+    def score(
+        self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
+    ) -> RewardResult:
+        """Rewards of samples 0 … num_sequences - 1; sample s answers prompts[s // group_size]. With `answers`, what they
+        answer as well.
 
         Raises ValueError for an answer that a verifier cannot judge by, TimeoutError when a worker is silent.
         """
@@ -130,7 +137,8 @@ class RewardWorkers:
             range(first, min(first + self._sequences, num_sequences)) for first in range(0, num_sequences, self._sequences)
         ]
         arguments = [
-            (payload, list(task), [prompts[sample // group_size] for sample in task], self._timeout_s) for task in tasks
+            (payload, list(task), [prompts[sample // group_size] for sample in task], self._timeout_s, answers)
+            for task in tasks
         ]
         if self._local is not None:
             scored = [self._local.score_task(*argument) for argument in arguments]
@@ -139,6 +147,8 @@ class RewardWorkers:
         verdicts = [verdict for task in scored for verdict in task]
         busy_s = self._local.take_busy_s() if self._local is not None else self._busy_remotely()
         result = self._result(verdicts, tuple(len(task) for task in scored))
+        if answers and reads_answers(self._terms):
+            result = replace(result, answers=[verdict.answer for verdict in verdicts])
         return replace(result, busy_s=busy_s, num_workers=max(1, len(self._actors)))
 
     def close(self) -> None:

@@ -70,12 +70,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions."""
+    """One prompt and the sampling seed of each of its completions; `temperature` where it is not the engine's."""
 
     position: int
     group: int
     prompt_ids: np.ndarray
     seeds: tuple[int, ...]
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class RolloutEngine:
         prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
         queues = []
         for member, seed in enumerate(request.seeds):
-            name, sampling = self._name(request, member), _sampling(self._settings, seed)
+            name, sampling = self._name(request, member), _sampling(self._settings, seed, request.temperature)
             # vLLM's own choice goes by counts that come by and by, and another batch may round otherwise.
             rank = self._queued % self._settings.layout.data
             queues.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
@@ -457,12 +458,12 @@ def _layers_with_experts(model_path: str) -> list[int]:
     return [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
 
 
-def _sampling(settings: EngineSettings, seed: int) -> Any:
+def _sampling(settings: EngineSettings, seed: int, temperature: float | None = None) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=settings.temperature,
+        temperature=settings.temperature if temperature is None else temperature,
         top_p=1.0,
         max_tokens=settings.max_new_tokens,
         stop_token_ids=list(settings.stop_token_ids),

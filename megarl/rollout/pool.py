@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,16 @@ from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.transport import REPORT_WAITS
 from megarl.telemetry.work import advance, begin
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn that no step trains on. The same `draw` gives the same completions under the same weights;
+    `temperature` is the recipe's where it is None."""
+
+    completions: int
+    draw: int
+    temperature: float | None = None
 
 
 class EnginePool:
@@ -93,7 +103,7 @@ class EnginePool:
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
-                max_calls=recipe.phases.rollout.prompts + 16,
+                max_calls=recipe.num_sequences + 16,  # a call for each group, and an evaluation may have groups of one
             )
             for index, place in enumerate(places)
         ]
@@ -114,18 +124,25 @@ class EnginePool:
                 raise RolloutError(f"{engine.name} died while it started: {error}") from error
 
     def generate(
-        self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        resync: Callable[[Sequence[int]], None] | None = None,
+        sampling: Sampling | None = None,
     ) -> RolloutBatch:
-        """Sample a group for each prompt. `resync` brings the weights to engines that were started again, by their numbers.
-        Raises ValueError for a prompt no engine may see, RolloutError where engines cannot finish.
+        """Sample a group for each prompt, as a step does it if no `sampling` says otherwise. `resync` brings the weights to
+        engines that were started again, by their numbers. Raises ValueError for a prompt no engine may see, RolloutError
+        where engines cannot finish.
         """
         self._check(prompts)
         self._resync = resync
-        size = self._recipe.algorithm.group_size
+        asked = sampling or Sampling(self._recipe.algorithm.group_size, draw=step)
+        size = asked.completions
         work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
         for position, prompt in enumerate(prompts):
-            seeds = tuple(request_seed(self._seed, step, prompt.index, member) for member in range(size))
-            request = GroupRequest(position, prompt.index, np.asarray(prompt.token_ids, dtype=np.int32), seeds)
+            seeds = tuple(request_seed(self._seed, asked.draw, prompt.index, member) for member in range(size))
+            token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
+            request = GroupRequest(position, prompt.index, token_ids, seeds, asked.temperature)
             work[position % len(self._engines)][position] = request
         facts, tokens = self._run(work, step)
         positions = range(len(prompts))
@@ -138,7 +155,8 @@ class EnginePool:
         payload = StoredPayload(self._store_name, batch, size, self._recipe.rollout.timeout_s)
         result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
         self._ask_times()
-        self._rest()
+        if sampling is None:
+            self._rest()
         result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
         return result
 
@@ -280,7 +298,7 @@ class EnginePool:
         """Facts and token references of every position; groups of an engine that dies are submitted again."""
         facts: dict[int, GroupFacts] = {}
         tokens: dict[int, Any] = {}
-        begin("sequences", sum(map(len, work.values())) * self._recipe.algorithm.group_size)
+        begin("sequences", sum(len(request.seeds) for requests in work.values() for request in requests.values()))
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
         for engine in self._engines:
             calls |= self._submit(engine, work[engine.settings.index])

@@ -107,6 +107,12 @@ class ProgressLine:
         """Count the steps that an earlier start has done."""
         self._bar.update(self._task, completed=done)
 
+    def note(self, text: str) -> None:
+        """Print what is not of a step's line."""
+        if self._enabled:
+            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+            self._console.file.flush()
+
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         """Print what a finished step gave, flushed for whoever reads a pipe."""
         if not self._enabled:

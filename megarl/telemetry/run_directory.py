@@ -57,12 +57,17 @@ class RunDirectory:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:
         return cls(Path(recipe.run.dir) / recipe.run.name)
+
+    def evaluation_table(self, step: int) -> Path:
+        """What each held-out prompt was answered after a step."""
+        return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
         """The checkpoint to resume from; None for a new run.

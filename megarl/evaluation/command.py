@@ -1,0 +1,82 @@
+"""`megarl eval`: rollout engines alone answer a recipe's held-out prompts, with a model's weights or those of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from megarl.data.model_files import model_directory
+from megarl.data.prompts import PromptStream
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.evaluation.held_out import Evaluation, HeldOut, Judged
+from megarl.recipe import Recipe
+from megarl.reward.verifiers import check_answers, load_terms
+from megarl.reward.workers import RewardWorkers
+from megarl.rollout.pool import open_pool
+from megarl.telemetry.run_directory import latest_checkpoint
+
+
+def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
+    """Answers under the weights of `model`, a Hugging Face directory or hub name, else of the last checkpoint of `run`, else
+    of `model.path`. Raises ValueError for what the caller can mend, RolloutError where engines fail."""
+    if recipe.evaluation is None:
+        raise ValueError(
+            "evaluation: the recipe has no such section; add one, as "
+            "`evaluation: {prompts: {kind: jsonl, path: held_out.jsonl, prompt_field: question, answer_field: answer}}`"
+        )
+    with ExitStack() as stack:
+        if run is not None and model is None:
+            directory = _exported(run, stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-")))
+        else:
+            directory = model_directory(model or recipe.model.path)
+        tokenizer = load_tokenizer(str(directory))
+        trained_on = PromptStream(recipe.data, recipe.run.seed, tokenizer)
+        held_out = HeldOut(recipe, tokenizer, trained_on)
+        check_answers(load_terms(recipe.verifiers), held_out.prompts)
+        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
+        stack.callback(rollouts.shutdown)
+        rollouts.start()
+        rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=False)
+        stack.callback(rewards.close)
+        judged = Judged()
+        while held_out.go_on(judged, rollouts, rewards, 0):
+            print(f"{judged.num_prompts} of {len(held_out.prompts)} prompts", file=sys.stderr, flush=True)
+        return held_out.result(judged)
+
+
+def report(recipe: Recipe, found: Evaluation, as_json: bool) -> str:
+    """What the command prints."""
+    assert recipe.evaluation is not None
+    figures = found.figures(recipe.evaluation)
+    if as_json:
+        finite = {key: value if math.isfinite(value) else None for key, value in figures.items()}
+        return json.dumps(finite, indent=2)
+    masked, left_out = figures["evaluation/num_masked"], figures["evaluation/num_left_out"]
+    lines = [
+        found.said(recipe.evaluation),
+        f"completions of {figures['evaluation/completion_length_mean']:.1f} tokens, "
+        f"{figures['evaluation/truncated_share']:.1%} of them cut at rollout.max_new_tokens",
+    ]
+    lines += [f"{masked:.0f} completions could not be scored and count for nothing"] if masked else []
+    lines += [f"{left_out:.0f} prompts left out, which are among the training prompts"] if left_out else []
+    return "\n".join(lines)
+
+
+def _exported(run: Path, out: str) -> Path:
+    """The run's last checkpoint as a Hugging Face directory. Raises ValueError where there is none."""
+    if latest_checkpoint(run / "checkpoints") is None:
+        raise ValueError(
+            f"{run / 'checkpoints'} holds no complete checkpoint; give --model DIR, or a recipe for its model.path"
+        )
+    # A process of its own: the engine's side starts a process group, and vLLM wants none.
+    target = Path(out) / "model"
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.engine.export_command", str(run), str(target)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise ValueError(f"{run}: its last checkpoint could not be exported; why is said above")
+    return target

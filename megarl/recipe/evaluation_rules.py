@@ -1,0 +1,33 @@
+"""Rules on what a run is measured by; `rules.py` runs them with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.violation import Violation
+
+Violations = Iterator[Violation]
+
+
+def evaluation(recipe: Recipe) -> Violations:
+    """There are engines to answer, completions for each k, and rewards that need no trainer rank."""
+    section = recipe.evaluation
+    if section is None:
+        return
+    for number, asked in enumerate(section.pass_at):
+        if asked > section.completions:
+            rule = f"pass@k needs k completions of a prompt, and evaluation.completions is {section.completions}"
+            yield Violation(f"evaluation.pass_at.{number}", asked, rule, str(section.completions))
+    if section.temperature == 0 and section.completions > 1:
+        rule = "without chance all completions of a prompt are the same (evaluation.temperature is 0)"
+        yield Violation("evaluation.completions", section.completions, rule, "1")
+    if section.every > recipe.run.steps:
+        rule = f"the run has {recipe.run.steps} steps (run.steps)"
+        yield Violation("evaluation.every", section.every, rule, str(recipe.run.steps))
+    if not recipe.verifiers:
+        rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
+        yield Violation("evaluation", "", rule, "add such a part to `reward`, or leave the section out")
+    if recipe.rollout.replay is not None:
+        rule = "replayed rollouts have no engines to answer other prompts"
+        yield Violation("evaluation", "", rule, "leave the section out, or rollout.replay")

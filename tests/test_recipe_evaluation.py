@@ -1,0 +1,47 @@
+"""Rules on what a run is measured by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe import RecipeError, parse_recipe
+from megarl.recipe.recipe import Recipe
+from tests.recipe_cases import CONFIG, edited
+
+HELD_OUT = {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8, "seed": 2}}
+
+
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, Any], **changes: Any) -> Recipe:
+    import json
+
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    return parse_recipe(edited(("evaluation", HELD_OUT | changes), *edits)())
+
+
+def test_a_run_is_measured_before_the_first_step_and_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = loaded(tmp_path, monkeypatch, every=2, completions=4, pass_at=[1, 4])
+    assert [recipe.evaluates_after(step) for step in range(4)] == [True, False, True, True]
+    ends = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"every": 0})})  # type: ignore[union-attr]
+    assert [ends.evaluates_after(step) for step in range(4)] == [True, False, False, True]
+    assert not any(recipe.model_copy(update={"evaluation": None}).evaluates_after(step) for step in range(4))
+
+
+@pytest.mark.parametrize(("edits", "changes", "key", "rule"), [
+    ((), {"completions": 2, "pass_at": [1, 4]}, "evaluation.pass_at.1", "needs k completions"),
+    ((), {"completions": 2, "temperature": 0.0}, "evaluation.completions", "the same"),
+    ((), {"every": 9}, "evaluation.every", "3 steps"),
+    ((("rollout.replay", "somewhere"),), {}, "evaluation", "no engines"),
+    ((("reward", [{"kind": "model"}]), ("reward_model", {"path": "tiny"}),
+      ("phases.reward_model", {"micro_batch": {"sequences": 2}})), {}, "evaluation", "judge texts"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edits: Any, changes: Any, key: str, rule: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        loaded(tmp_path, monkeypatch, *edits, **changes)
+    assert any(one.key == key and rule in one.rule for one in raised.value.violations), raised.value
