@@ -16,3 +16,9 @@ def boom(text: str, prompt: Prompt) -> float:
 def too_large(text: str, prompt: Prompt) -> float:
     """More than fp32 holds, for the first prompt of a run."""
     return 1e39 if prompt.index == 0 else digits(text, prompt)
+
+
+def parity(text: str, prompt: Prompt) -> float:
+    """The share of digits that are odd where the answer is odd, and even where it is even: at chance about one in twenty."""
+    odd = int(prompt.answer) % 2
+    return sum(character.isdigit() and int(character) % 2 == odd for character in text) / max(1, len(text))

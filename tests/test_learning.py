@@ -1,0 +1,30 @@
+"""Each algorithm raises a tiny policy's reward from chance to 0.9, under three seeds, each run within five minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, learning_recipe, write_data
+from tests.runs import figures, train_on_ranks
+
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learning")
+    write_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_reward_rises_from_chance(folder: Path, algorithm: str, seed: int) -> None:
+    name, recipe = learning_recipe(folder, algorithm, seed)
+    train_on_ranks(recipe)
+    rewards = [line["reward/mean"] for line in figures(folder, name)]
+    print(f"{algorithm}, seed {seed}:", *(f"{reward:.2f}" for reward in rewards[::5]))
+    assert rewards[0] < CHANCE and fmean(rewards[-LAST:]) >= GOAL, rewards
