@@ -71,11 +71,14 @@ def forecast_of(file: Path, overrides: list[str] | None = None, lengths: str = "
     return forecast(job_of(load_recipe(file, overrides or []), lengths, seed))
 
 
-def document_of(file: Path, overrides: list[str] | None = None, suggest: bool = False) -> dict[str, Any]:
+def document_of(
+    file: Path, overrides: list[str] | None = None, suggest: bool = False, devices_per_node: int | None = None
+) -> dict[str, Any]:
     """What `megarl check --json` says of one legal recipe."""
     from rich.console import Console
 
-    question = Question(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None)
+    question = Question(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None,
+                        devices_per_node=devices_per_node)  # fmt: skip
     status, document = check_recipes([str(file)], overrides or [], question, Console(), lambda path, error: None)
     assert status in (0, 1), document
     (entry,) = document["recipes"]
