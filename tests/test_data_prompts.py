@@ -14,7 +14,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.recipe.sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"

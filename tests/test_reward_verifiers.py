@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
+from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward.verifiers import (
     VERIFIERS,
     check_answers,

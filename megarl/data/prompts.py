@@ -10,7 +10,7 @@ import numpy as np
 from megarl.data.sample import Prompt
 from megarl.data.sources import Row, load_rows
 from megarl.data.tokenizer import render_questions
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data_sections import DataSection
 
 
 class PromptStream:

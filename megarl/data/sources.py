@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.sections import FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_sections import FilePromptsSection, ReasoningGymPromptsSection
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,13 @@ from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import algorithm_rules, feature_rules, layout_rules, rollout_rules, telemetry_rules, wire_rules
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
+from megarl.recipe.data_sections import ReasoningGymPromptsSection
 from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
-from megarl.recipe.sections import (
-    FunctionRewardSection,
-    PatternRewardSection,
-    ReasoningGymPromptsSection,
-    SchemaRewardSection,
-    UnknownField,
-    UpdatePhaseSection,
-)
+from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.recipe.watchdog_section import watchdog_deadlines
 from megarl.reshard.boxes import Layout

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import JudgeSection
+from megarl.recipe.reward_sections import JudgeSection
 from megarl.reward.verifiers import load_terms, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 

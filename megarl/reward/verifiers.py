@@ -19,7 +19,7 @@ import jsonschema
 import referencing
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.reward_sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
 
 Verifier = Callable[[str, Prompt], float]
 # Text in front of and behind the lines of a fenced block.

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import JudgeSection, RewardPhaseSection
+from megarl.recipe.reward_sections import JudgeSection
+from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
 from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
