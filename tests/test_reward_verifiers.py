@@ -141,7 +141,7 @@ def test_every_kind_of_the_recipe_has_a_verifier():
 )
 def test_a_pattern_is_found_and_its_answer_is_the_last_one(pattern, text, worth):
     terms = load_terms([PatternRewardSection(kind="pattern", pattern=pattern)])
-    assert score_terms(terms, text, prompt(" 8 ")) == {"pattern": worth}
+    assert score_terms(terms, text, prompt(" 8 ")) == ({"pattern": worth}, {})
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_a_document_is_allowed_by_its_schema(text, worth):
         "required": ["city", "people"],
     }
     terms = load_terms([SchemaRewardSection(kind="json_schema", json_schema=schema, weight=3.0)])
-    assert score_terms(terms, text, prompt("")) == {"json_schema": worth}
+    assert score_terms(terms, text, prompt("")) == ({"json_schema": worth}, {})

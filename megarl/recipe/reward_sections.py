@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.recipe.sections import Section
+from megarl.recipe.sections import Positive, Seconds, Section
 
 
 class VerifierSection(Section):
@@ -43,6 +43,30 @@ class SchemaRewardSection(Section):
     """Factor of this part in the reward."""
 
 
+class CodeRewardSection(Section):
+    kind: Literal["code"]
+    """Run the completion's Python code, its last fenced block or all of it, against the tests in the prompt's answer, in a
+    sandbox: docs/data-and-rewards.md says what it keeps out. A completion that runs into a limit scores 0, and the metrics
+    count which; where the sandbox itself fails, the sample is masked."""
+    credit: Literal["all", "share"] = "all"
+    """`all`: 1 where every test passes, else 0, and the first failure is the last test that runs. `share`: the share of the
+    tests that pass."""
+    timeout_s: Seconds = 5.0
+    """Wall time of all tests of one completion together; a task of `phases.reward` must have room for it."""
+    cpu_s: Positive = 5
+    """Processor time of each process of a test, in seconds."""
+    memory_mib: Positive = 512
+    """Address space of each process of a test, and resident memory of all of them, in MiB."""
+    files_mib: Positive = 16
+    """All files that a test writes, in MiB; they lie in memory, and are gone with it."""
+    processes: Positive = 8
+    """Processes and threads of a test, at a time."""
+    output_kib: Positive = 256
+    """What a test writes to standard output and standard error, in KiB."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
 class ModelRewardSection(Section):
     kind: Literal["model"]
     """The score that `reward_model` gives prompt and completion."""
@@ -50,5 +74,5 @@ class ModelRewardSection(Section):
     """Factor of this part in the reward."""
 
 
-JudgeSection = VerifierSection | PatternRewardSection | SchemaRewardSection | FunctionRewardSection
+JudgeSection = VerifierSection | PatternRewardSection | SchemaRewardSection | FunctionRewardSection | CodeRewardSection
 RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]

@@ -19,14 +19,22 @@ from pathlib import Path
 
 from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
-from megarl.recipe import algorithm_rules, feature_rules, layout_rules, rollout_rules, telemetry_rules, wire_rules
+from megarl.recipe import (
+    algorithm_rules,
+    feature_rules,
+    layout_rules,
+    reward_rules,
+    rollout_rules,
+    telemetry_rules,
+    wire_rules,
+)
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
 from megarl.recipe.data_sections import ReasoningGymPromptsSection
 from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
-from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.reward_sections import FunctionRewardSection
 from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.recipe.watchdog_section import watchdog_deadlines
@@ -492,28 +500,6 @@ def _modules(recipe: Recipe) -> Violations:
             yield Violation(key, target, rule, "the module's directory on PYTHONPATH")
 
 
-def _reward_texts(recipe: Recipe) -> Violations:
-    """A pattern is a regular expression, and a schema one of JSON."""
-    for number, spec in enumerate(recipe.reward):
-        if isinstance(spec, PatternRewardSection):
-            try:
-                re.compile(spec.pattern)
-            except re.error as error:
-                yield Violation(
-                    f"reward.{number}.pattern", spec.pattern, f"no regular expression: {error}", "see Python's re"
-                )
-        if isinstance(spec, SchemaRewardSection):
-            import jsonschema  # takes long, and few recipes have a schema
-
-            try:
-                jsonschema.validators.validator_for(spec.json_schema).check_schema(spec.json_schema)
-            except jsonschema.SchemaError as error:
-                where = "".join(f".{part}" for part in error.absolute_path)
-                yield Violation(
-                    f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
-                )
-
-
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
     algorithm_rules.advantage,
     algorithm_rules.gae_section,
@@ -525,7 +511,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _lora_targets,
     reward_model_is_read,
     _modules,
-    _reward_texts,
+    reward_rules.texts,
+    reward_rules.code_has_time,
     _ranks,
     _sequence_parallel,
     _virtual_pipeline,

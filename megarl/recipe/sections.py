@@ -322,6 +322,8 @@ class RewardPhaseSection(Section):
     """Sequences scored by one task."""
     timeout_s: Seconds = 60.0
     """Deadline of one task; sequences it leaves unscored are masked and counted."""
+    workers: Positive = 1
+    """Processes that score tasks at the same time, in the Ray cluster."""
 
 
 class ForwardPhaseSection(Section):

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from megarl.data.sample import Prompt
@@ -30,11 +30,12 @@ ORPHAN_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one text: what each reward term said, or why it has none."""
+    """What became of one text: what each reward term said, or why it has none; `reasons` holds what a term gives besides."""
 
     said: dict[str, float] | None
     failure: str = ""
     timed_out: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 class VerifierProcess:
@@ -155,7 +156,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            verdict = Verdict(score_terms(terms, text, prompt))
+            said, reasons = score_terms(terms, text, prompt)
+            verdict = Verdict(said, reasons=reasons)
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
             verdict = Verdict(None, f"crash: {type(error).__name__}: {error} on prompt {prompt.index}")
         connection.send(verdict)

@@ -13,15 +13,23 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import jsonschema
 import referencing
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.reward_sections import (
+    CodeRewardSection,
+    FunctionRewardSection,
+    JudgeSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+)
+from megarl.reward.code import Judged, code_verifier, programs_of
 
-Verifier = Callable[[str, Prompt], float]
+Verifier = Callable[[str, Prompt], float | Judged]
 # Text in front of and behind the lines of a fenced block.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
@@ -138,7 +146,7 @@ def _no_json(constant: str) -> None:
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
 # no time limit of its own, so it may only run where a deadline is kept.
-ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer}
+ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer, "code": partial(programs_of, "")}
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Term:
 def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
     """The terms of the recipe's `reward` list; a repeated name gets its position added.
 
-    Raises ValueError for a function that does not load.
+    Raises ValueError for a function that does not load, and for code where there is no sandbox.
     """
     terms: list[Term] = []
     for position, spec in enumerate(specs):
@@ -173,6 +181,8 @@ def _verifier(spec: JudgeSection) -> tuple[str, Verifier]:
         return spec.kind, pattern_verifier(spec.pattern)
     if isinstance(spec, SchemaRewardSection):
         return spec.kind, schema_verifier(spec.json_schema)
+    if isinstance(spec, CodeRewardSection):
+        return spec.kind, code_verifier(spec)
     return spec.kind, VERIFIERS[spec.kind]
 
 
@@ -184,15 +194,21 @@ def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
             check(prompt)
 
 
-def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> dict[str, float]:
-    """What each term says, before weighting. Raises what a verifier raises, and ValueError for no number."""
+def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[str, float], dict[str, str]]:
+    """What each term says, before weighting, and the reasons of those that give one. Raises what a verifier raises, and
+    ValueError for no number."""
     said: dict[str, float] = {}
+    reasons: dict[str, str] = {}
     for term in terms:
-        value = float(term.verifier(text, prompt))
+        found = term.verifier(text, prompt)
+        if isinstance(found, Judged):
+            reasons[term.name] = found.reason
+            found = found.value
+        value = float(found)
         if not math.isfinite(value):
             raise ValueError(f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed")
         said[term.name] = value
-    return said
+    return said, reasons
 
 
 def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
@@ -203,4 +219,4 @@ def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
 def score(specs: Sequence[JudgeSection], text: str, prompt: Prompt) -> float:
     """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
     terms = load_terms(specs)
-    return weighted_sum(terms, score_terms(terms, text, prompt))
+    return weighted_sum(terms, score_terms(terms, text, prompt)[0])

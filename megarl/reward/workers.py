@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import JudgeSection
 from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
+from megarl.reward.sandbox import REASONS
 from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
@@ -30,7 +31,8 @@ class RewardResult:
     `rewards` float32 [n] and each of `parts` float32 [n] (what a term said, before its weight) are NaN where
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
-    `num_workers` workers scored, all of them together.
+    `num_workers` workers scored, all of them together. `counts` says how often a term gave which reason, as
+    `code_num_failed`.
     """
 
     rewards: np.ndarray
@@ -41,6 +43,7 @@ class RewardResult:
     task_sequences: tuple[int, ...]
     busy_s: float = 0.0
     num_workers: int = 1
+    counts: dict[str, int] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Means over the valid samples (NaN if there are none) and counts of the masked ones."""
@@ -50,6 +53,7 @@ class RewardResult:
             "reward/deviation": _std(self.rewards[self.valid]),
         }
         figures |= {f"reward/{name}": _mean(part[self.valid]) for name, part in self.parts.items()}
+        figures |= {f"reward/{name}": count for name, count in self.counts.items()}
         figures |= {"reward/busy_s": self.busy_s, "reward/num_workers": self.num_workers}
         return figures | {"reward/num_masked": masked, "reward/num_timeouts": self.num_timeouts}
 
@@ -103,7 +107,7 @@ class RewardWorkers:
     """Scores whole batches, cut into tasks of `phases.reward.sequences`.
 
     `specs` is the recipe's `reward` list, `section` its `phases.reward`. With `local` the scorer lives in
-    this process (its verifiers do not); otherwise in `num_workers` Ray actors of the connected cluster, which
+    this process (its verifiers do not); otherwise in `section.workers` Ray actors of the connected cluster, which
     fetch and decode the tokens there. Raises ValueError for reward terms that do not load.
     """
 
@@ -113,13 +117,12 @@ class RewardWorkers:
         model_path: str,
         section: RewardPhaseSection,
         local: bool,
-        num_workers: int = 1,
     ) -> None:
         self._terms = load_terms(specs)
         self._sequences = section.sequences
         self._timeout_s = section.timeout_s
         self._local = Scorer(specs, model_path, sys.path) if local else None
-        self._actors = [] if local else _start_actors(specs, model_path, num_workers)
+        self._actors = [] if local else _start_actors(specs, model_path, section.workers)
 
     def score(self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int) -> RewardResult:
         """Rewards of samples 0 … num_sequences - 1; sample s answers prompts[s // group_size].
@@ -195,7 +198,14 @@ class RewardWorkers:
             for name, value in verdict.said.items():
                 parts[name][sample] = value
         num_timeouts = sum(verdict.timed_out for verdict in verdicts)
-        return RewardResult(rewards, ~np.isnan(rewards), parts, failures, num_timeouts, task_sequences)
+        counts = {
+            f"{term.name}_num_{reason}": sum(verdict.reasons.get(term.name) == reason for verdict in verdicts)
+            for term in self._terms
+            if term.kind == "code"
+            for reason in REASONS
+        }
+        valid = ~np.isnan(rewards)
+        return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
 def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> list[Any]:
