@@ -46,6 +46,7 @@ from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption 
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
+from megarl.reward.service import check_services  # noqa: E402
 from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
@@ -245,6 +246,7 @@ def build_parts(
         if prompts.num_dropped:
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
+        check_services(recipe.verifiers)
         check_answers(load_terms(recipe.verifiers), list(prompts.every()))
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip

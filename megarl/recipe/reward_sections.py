@@ -67,6 +67,25 @@ class CodeRewardSection(Section):
     """Factor of this part in the reward."""
 
 
+class HttpRewardSection(Section):
+    kind: Literal["http"]
+    """A service of yours: it is sent prompts, completions and answers, and answers with a number for each.
+    docs/data-and-rewards.md has the form of both. What it does not judge in time is masked and counted."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
+    """Where to POST. Without a password: those travel in `headers_from_environment`."""
+    headers_from_environment: dict[str, Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = {}
+    """Headers by name, each with the NAME of the environment variable that holds its value, wherever reward workers run."""
+    batch: Positive = 32
+    """Completions of one request at most."""
+    timeout_s: Seconds = 20.0
+    """How long a request waits for the service to take it, or to go on answering; `phases.reward.timeout_s` ends all."""
+    retries: Annotated[int, Field(ge=0, le=100)] = 3
+    """How often a request is sent again, after longer and longer waits, where no connection was had, or the service said
+    429 or 5xx."""
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+
 class ModelRewardSection(Section):
     kind: Literal["model"]
     """The score that `reward_model` gives prompt and completion."""
@@ -74,5 +93,12 @@ class ModelRewardSection(Section):
     """Factor of this part in the reward."""
 
 
-JudgeSection = VerifierSection | PatternRewardSection | SchemaRewardSection | FunctionRewardSection | CodeRewardSection
+JudgeSection = (
+    VerifierSection
+    | PatternRewardSection
+    | SchemaRewardSection
+    | FunctionRewardSection
+    | CodeRewardSection
+    | HttpRewardSection
+)
 RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]

@@ -23,6 +23,7 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import (
     CodeRewardSection,
     FunctionRewardSection,
+    HttpRewardSection,
     JudgeSection,
     PatternRewardSection,
     SchemaRewardSection,
@@ -156,7 +157,7 @@ class Term:
     name: str
     kind: str
     weight: float
-    verifier: Verifier
+    verifier: Verifier | None  # None where a service is asked for many texts at a time: megarl/reward/service.py
 
 
 def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
@@ -164,26 +165,31 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
 
     Raises ValueError for a function that does not load, and for code where there is no sandbox.
     """
-    terms: list[Term] = []
+    return [Term(name, spec.kind, spec.weight, _verifier(spec)) for name, spec in zip(names(specs), specs, strict=True)]
+
+
+def names(specs: Sequence[JudgeSection]) -> list[str]:
+    """What each part of the reward is called in the metrics."""
+    found: list[str] = []
     for position, spec in enumerate(specs):
-        name, verifier = _verifier(spec)
-        if name in [term.name for term in terms]:
-            name = f"{name}_{position}"
-        terms.append(Term(name, spec.kind, spec.weight, verifier))
-    return terms
+        name = spec.target.rpartition(":")[2] if isinstance(spec, FunctionRewardSection) else spec.kind
+        found.append(f"{name}_{position}" if name in found else name)
+    return found
 
 
-def _verifier(spec: JudgeSection) -> tuple[str, Verifier]:
-    """Its name in the metrics, and what it says of a text."""
+def _verifier(spec: JudgeSection) -> Verifier | None:
+    """What says how right a text is."""
+    if isinstance(spec, HttpRewardSection):
+        return None
     if isinstance(spec, FunctionRewardSection):
-        return spec.target.rpartition(":")[2], load_function(spec.target)
+        return load_function(spec.target)
     if isinstance(spec, PatternRewardSection):
-        return spec.kind, pattern_verifier(spec.pattern)
+        return pattern_verifier(spec.pattern)
     if isinstance(spec, SchemaRewardSection):
-        return spec.kind, schema_verifier(spec.json_schema)
+        return schema_verifier(spec.json_schema)
     if isinstance(spec, CodeRewardSection):
-        return spec.kind, code_verifier(spec)
-    return spec.kind, VERIFIERS[spec.kind]
+        return code_verifier(spec)
+    return VERIFIERS[spec.kind]
 
 
 def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
@@ -200,6 +206,8 @@ def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[
     said: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for term in terms:
+        if term.verifier is None:
+            continue
         found = term.verifier(text, prompt)
         if isinstance(found, Judged):
             reasons[term.name] = found.reason

@@ -14,14 +14,17 @@ import numpy as np
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import JudgeSection
 from megarl.recipe.sections import RewardPhaseSection
+from megarl.reward import sandbox, service
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
-from megarl.reward.sandbox import REASONS
+from megarl.reward.service import both, services_of
 from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
 MAX_WORKER_RESTARTS = 2
+# By the kind of a term, what it can say of a text besides a number; the metrics count each.
+REASONS = {"code": sandbox.REASONS, "http": service.REASONS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +70,15 @@ def _std(values: np.ndarray) -> float:
 
 
 class Scorer:
-    """Scores tasks with one verifier process: here in `local` mode, or inside a Ray actor."""
+    """Scores tasks with one verifier process, and asks services beside it: here in `local` mode, or inside a Ray actor."""
 
     def __init__(self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str]) -> None:
         from megarl.data.tokenizer import load_tokenizer
 
         mark_from_environment()
         self._tokenizer = load_tokenizer(model_path)
-        self._verifiers = VerifierProcess(specs, import_path)
+        self._services = services_of(specs)
+        self._verifiers = VerifierProcess(specs, import_path) if len(self._services) < len(specs) else None
         self._busy_s = 0.0
 
     def ready(self) -> bool:
@@ -89,7 +93,12 @@ class Scorer:
             self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
             for sample in samples
         ]
-        verdicts = self._verifiers.score_task(texts, prompts, timeout_s)
+        asked = [one.ask(texts, prompts, timeout_s) for one in self._services]
+        verdicts = [Verdict({})] * len(texts)
+        if self._verifiers is not None:
+            verdicts = self._verifiers.score_task(texts, prompts, timeout_s)
+        for answers in asked:
+            verdicts = list(map(both, verdicts, answers.wait()))
         self._busy_s += time.perf_counter() - begun
         return verdicts
 
@@ -100,7 +109,10 @@ class Scorer:
 
     def close(self) -> None:
         """Stop the verifier process."""
-        self._verifiers.close()
+        if self._verifiers is not None:
+            self._verifiers.close()
+        for one in self._services:
+            one.close()
 
 
 class RewardWorkers:
@@ -201,8 +213,7 @@ class RewardWorkers:
         counts = {
             f"{term.name}_num_{reason}": sum(verdict.reasons.get(term.name) == reason for verdict in verdicts)
             for term in self._terms
-            if term.kind == "code"
-            for reason in REASONS
+            for reason in REASONS.get(term.kind, ())
         }
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
