@@ -47,7 +47,7 @@ from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
-from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
+from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import ClusterError, join_cluster  # noqa: E402
@@ -242,12 +242,12 @@ def build_parts(
     prompts = rollouts = rewards = dump = samples = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))
-        prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
-        if prompts.num_dropped:
-            print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
         check_services(recipe.verifiers)
-        check_answers(load_terms(recipe.verifiers), list(prompts.every()))
+        terms = load_terms(recipe.verifiers)
+        prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer, shape.vocab, partial(check_answer, terms))
+        if prompts.num_dropped:
+            print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
@@ -328,6 +328,7 @@ def run_steps(
             if rank == 0:
                 engines = pipeline.parts.rollouts.take_times()
                 busy_s = [one.busy_s for one in engines]
+                figures |= pipeline.parts.prompts.figures()
                 figures |= start_s | measures.of(times, ranks, pipeline.sizes, busy_s, figures)
                 start_s = {}
                 if engine_traces is not None:

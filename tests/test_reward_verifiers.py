@@ -13,7 +13,7 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward.verifiers import (
     VERIFIERS,
-    check_answers,
+    check_answer,
     load_function,
     load_terms,
     numbers,
@@ -91,9 +91,9 @@ def test_math_verify_works_outside_the_main_thread():
 
 def test_an_answer_that_cannot_be_judged_by_is_named():
     terms = load_terms([spec("exact"), spec("last_number")])
-    check_answers(terms, [prompt("7")])
+    check_answer(terms, prompt("7"))
     with pytest.raises(ValueError, match=r"last_number: the answer of prompt 5 .*'the question'.* 'seven'"):
-        check_answers(terms, [prompt("7"), prompt("seven")])
+        check_answer(terms, prompt("seven"))
     with pytest.raises(ValueError, match=r"math_verify: the answer of prompt 5"):
         score([spec("math_verify")], "7", prompt("?"))
 

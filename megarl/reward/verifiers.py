@@ -192,12 +192,11 @@ def _verifier(spec: JudgeSection) -> Verifier | None:
     return VERIFIERS[spec.kind]
 
 
-def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError for the first prompt whose answer a term could not judge anything by."""
-    checks = [ANSWER_CHECKS[term.kind] for term in terms if term.kind in ANSWER_CHECKS]
-    for prompt in prompts:
-        for check in checks:
-            check(prompt)
+def check_answer(terms: Sequence[Term], prompt: Prompt) -> None:
+    """Raises ValueError for a prompt whose answer a term could not judge anything by."""
+    for term in terms:
+        if term.kind in ANSWER_CHECKS:
+            ANSWER_CHECKS[term.kind](prompt)
 
 
 def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[str, float], dict[str, str]]:

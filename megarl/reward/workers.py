@@ -17,7 +17,7 @@ from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import sandbox, service
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
 from megarl.reward.service import both, services_of
-from megarl.reward.verifiers import check_answers, load_terms, weighted_sum
+from megarl.reward.verifiers import check_answer, load_terms, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
@@ -141,7 +141,8 @@ class RewardWorkers:
 
         Raises ValueError for an answer that a verifier cannot judge by, TimeoutError when a worker is silent.
         """
-        check_answers(self._terms, prompts)
+        for prompt in prompts:
+            check_answer(self._terms, prompt)
         tasks = [
             range(first, min(first + self._sequences, num_sequences)) for first in range(0, num_sequences, self._sequences)
         ]
