@@ -17,7 +17,8 @@ from tests.recipe_cases import edited, make_folder, write
 from tests.test_data_prompts import byte_tokenizer, jsonl, rows_of, section
 
 CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1"}]
-STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }};{% endfor %}"
+REFUSAL = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+STRICT = "{% for m in messages %}" + REFUSAL + "{{ m.content }};{% endfor %}"
 
 
 def lines(tmp_path, *rows):

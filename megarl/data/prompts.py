@@ -35,17 +35,17 @@ class PromptStream:
         judge: Callable[[Prompt], None] = lambda _: None,
     ) -> None:
         bad = BadRows(data.on_bad_row)
-        mixture = data.prompts if isinstance(data.prompts, MixturePromptsSection) else None
-        self._weights = (1.0,) if mixture is None else mixture.weights
         self._parts: list[_Part] = []
-        if mixture is None:
-            rows = load_rows(data.prompts, seed, data, "data.prompts", bad)
-            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad))
-        else:
-            for number, source in enumerate(mixture.parts):
+        if isinstance(data.prompts, MixturePromptsSection):
+            self._weights = data.prompts.weights
+            for number, source in enumerate(data.prompts.parts):
                 rows = load_rows(source, seed, data, f"data.prompts.parts.{number}", bad)
                 # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
                 self._parts.append(_Part(data, rows, [seed, number, 1], tokenizer, num_tokens, judge, bad))
+        else:
+            self._weights = (1.0,)
+            rows = load_rows(data.prompts, seed, data, "data.prompts", bad)
+            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad))
         self.position = 0
         self.num_bad_rows = bad.count
 
@@ -83,7 +83,8 @@ class PromptStream:
 
     def figures(self) -> dict[str, float]:
         """What is known of the data, for the metrics of a step."""
-        known = {"num_rows": self.num_rows, "num_dropped": self.num_dropped, "num_bad_rows": self.num_bad_rows}
+        known: dict[str, float] = {"num_rows": self.num_rows, "num_dropped": self.num_dropped}
+        known["num_bad_rows"] = self.num_bad_rows
         if len(self._parts) > 1:
             known |= {f"part_{number}_epochs": part.walked / len(part.rows) for number, part in enumerate(self._parts)}
         else:
