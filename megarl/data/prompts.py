@@ -12,7 +12,7 @@ from megarl.data.curriculum import Curriculum
 from megarl.data.sample import Prompt
 from megarl.data.sources import BadRows, Row, load_rows
 from megarl.data.tokenizer import render_chat, render_questions
-from megarl.recipe.data_sections import DataSection, MixturePromptsSection
+from megarl.recipe.data_sections import DataSection
 
 
 class PromptStream:
@@ -36,7 +36,7 @@ class PromptStream:
     ) -> None:
         bad = BadRows(data.on_bad_row)
         self._parts: list[_Part] = []
-        if isinstance(data.prompts, MixturePromptsSection):
+        if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
             for number, source in enumerate(data.prompts.parts):
                 rows = load_rows(source, seed, data, f"data.prompts.parts.{number}", bad)

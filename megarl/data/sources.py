@@ -18,7 +18,6 @@ from megarl.recipe.data_sections import (
     DataSection,
     FilePromptsSection,
     HuggingFacePromptsSection,
-    ReasoningGymPromptsSection,
     SourceSection,
 )
 
@@ -110,12 +109,12 @@ def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad
 
 def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str]]:
     """Where each row stands, its fields (or the error of a row that cannot be read), and the two that are asked for."""
-    if isinstance(source, ReasoningGymPromptsSection):
+    if source.kind == "reasoning_gym":
         own_seed = seed if source.seed is None else source.seed
         for where, fields in _generate(source.task, source.size, own_seed, source.options, key):
             yield where, fields, "question", "answer"
         return
-    if isinstance(source, HuggingFacePromptsSection):
+    if source.kind == "huggingface":
         read = _read_huggingface(source, key)
     else:
         read = {"jsonl": _read_jsonl, "parquet": _read_parquet}[source.kind](_existing(source, key))
@@ -124,7 +123,7 @@ def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any
 
 
 def _origin(source: SourceSection) -> str:
-    return f"task {source.task}" if isinstance(source, ReasoningGymPromptsSection) else source.path
+    return f"task {source.task}" if source.kind == "reasoning_gym" else source.path
 
 
 def _existing(source: FilePromptsSection, key: str) -> Path:
