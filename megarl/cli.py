@@ -274,7 +274,11 @@ def doctor(
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
         question = replace(
-            question, run_dir=Path(loaded.run.dir), model=loaded.model.path, precision=loaded.trainer.precision
+            question,
+            run_dir=Path(loaded.run.dir),
+            model=loaded.model.path,
+            precision=loaded.trainer.precision,
+            code=any(part.kind == "code" for part in loaded.reward),
         )
     findings = []
     for finding in examine(question):

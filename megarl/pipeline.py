@@ -201,6 +201,7 @@ class Pipeline:
                 raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
             for sample, reason in list(scored.failures.items())[:1]:
                 logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
+            self.parts.prompts.learn(prompts, scored.rewards, scored.valid)
         with span("wait_rewards"):
             scored = broadcast_from_first(scored)
         count, task = self.recipe.num_sequences, self.recipe.phases.reward.sequences
@@ -383,7 +384,7 @@ class Pipeline:
 
     def state(self, number: int) -> dict[str, Any]:
         """Everything a resume needs besides the trained roles; collective."""
-        position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.position)
+        position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.state())
         section = self.algorithm.kl
         coefficient = section.coefficient if section is not None and section.adaptive is not None else None
         state = {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
@@ -398,7 +399,7 @@ class Pipeline:
         if steered and state.get("kl_coefficient") is not None:
             self._set_coefficient(state["kl_coefficient"])
         if self.parts.prompts is not None:
-            self.parts.prompts.seek(state["prompts"])
+            self.parts.prompts.restore(state["prompts"])
 
 
 def _announce(engine: Engine, plan: Plan, passes: int = 1) -> None:

@@ -37,7 +37,7 @@ from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.engine.watched import Watch, watched  # noqa: E402
-from megarl.evaluation.held_out import HeldOut  # noqa: E402
+from megarl.evaluation.held_out import HeldOut, held_out_data  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
@@ -47,7 +47,8 @@ from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption 
 from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
-from megarl.reward.verifiers import check_answers, load_terms  # noqa: E402
+from megarl.reward.service import check_services  # noqa: E402
+from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import ClusterError, join_cluster  # noqa: E402
@@ -242,14 +243,15 @@ def build_parts(
     prompts = rollouts = rewards = dump = samples = held_out = None
     if place.rank == 0:
         tokenizer = load_tokenizer(str(directory))
-        prompts = PromptStream(recipe.data, recipe.run.seed, tokenizer)
+        # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
+        check_services(recipe.verifiers)
+        judged = partial(check_answer, load_terms(recipe.verifiers))
+        stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=shape.vocab, judge=judged)
+        prompts = stream(recipe.data)
         if prompts.num_dropped:
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
-        # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-        check_answers(load_terms(recipe.verifiers), list(prompts.every()))
         if recipe.evaluation is not None:
-            held_out = HeldOut(recipe, tokenizer, prompts)
-            check_answers(load_terms(recipe.verifiers), held_out.prompts)
+            held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), prompts)
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
@@ -349,6 +351,7 @@ def run_steps(
             if rank == 0:
                 engines = pipeline.parts.rollouts.take_times()
                 busy_s = [one.busy_s for one in engines]
+                figures |= pipeline.parts.prompts.figures()
                 figures |= start_s | measures.of(times, ranks, pipeline.sizes, busy_s, figures)
                 start_s = {}
                 if engine_traces is not None:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.prompts import PromptStream
-from megarl.data.sources import load_rows
+from megarl.data.sources import BadRows, load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.recipe.sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
@@ -43,6 +43,10 @@ def gym(task="chain_sum", size=8, seed=None, **options):
     return ReasoningGymPromptsSection(kind="reasoning_gym", task=task, size=size, seed=seed, options=options)
 
 
+def rows_of(source, seed, bad=None, **changes):
+    return load_rows(source, seed, section(source, **changes), "data.prompts", bad or BadRows("stop"))
+
+
 def section(prompts, **changes):
     return DataSection(**({"prompts": prompts, "max_prompt_tokens": 200, "chat_template": False} | changes))
 
@@ -55,11 +59,11 @@ def sums(tmp_path):
 
 
 def test_jsonl_and_parquet_give_the_same_rows(tmp_path, sums):
-    rows = load_rows(jsonl(sums), seed=0)
+    rows = rows_of(jsonl(sums), seed=0)
     assert [(row.question, row.answer) for row in rows[:2]] == [("0 + 1 =", "1"), ("1 + 1 =", "2")]
     table = pyarrow.Table.from_pylist([row.fields for row in rows])
     pyarrow.parquet.write_table(table, tmp_path / "sums.parquet")
-    assert load_rows(jsonl(tmp_path / "sums.parquet", "parquet"), seed=0) == rows
+    assert rows_of(jsonl(tmp_path / "sums.parquet", "parquet"), seed=0) == rows
 
 
 @pytest.mark.parametrize(
@@ -77,35 +81,35 @@ def test_a_bad_row_is_named_by_file_line_and_key(tmp_path, line, said):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "fine", "answer": "1"}\n' + line + "\n")
     with pytest.raises(ValueError, match=said):
-        load_rows(jsonl(path), seed=0)
+        rows_of(jsonl(path), seed=0)
 
 
 def test_missing_empty_and_mistaken_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"data.prompts.path is '.*nowhere.jsonl', which is no file"):
-        load_rows(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
+        rows_of(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     with pytest.raises(ValueError, match=r"data.prompts has no rows \(.*empty.jsonl\)"):
-        load_rows(jsonl(empty), seed=0)
+        rows_of(jsonl(empty), seed=0)
     with pytest.raises(ValueError, match=r"empty.jsonl: not a Parquet file"):
-        load_rows(jsonl(empty, "parquet"), seed=0)
+        rows_of(jsonl(empty, "parquet"), seed=0)
 
 
 def test_generated_rows_follow_the_seed_and_their_own_seed_wins():
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    rows = load_rows(gym(**options), seed=1)
+    rows = rows_of(gym(**options), seed=1)
     assert len(rows) == 8 and all(row.fields["metadata"]["num_terms"] == 2 for row in rows)
-    assert rows == load_rows(gym(**options), seed=1) != load_rows(gym(**options), seed=2)
-    assert rows == load_rows(gym(seed=1, **options), seed=2)
+    assert rows == rows_of(gym(**options), seed=1) != rows_of(gym(**options), seed=2)
+    assert rows == rows_of(gym(seed=1, **options), seed=2)
 
 
 def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
     with pytest.raises(ValueError, match=r"data.prompts.task is 'chain_sums'.*did you mean 'chain_sum'"):
-        load_rows(gym("chain_sums"), seed=0)
+        rows_of(gym("chain_sums"), seed=0)
     with pytest.raises(ValueError, match=r"data.prompts.options is .*refuses: min_terms must be positive"):
-        load_rows(gym(min_terms=0), seed=0)
+        rows_of(gym(min_terms=0), seed=0)
     with pytest.raises(ValueError, match=r"data.prompts.options is .*colour"):
-        load_rows(gym(colour=3), seed=0)
+        rows_of(gym(colour=3), seed=0)
 
 
 def test_templates_render_what_the_model_expects():
@@ -159,12 +163,17 @@ def as_tuples(prompts):
     return [(p.index, p.question, p.answer, p.token_ids.tolist()) for p in prompts]
 
 
-def test_a_stream_that_seeks_continues_like_one_that_never_stopped(sums):
+def test_a_stream_that_restores_continues_like_one_that_never_stopped(sums):
     tokenizer = byte_tokenizer()
-    whole = as_tuples(PromptStream(section(jsonl(sums)), 3, tokenizer).take(37))
+    stream = PromptStream(section(jsonl(sums)), 3, tokenizer)
+    states = [stream.state()]
+    whole = []
+    for _ in range(37):
+        whole += as_tuples(stream.take(1))
+        states.append(stream.state())
     for position in (0, 4, 10, 29):
         resumed = PromptStream(section(jsonl(sums)), 3, tokenizer)
-        resumed.seek(position)
+        resumed.restore(states[position])
         assert as_tuples(resumed.take(8)) == whole[position : position + 8]
         assert resumed.position == position + 8
 

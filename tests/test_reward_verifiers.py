@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
+from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward.verifiers import (
     VERIFIERS,
-    check_answers,
+    check_answer,
     load_function,
     load_terms,
     numbers,
@@ -91,9 +91,9 @@ def test_math_verify_works_outside_the_main_thread():
 
 def test_an_answer_that_cannot_be_judged_by_is_named():
     terms = load_terms([spec("exact"), spec("last_number")])
-    check_answers(terms, [prompt("7")])
+    check_answer(terms, prompt("7"))
     with pytest.raises(ValueError, match=r"last_number: the answer of prompt 5 .*'the question'.* 'seven'"):
-        check_answers(terms, [prompt("7"), prompt("seven")])
+        check_answer(terms, prompt("seven"))
     with pytest.raises(ValueError, match=r"math_verify: the answer of prompt 5"):
         score([spec("math_verify")], "7", prompt("?"))
 
@@ -141,7 +141,7 @@ def test_every_kind_of_the_recipe_has_a_verifier():
 )
 def test_a_pattern_is_found_and_its_answer_is_the_last_one(pattern, text, worth):
     terms = load_terms([PatternRewardSection(kind="pattern", pattern=pattern)])
-    assert score_terms(terms, text, prompt(" 8 ")) == {"pattern": worth}
+    assert score_terms(terms, text, prompt(" 8 ")) == ({"pattern": worth}, {})
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_a_document_is_allowed_by_its_schema(text, worth):
         "required": ["city", "people"],
     }
     terms = load_terms([SchemaRewardSection(kind="json_schema", json_schema=schema, weight=3.0)])
-    assert score_terms(terms, text, prompt("")) == {"json_schema": worth}
+    assert score_terms(terms, text, prompt("")) == ({"json_schema": worth}, {})

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.recipe.sections import FunctionRewardSection, RewardPhaseSection, VerifierSection
+from megarl.recipe.reward_sections import FunctionRewardSection, VerifierSection
+from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import process
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers

@@ -1,71 +1,234 @@
-"""The stream of prompts that a run trains on, which can be continued exactly where another run stopped."""
+"""An endless stream of prompts, which can be continued exactly where another run stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from megarl.data.curriculum import Curriculum
 from megarl.data.sample import Prompt
-from megarl.data.sources import Row, load_rows
-from megarl.data.tokenizer import render_questions
-from megarl.recipe.sections import DataSection
+from megarl.data.sources import BadRows, Row, load_rows
+from megarl.data.tokenizer import render_chat, render_questions
+from megarl.recipe.data_sections import DataSection
 
 
 class PromptStream:
-    """Prompts without end: epoch after epoch over the rows, each in an order of its own.
+    """Prompts without end: of each source epoch after epoch over its rows, each in an order of its own.
 
-    A prompt is a function of (recipe section, seed, position) alone, so `seek` to a saved position continues
-    a run exactly. Rows whose prompt is longer than `data.max_prompt_tokens` are left out; `num_dropped` says
-    how many. Raises ValueError for data that cannot be used and where no row is left.
+    What comes next is a function of the recipe's section, the seed and `state()`: a stream that restores a state of another
+    one goes on as that one does. Rows whose prompt is longer than `data.max_prompt_tokens` are left out; `num_dropped` says
+    how many, and `num_bad_rows` how many were left out because they cannot be used.
+
+    `num_tokens` is how many the model knows, and `judge` raises ValueError for a prompt whose answer no reward can judge by;
+    both are asked of every row. `key` is where the recipe has the source. Raises ValueError for data that cannot be used and
+    where no row is left.
     """
 
-    def __init__(self, data: DataSection, seed: int, tokenizer: Any) -> None:
-        rows = load_rows(data.prompts, seed)
-        questions = [row.question for row in rows]
-        tokens = render_questions(tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template)
-        kept = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= data.max_prompt_tokens]
-        if not kept:
-            raise ValueError(
-                f"data.max_prompt_tokens is {data.max_prompt_tokens}, but the shortest of the {len(rows)} "
-                f"prompts has {min(map(len, tokens))} tokens; raise it to that at least"
-            )
-        self.num_dropped = len(rows) - len(kept)
+    def __init__(
+        self,
+        data: DataSection,
+        seed: int,
+        tokenizer: Any,
+        num_tokens: int | None = None,
+        judge: Callable[[Prompt], None] = lambda _: None,
+        key: str = "data.prompts",
+    ) -> None:
+        bad = BadRows(data.on_bad_row)
+        self._parts: list[_Part] = []
+        if data.prompts.kind == "mixture":
+            self._weights = data.prompts.weights
+            for number, source in enumerate(data.prompts.parts):
+                rows = load_rows(source, seed, data, f"{key}.parts.{number}", bad)
+                # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
+                self._parts.append(_Part(data, rows, [seed, number, 1], tokenizer, num_tokens, judge, bad))
+        else:
+            self._weights = (1.0,)
+            rows = load_rows(data.prompts, seed, data, key, bad)
+            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad))
         self.position = 0
-        self._rows: list[Row] = [rows[i] for i in kept]
-        self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
-        self._seed = seed
-        self._shuffle = data.shuffle
-        self._epoch = -1
-        self._order = np.arange(len(kept))
+        self.num_bad_rows = bad.count
 
     @property
     def num_rows(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._rows)
+        """Prompts in one epoch of every source."""
+        return sum(len(part.rows) for part in self._parts)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows left out because their prompt is too long."""
+        return sum(part.num_dropped for part in self._parts)
 
     def every(self) -> Iterator[Prompt]:
         """Each row's prompt once, in the order of the data; the position stays."""
-        for i, row in enumerate(self._rows):
-            yield Prompt(i, self._tokens[i], row.question, row.answer, row.fields)
+        rows = [(number, row) for number, part in enumerate(self._parts) for row in range(len(part.rows))]
+        for index, (number, row) in enumerate(rows):
+            yield self._parts[number].prompt(index, (number, row))
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; the position moves on by as many."""
-        taken = [self._at(self.position + offset) for offset in range(num_prompts)]
-        self.position += num_prompts
-        return taken
+        return [self._next() for _ in range(num_prompts)]
 
-    def seek(self, position: int) -> None:
-        """Continue at `position`, the count of prompts taken so far."""
-        assert position >= 0, f"position {position}"
-        self.position = position
+    def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
+        """What the groups of completions of prompts were worth, for the curriculum.
 
-    def _at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self._rows))
-        if self._shuffle and epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-            self._epoch = epoch
-        i = int(self._order[offset])
-        row = self._rows[i]
-        return Prompt(position, self._tokens[i], row.question, row.answer, row.fields)
+        `rewards` float [samples] and `valid` bool [samples], the groups one after the other, all of one size.
+        """
+        group = len(rewards) // len(prompts)
+        for number, prompt in enumerate(prompts):
+            own = slice(number * group, (number + 1) * group)
+            part, row = prompt.origin
+            if (curriculum := self._parts[part].curriculum) is not None:
+                curriculum.learn(row, rewards[own][valid[own]].tolist())
+
+    def figures(self) -> dict[str, float]:
+        """What is known of the data, for the metrics of a step."""
+        known: dict[str, float] = {"num_rows": self.num_rows, "num_dropped": self.num_dropped}
+        known["num_bad_rows"] = self.num_bad_rows
+        if len(self._parts) > 1:
+            known |= {f"part_{number}_epochs": part.walked / len(part.rows) for number, part in enumerate(self._parts)}
+        else:
+            known["epochs"] = self._parts[0].walked / self.num_rows
+        curricula = [part.curriculum for part in self._parts if part.curriculum is not None]
+        if curricula:
+            known["num_passed_over"] = sum(part.walked - part.taken for part in self._parts)
+            known["num_with_pass_rate"] = sum(len(one.rates) for one in curricula)
+            known["num_in_bounds"] = sum(one.num_in_bounds for one in curricula)
+        return {f"data/{name}": value for name, value in known.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The exact position, as plain values."""
+        return {"position": self.position, "parts": [part.state() for part in self._parts]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ValueError where the rows are not those that it was taken of."""
+        for part, saved in zip(self._parts, state["parts"], strict=True):
+            part.restore(saved)
+        self.position = state["position"]
+
+    def _next(self) -> Prompt:
+        """From the part that is furthest behind its share of as many prompts; the first of several."""
+        behind = [weight * (self.position + 1) - part.taken for weight, part in zip(self._weights, self._parts, strict=True)]
+        number = behind.index(max(behind))
+        prompt = self._parts[number].prompt(self.position, (number, self._parts[number].next_row()))
+        self.position += 1
+        return prompt
+
+
+class _Part:
+    """The usable rows of one source, in an order of its own. `walked` counts rows that had their turn, `taken` those of
+    them that became prompts."""
+
+    def __init__(
+        self,
+        data: DataSection,
+        rows: list[Row],
+        seeds: list[int],
+        tokenizer: Any,
+        num_tokens: int | None,
+        judge: Callable[[Prompt], None],
+        bad: BadRows,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._token_ids: list[np.ndarray] = []
+        self.num_dropped = self.walked = self.taken = 0
+        self._seeds, self._shuffle = seeds, data.shuffle
+        self._epoch = -1
+        lengths = []
+        for row, token_ids in _rendered(data, rows, tokenizer, bad):
+            try:
+                _check_vocabulary(row, token_ids, num_tokens)
+                lengths.append(len(token_ids))
+                if not 0 < len(token_ids) <= data.max_prompt_tokens:
+                    self.num_dropped += 1
+                    continue
+                self._check_answer(row, judge)
+            except ValueError as error:
+                bad.add(error)
+                continue
+            question = tokenizer.decode(token_ids) if data.prompt_format == "token_ids" else row.question
+            self.rows.append(Row(question, row.answer, row.fields, row.prompt, row.where))
+            self._token_ids.append(np.asarray(token_ids, dtype=np.int32))
+        if not self.rows and not self.num_dropped:
+            raise ValueError(f"data.prompts has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
+        if not self.rows:
+            raise ValueError(
+                f"data.max_prompt_tokens is {data.max_prompt_tokens}, but the shortest of the {len(lengths)} "
+                f"prompts has {min(lengths)} tokens; raise it to that at least"
+            )
+        self._order = np.arange(len(self.rows))
+        self._checksum = 0  # of all token ids, in order
+        for ids in self._token_ids:
+            self._checksum = zlib.crc32(ids.tobytes(), self._checksum)
+        self.curriculum = None if data.curriculum is None else Curriculum(data.curriculum)
+
+    def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
+        """The prompt of a row, whose part and number are its `origin`."""
+        row = self.rows[origin[1]]
+        return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin)
+
+    def next_row(self) -> int:
+        """The row whose turn is next, and that is not passed over."""
+        while True:
+            epoch, offset = divmod(self.walked, len(self.rows))
+            if self._shuffle and epoch != self._epoch:
+                self._order = np.random.default_rng([*self._seeds, epoch]).permutation(len(self.rows))
+                self._epoch = epoch
+            row = int(self._order[offset])
+            self.walked += 1
+            if self.curriculum is None or not self.curriculum.passes_over(row):
+                self.taken += 1
+                return row
+
+    def state(self) -> dict[str, Any]:
+        """The position, and what shows whether the rows are the same."""
+        state = {"walked": self.walked, "taken": self.taken, "rows": len(self.rows), "checksum": self._checksum}
+        return state | {"curriculum": None if self.curriculum is None else self.curriculum.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where the rows are others."""
+        ours, theirs = (len(self.rows), self._checksum), (state["rows"], state["checksum"])
+        if ours != theirs:
+            raise ValueError(
+                f"data.prompts: the {ours[0]} rows from {self.rows[0].where} on are not the {theirs[0]} that the checkpoint "
+                "was made with, so that its position in them means nothing; bring the old data back, or start another run"
+            )
+        self.walked, self.taken = state["walked"], state["taken"]
+        if self.curriculum is not None:
+            self.curriculum.restore(state["curriculum"])
+
+    def _check_answer(self, row: Row, judge: Callable[[Prompt], None]) -> None:
+        try:
+            judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from error
+
+
+def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) -> Iterator[tuple[Row, list[int]]]:
+    """Each row with its token ids; without those that the chat template refuses."""
+    if data.prompt_format == "token_ids":
+        yield from ((row, row.prompt) for row in rows)
+        return
+    if data.prompt_format == "text":
+        questions = [row.question for row in rows]
+        tokens = render_questions(tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template)
+        yield from zip(rows, tokens, strict=True)
+        return
+    for row in rows:
+        try:
+            yield row, render_chat(tokenizer, row.prompt, data.system_prompt)
+        except ValueError as error:
+            bad.add(ValueError(f"{row.where}: {error}"))
+
+
+def _check_vocabulary(row: Row, token_ids: list[int], num_tokens: int | None) -> None:
+    """An engine that is given a token without an embedding is lost, with all that it has in flight."""
+    if num_tokens is None or not token_ids or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
+        return
+    wrong = next(one for one in token_ids if not 0 <= one < num_tokens)
+    raise ValueError(
+        f"{row.where}: the prompt has token {wrong}, and the model (model.path) knows tokens 0 to {num_tokens - 1}; it was "
+        "made with another tokenizer, or the model's own has tokens that its weights have not"
+    )

@@ -16,7 +16,7 @@ class Prompt:
 
     `index` is the position in the prompt stream (it keeps counting across epochs), so it names this use of
     the row; `token_ids` is int32 [prompt tokens]; `row` is the data set's row, for reward functions that
-    need more than the answer.
+    need more than the answer; `origin` is the part of the data and the number of the row in it.
     """
 
     index: int
@@ -24,6 +24,7 @@ class Prompt:
     question: str
     answer: str
     row: dict
+    origin: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Rows of questions and answers from a file or a generator.
+"""Rows of questions and answers from a file, a data set or a generator.
 
 JSONL is read with the standard library and Parquet with pyarrow, not through `datasets`: its loaders copy
 the file into a cache, and their errors name neither the line nor the key of a bad row.
@@ -8,101 +8,220 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.sections import FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_sections import (
+    DataSection,
+    FilePromptsSection,
+    HuggingFacePromptsSection,
+    SourceSection,
+)
+
+logger = logging.getLogger(__name__)
+NUM_SHOWN = 3  # of the bad rows that are left out
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answer, and everything else its source says about it."""
+    """One question with its answer, and everything else its source says about it.
+
+    `prompt` is what is rendered: the question, the messages of a chat, or token ids, of which the question is made later.
+    `where` names the row for errors.
+    """
 
     question: str
     answer: str
     fields: dict
+    prompt: Any = field(compare=False)
+    where: str = field(compare=False)
 
 
-def load_rows(prompts: FilePromptsSection | ReasoningGymPromptsSection, seed: int) -> list[Row]:
-    """All rows of `data.prompts`, in source order; `seed` is for a generator whose section gives none.
+class BadRows:
+    """Rows that cannot be used, by `data.on_bad_row`: the first ends it all, or they are counted."""
 
-    Raises ValueError naming the file, the row and the key for bad data, or the recipe key for a bad request.
+    def __init__(self, on_bad_row: str) -> None:
+        self._skips = on_bad_row == "skip"
+        self.count = 0
+        self.first = ""
+
+    def add(self, error: ValueError) -> None:
+        """Raises ValueError where such rows are not left out."""
+        if not self._skips:
+            raise ValueError(f"{error}; or leave such rows out: data.on_bad_row: skip") from error
+        self.first = self.first or str(error)
+        self.count += 1
+        if self.count <= NUM_SHOWN:
+            logger.warning("left out: %s%s", error, " (more are only counted)" if self.count == NUM_SHOWN else "")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the named fields of a source's rows hold; `key` is where the source stands in the recipe."""
+
+    prompt_format: str
+    answer_format: str
+    key: str
+
+    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str) -> Row:
+        """Check one row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
+        prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
+        place = f"{where}: field {prompt_field!r}"
+        if self.prompt_format == "messages":
+            question = _messages(prompt, place)
+        elif self.prompt_format == "token_ids":
+            _token_ids(prompt, place)
+            question = ""
+        else:
+            question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
+        answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
+        if self.answer_format == "json" and isinstance(answer, list | dict):
+            return Row(question, json.dumps(answer, default=str), fields, prompt, where)
+        text = _text(answer, f"{where}: field {answer_field!r}", f"{self.key}.answer_field")
+        return Row(question, text, fields, prompt, where)
+
+
+def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:
+    """All good rows of a source of `data`, in its order; `seed` is for a generator whose section gives none.
+
+    `key` is where the source stands in the recipe. Raises ValueError naming the file, the row and the field for bad data
+    that is not left out, or the recipe key for a bad request.
     """
-    if prompts.kind == "reasoning_gym":
-        own_seed = seed if prompts.seed is None else prompts.seed
-        rows = _generate(prompts.task, prompts.size, own_seed, prompts.options)
-    else:
-        read = {"jsonl": _read_jsonl, "parquet": _read_parquet}[prompts.kind]
-        rows = read(Path(prompts.path), prompts.prompt_field, prompts.answer_field)
+    form = Form(data.prompt_format, data.answer_format, key)
+    rows: list[Row] = []
+    for where, fields, prompt_field, answer_field in _read(source, seed, key):
+        try:
+            if isinstance(fields, ValueError):
+                raise fields
+            rows.append(form.row(fields, where, prompt_field, answer_field))
+        except ValueError as error:
+            bad.add(error)
     if not rows:
-        raise ValueError(f"data.prompts has no rows ({_origin(prompts)}); give at least one question")
+        left = f"; all {bad.count} that it had are left out, the first: {bad.first}" if bad.count else ""
+        raise ValueError(f"{key} has no rows ({_origin(source)}); give at least one question{left}")
     return rows
 
 
-def _origin(prompts: FilePromptsSection | ReasoningGymPromptsSection) -> str:
-    return f"task {prompts.task}" if prompts.kind == "reasoning_gym" else str(prompts.path)
+def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str]]:
+    """Where each row stands, its fields (or the error of a row that cannot be read), and the two that are asked for."""
+    if source.kind == "reasoning_gym":
+        own_seed = seed if source.seed is None else source.seed
+        for where, fields in _generate(source.task, source.size, own_seed, source.options, key):
+            yield where, fields, "question", "answer"
+        return
+    if source.kind == "huggingface":
+        read = _read_huggingface(source, key)
+    else:
+        read = {"jsonl": _read_jsonl, "parquet": _read_parquet}[source.kind](_existing(source, key))
+    for where, fields in read:
+        yield where, fields, source.prompt_field, source.answer_field
 
 
-def _existing(path: Path) -> Path:
+def _origin(source: SourceSection) -> str:
+    return f"task {source.task}" if source.kind == "reasoning_gym" else source.path
+
+
+def _existing(source: FilePromptsSection, key: str) -> Path:
+    path = Path(source.path)
     if not path.is_file():
-        raise ValueError(f"data.prompts.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
+        raise ValueError(f"{key}.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
     return path
 
 
-def _row(fields: Any, where: str, prompt_field: str, answer_field: str) -> Row:
-    """Check one row; `where` names its file and position."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
-    question = _text(fields, where, prompt_field, "data.prompts.prompt_field")
-    answer = _text(fields, where, answer_field, "data.prompts.answer_field")
-    return Row(question, answer, fields)
-
-
-def _text(fields: dict, where: str, field: str, key: str) -> str:
+def _value(fields: dict, where: str, field: str, key: str) -> Any:
     if field not in fields:
         near = difflib.get_close_matches(field, fields, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{where}: no field {field!r} ({key}), it has {sorted(fields)}{hint}")
-    value = fields[field]
+    return fields[field]
+
+
+def _text(value: Any, place: str, key: str) -> str:
     # A number is a fine answer; a list or null would silently become a text that no completion can equal.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{where}: field {field!r} is {value!r}; a text or a number is needed ({key})")
+        wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
+        raise ValueError(f"{place} is {_shown(value)}; {wanted} ({key})")
     text = str(value)
     if not text.strip():
-        raise ValueError(f"{where}: field {field!r} is empty; a text or a number is needed ({key})")
+        raise ValueError(f"{place} is empty; a text or a number is needed ({key})")
     return text
 
 
-def _read_jsonl(path: Path, prompt_field: str, answer_field: str) -> list[Row]:
-    rows = []
-    with _existing(path).open("rb") as lines:
+def _messages(value: Any, place: str) -> str:
+    """The last content of a chat, which is its question."""
+    good = isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in value
+    )
+    if not good or not value:
+        wanted = "data.prompt_format: messages needs a list of objects with a role and a content"
+        raise ValueError(f"{place} is {_shown(value)}; {wanted}")
+    return value[-1]["content"]
+
+
+def _token_ids(value: Any, place: str) -> None:
+    if not isinstance(value, list) or not value or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+        raise ValueError(f"{place} is {_shown(value)}; data.prompt_format: token_ids needs a list of whole numbers")
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                fields = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where}: not JSON: {error}; each line holds one JSON object") from error
-            rows.append(_row(fields, where, prompt_field, answer_field))
-    return rows
+                yield where, json.loads(line)
+            except ValueError as error:  # of JSON or of UTF-8
+                yield where, ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
 
 
-def _read_parquet(path: Path, prompt_field: str, answer_field: str) -> list[Row]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(_existing(path))
+        table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
-    return [
-        _row(fields, f"{path}, row {number}", prompt_field, answer_field) for number, fields in enumerate(table.to_pylist())
-    ]
+    for number, fields in enumerate(table.to_pylist()):
+        yield f"{path}, row {number}", fields
 
 
-def _generate(task: str, size: int, seed: int, options: dict) -> list[Row]:
+def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[tuple[str, Any]]:
+    """`save_to_disk` and `load_dataset` have formats of their own, and each has its loader."""
+    import datasets
+
+    path = Path(source.path)
+    try:
+        if (path / "dataset_dict.json").is_file():
+            splits = datasets.load_from_disk(source.path)
+            if source.split not in splits:
+                raise ValueError(f"no split {source.split!r}, it has {sorted(splits)} ({key}.split)")
+            found = splits[source.split]
+        elif (path / "state.json").is_file():
+            found = datasets.load_from_disk(source.path)
+        else:
+            found = datasets.load_dataset(source.path, source.name, split=source.split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}.path is {source.path!r}, from which no data set loads: {error}; give a directory that save_to_disk "
+            "wrote, one of data files, or a hub name that this machine can reach or has cached"
+        ) from error
+    for number, fields in enumerate(found):
+        yield f"{source.path}, {source.split} row {number}", fields
+
+
+def _generate(task: str, size: int, seed: int, options: dict, key: str) -> Iterator[tuple[str, Any]]:
     """Rows of a reasoning-gym task. Its configs check themselves with assertions, hence the odd except."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -110,9 +229,10 @@ def _generate(task: str, size: int, seed: int, options: dict) -> list[Row]:
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {len(DATASETS)} tasks"
-        raise ValueError(f"data.prompts.task is {task!r}, which reasoning-gym does not have; {hint}")
+        raise ValueError(f"{key}.task is {task!r}, which reasoning-gym does not have; {hint}")
     try:
         dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
     except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(f"data.prompts.options is {options!r}, which reasoning-gym's {task} refuses: {error}") from error
-    return [_row(dict(dataset[i]), f"reasoning-gym {task}, row {i}", "question", "answer") for i in range(size)]
+        raise ValueError(f"{key}.options is {options!r}, which reasoning-gym's {task} refuses: {error}") from error
+    for i in range(size):
+        yield f"reasoning-gym {task}, row {i}", dict(dataset[i])

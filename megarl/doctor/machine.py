@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.doctor.finding import Finding, fail, ok, warn
+from megarl.reward.sandbox import refusal
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -45,6 +46,15 @@ def check_precision(precision: str, facts: Path = CPU_FACTS) -> Finding:
         found = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
         return warn("precision", found, "on this machine: trainer.precision=fp32")
     return ok("precision", precision)
+
+
+def check_sandbox() -> Finding:
+    """Whether a reward of kind: code finds the sandbox that it runs in; it is tried out."""
+    reason = refusal()
+    if reason is None:
+        return ok("sandbox", "programs run without network, privileges and other processes")
+    found, _, fix = reason.rpartition("; code runs in ")
+    return fail("sandbox", found, f"code runs in {fix}")
 
 
 def _shared_memory(root: Path) -> Finding:

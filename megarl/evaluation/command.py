@@ -8,14 +8,17 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from megarl.data.model_files import model_directory
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
-from megarl.evaluation.held_out import Evaluation, HeldOut, Judged
+from megarl.evaluation.held_out import Evaluation, HeldOut, Judged, held_out_data
+from megarl.family import ModelShape
 from megarl.recipe import Recipe
-from megarl.reward.verifiers import check_answers, load_terms
+from megarl.reward.service import check_services
+from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.pool import open_pool
 from megarl.telemetry.run_directory import latest_checkpoint
@@ -35,9 +38,10 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         else:
             directory = model_directory(model or recipe.model.path)
         tokenizer = load_tokenizer(str(directory))
-        trained_on = PromptStream(recipe.data, recipe.run.seed, tokenizer)
-        held_out = HeldOut(recipe, tokenizer, trained_on)
-        check_answers(load_terms(recipe.verifiers), held_out.prompts)
+        check_services(recipe.verifiers)
+        judge, known = partial(check_answer, load_terms(recipe.verifiers)), ModelShape.from_directory(directory).vocab
+        stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=known, judge=judge)
+        held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
         rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
         stack.callback(rollouts.shutdown)
         rollouts.start()

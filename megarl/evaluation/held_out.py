@@ -15,6 +15,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt
 from megarl.evaluation.estimate import Estimate, majority, mean_reward, pass_at
 from megarl.recipe import Recipe
+from megarl.recipe.data_sections import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.rollout.pool import Sampling
 from megarl.telemetry.clock import span
@@ -97,15 +98,14 @@ class Judged:
 
 
 class HeldOut:
-    """Prompts that a run is measured by; none is among those that it trains on. Raises ValueError for data that cannot be
-    used, and where nothing is left."""
+    """Prompts that a run is measured by; none is among those that it trains on. Raises ValueError where nothing is left."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, trained_on: PromptStream) -> None:
+    def __init__(self, recipe: Recipe, asked: PromptStream, trained_on: PromptStream) -> None:
+        """`asked` is a stream of `held_out_data`."""
         assert recipe.evaluation is not None
         self.section = recipe.evaluation
-        data = recipe.data.model_copy(update={"prompts": self.section.prompts})
         seen = {_content(prompt) for prompt in trained_on.every()}
-        every = list(PromptStream(data, recipe.run.seed, tokenizer).every())
+        every = list(asked.every())
         kept = [prompt for prompt in every if _content(prompt) not in seen]
         if not kept:
             raise ValueError(
@@ -148,6 +148,12 @@ class HeldOut:
         truncated = np.array([reason == "length" for reason in judged.reasons])
         lengths = np.concatenate(judged.lengths)
         return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, self.num_left_out)
+
+
+def held_out_data(recipe: Recipe) -> DataSection:
+    """`data`, with the held-out prompts in place of the others."""
+    assert recipe.evaluation is not None
+    return recipe.data.model_copy(update={"prompts": recipe.evaluation.prompts, "curriculum": None})
 
 
 def _content(prompt: Prompt) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megarl.recipe.sections import Count, Positive, PromptsSection, Section, Weight
+from megarl.recipe.data_sections import PromptsSection
+from megarl.recipe.sections import Count, Positive, Section, Weight
 
 
 class EvaluationSection(Section):

@@ -7,20 +7,19 @@ from typing import Annotated
 from pydantic import Field
 
 from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.recipe.data_sections import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.recipe.reward_sections import JudgeSection, RewardSection
 from megarl.recipe.sections import (
     ActorSection,
     CriticSection,
-    DataSection,
     DeviceSection,
     ForwardPhaseSection,
-    JudgeSection,
     LayoutSection,
     ModelSection,
     PhasesSection,
     ReferenceSection,
     RewardModelSection,
-    RewardSection,
     RolloutSection,
     RunSection,
     Section,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import ModelRewardSection
+from megarl.recipe.reward_sections import ModelRewardSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 
 Violations = Iterator[Violation]

@@ -6,12 +6,10 @@ reads a field without a legal value (`UnknownField`), so the rules are small and
 
 from __future__ import annotations
 
-import difflib
 import importlib.machinery
 import importlib.util
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +19,11 @@ from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import (
     algorithm_rules,
+    data_rules,
     evaluation_rules,
     feature_rules,
     layout_rules,
+    reward_rules,
     rollout_rules,
     telemetry_rules,
     wire_rules,
@@ -33,14 +33,8 @@ from megarl.recipe.layout_rules import cut_by, cuts
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is_read
-from megarl.recipe.sections import (
-    FunctionRewardSection,
-    PatternRewardSection,
-    ReasoningGymPromptsSection,
-    SchemaRewardSection,
-    UnknownField,
-    UpdatePhaseSection,
-)
+from megarl.recipe.reward_sections import FunctionRewardSection
+from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.recipe.watchdog_section import watchdog_deadlines
 from megarl.reshard.boxes import Layout
@@ -294,49 +288,6 @@ def _virtual_pipeline_counts(recipe: Recipe, phase: str) -> Violations:
         yield Violation(f"phases.{phase}.micro_batch.max_tokens", cap, rule, nearest)
 
 
-def _prompts(recipe: Recipe) -> Violations:
-    prompts = recipe.data.prompts
-    if isinstance(prompts, ReasoningGymPromptsSection):
-        yield from _task(prompts.task)
-    elif not Path(prompts.path).is_file():
-        folder = Path(prompts.path).parent
-        files = sorted(str(file) for file in folder.glob(f"*.{prompts.kind}")) if folder.is_dir() else []
-        close = difflib.get_close_matches(prompts.path, files, 1, 0.5) or files[:1]
-        nearest = close[0] if close else f"a .{prompts.kind} file, from the working directory"
-        yield Violation("data.prompts.path", prompts.path, "the file does not exist", nearest)
-
-
-def _task(task: str) -> Violations:
-    # Read from the sources of reasoning-gym: importing it takes longer than the whole check.
-    package = importlib.util.find_spec("reasoning_gym")
-    if package is None or not package.submodule_search_locations:
-        yield Violation(
-            "data.prompts.kind",
-            "reasoning_gym",
-            "the package reasoning-gym is not installed",
-            "pip install reasoning-gym",
-        )
-        return
-    registered = re.compile(r"^(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)[\"'](\w+)[\"']", re.MULTILINE)
-    files = Path(package.submodule_search_locations[0]).rglob("*.py")
-    tasks = sorted({name for file in files for name in registered.findall(file.read_text(encoding="utf-8"))})
-    if task not in tasks:
-        close = difflib.get_close_matches(task, tasks, 1, 0.4)
-        yield Violation("data.prompts.task", task, "is no task of reasoning-gym", (close or ["chain_sum"])[0])
-
-
-def _template(recipe: Recipe) -> Violations:
-    template = recipe.data.prompt_template
-    if template is not None and "{question}" not in template:
-        yield Violation("data.prompt_template", template, "must contain {question}", f"{template} {{question}}".strip())
-
-
-def _system_prompt(recipe: Recipe) -> Violations:
-    if recipe.data.system_prompt is not None and not recipe.data.chat_template:
-        rule = "needs data.chat_template: true; without a chat there is no system message"
-        yield Violation("data.system_prompt", recipe.data.system_prompt, rule, "put it into data.prompt_template")
-
-
 def _replay(recipe: Recipe) -> Violations:
     replay = recipe.rollout.replay
     if replay is not None and not Path(replay).is_dir():
@@ -505,28 +456,6 @@ def _modules(recipe: Recipe) -> Violations:
             yield Violation(key, target, rule, "the module's directory on PYTHONPATH")
 
 
-def _reward_texts(recipe: Recipe) -> Violations:
-    """A pattern is a regular expression, and a schema one of JSON."""
-    for number, spec in enumerate(recipe.reward):
-        if isinstance(spec, PatternRewardSection):
-            try:
-                re.compile(spec.pattern)
-            except re.error as error:
-                yield Violation(
-                    f"reward.{number}.pattern", spec.pattern, f"no regular expression: {error}", "see Python's re"
-                )
-        if isinstance(spec, SchemaRewardSection):
-            import jsonschema  # takes long, and few recipes have a schema
-
-            try:
-                jsonschema.validators.validator_for(spec.json_schema).check_schema(spec.json_schema)
-            except jsonschema.SchemaError as error:
-                where = "".join(f".{part}" for part in error.absolute_path)
-                yield Violation(
-                    f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
-                )
-
-
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
     algorithm_rules.advantage,
     algorithm_rules.gae_section,
@@ -538,7 +467,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _lora_targets,
     reward_model_is_read,
     _modules,
-    _reward_texts,
+    reward_rules.texts,
+    reward_rules.code_has_time,
     _ranks,
     _sequence_parallel,
     _virtual_pipeline,
@@ -546,9 +476,11 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     layout_rules.uneven_stages,
     _batch,
     _virtual_pipeline_batch,
-    _prompts,
-    _template,
-    _system_prompt,
+    data_rules.sources,
+    data_rules.template,
+    data_rules.system_prompt,
+    data_rules.formats,
+    data_rules.curriculum,
     _replay,
     _warmup,
     _compile_deadline,

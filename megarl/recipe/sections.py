@@ -72,93 +72,6 @@ class ModelSection(Section):
     """Hugging Face directory or hub name the actor, the reference and the rollout engines start from."""
 
 
-class FilePromptsSection(Section):
-    kind: Literal["jsonl", "parquet"]
-    """Format of the file."""
-    path: Annotated[str, Field(min_length=1)]
-    """The file, from the working directory."""
-    prompt_field: Annotated[str, Field(min_length=1)]
-    """Column that holds the question."""
-    answer_field: Annotated[str, Field(min_length=1)]
-    """Column that holds the answer."""
-
-
-class ReasoningGymPromptsSection(Section):
-    kind: Literal["reasoning_gym"]
-    """Generated questions of the reasoning-gym package."""
-    task: Annotated[str, Field(min_length=1)]
-    """reasoning-gym's name of the task."""
-    size: Positive
-    """Questions to generate."""
-    seed: Count | None = None
-    """Seed of the generator; null takes `run.seed`."""
-    options: dict[str, Any] = {}
-    """Options of the task, as reasoning-gym names them."""
-
-
-PromptsSection = Annotated[FilePromptsSection | ReasoningGymPromptsSection, Field(discriminator="kind")]
-
-
-class DataSection(Section):
-    prompts: PromptsSection
-    """Where questions and answers come from."""
-    max_prompt_tokens: Positive
-    """Longer prompts are dropped when the data is loaded, and counted."""
-    system_prompt: str | None = None
-    """System message of the chat; null leaves it to the chat template."""
-    prompt_template: str | None = None
-    """Text around the question, with `{question}` in it; null gives the question alone."""
-    chat_template: bool = True
-    """Render the prompt as a chat with the model's own template."""
-    shuffle: bool = True
-    """A new order of the prompts in each epoch."""
-
-
-class VerifierSection(Section):
-    kind: Literal["exact", "last_number", "math_verify"]
-    """Named verifier; it scores 1 for a correct completion and 0 for any other."""
-    weight: float = 1.0
-    """Factor of this part in the reward."""
-
-
-class FunctionRewardSection(Section):
-    kind: Literal["function"]
-    """A Python function of yours."""
-    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-    """The function as `module:function`; it gets the completion's text and its Prompt and returns a number."""
-    weight: float = 1.0
-    """Factor of this part in the reward."""
-
-
-class PatternRewardSection(Section):
-    kind: Literal["pattern"]
-    """A regular expression: 1 where it is found in the completion, 0 elsewhere."""
-    pattern: Annotated[str, Field(min_length=1)]
-    """In Python's syntax. With a group `(?P<answer>...)` the last match must also hold the prompt's answer there."""
-    weight: float = 1.0
-    """Factor of this part in the reward."""
-
-
-class SchemaRewardSection(Section):
-    kind: Literal["json_schema"]
-    """A JSON schema: 1 where the completion is a document that it allows, alone or in a fenced block, 0 elsewhere."""
-    json_schema: dict[str, Any]
-    """The schema, of draft 2020-12 unless its `$schema` says otherwise."""
-    weight: float = 1.0
-    """Factor of this part in the reward."""
-
-
-class ModelRewardSection(Section):
-    kind: Literal["model"]
-    """The score that `reward_model` gives prompt and completion."""
-    weight: float = 1.0
-    """Factor of this part in the reward."""
-
-
-JudgeSection = VerifierSection | PatternRewardSection | SchemaRewardSection | FunctionRewardSection
-RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]
-
-
 class TrainerSection(Section):
     ranks: Positive
     """Trainer processes; the data-parallel size is what the layout leaves of them."""
@@ -409,6 +322,8 @@ class RewardPhaseSection(Section):
     """Sequences scored by one task."""
     timeout_s: Seconds = 60.0
     """Deadline of one task; sequences it leaves unscored are masked and counted."""
+    workers: Positive = 1
+    """Processes that score tasks at the same time, in the Ray cluster."""
 
 
 class ForwardPhaseSection(Section):

@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import JudgeSection
+from megarl.recipe.reward_sections import JudgeSection
 from megarl.reward.verifiers import load_terms, read_answer, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 
@@ -30,11 +30,13 @@ ORPHAN_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one text: what each reward term said, or why it has none; and what it answers, where that was asked."""
+    """What became of one text: what each reward term said, or why it has none; `reasons` holds what a term gives besides,
+    and `answer` what the text answers, where that was asked."""
 
     said: dict[str, float] | None
     failure: str = ""
     timed_out: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
     answer: str | None = None
 
 
@@ -159,8 +161,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            said = score_terms(terms, text, prompt)
-            verdict = Verdict(said, answer=read_answer(terms, text) if answers else None)
+            said, reasons = score_terms(terms, text, prompt)
+            verdict = Verdict(said, reasons=reasons, answer=read_answer(terms, text) if answers else None)
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
             verdict = Verdict(None, f"crash: {type(error).__name__}: {error} on prompt {prompt.index}")
         connection.send(verdict)

@@ -13,15 +13,24 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import jsonschema
 import referencing
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import FunctionRewardSection, JudgeSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.reward_sections import (
+    CodeRewardSection,
+    FunctionRewardSection,
+    HttpRewardSection,
+    JudgeSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+)
+from megarl.reward.code import Judged, code_verifier, programs_of
 
-Verifier = Callable[[str, Prompt], float]
+Verifier = Callable[[str, Prompt], float | Judged]
 # What a text answers, for a vote; None where it answers nothing.
 Reader = Callable[[str], str | None]
 # Text in front of and behind the lines of a fenced block.
@@ -165,7 +174,7 @@ READERS: dict[str, Reader] = {"exact": str.strip, "last_number": _last_number, "
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
 # no time limit of its own, so it may only run where a deadline is kept.
-ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer}
+ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer, "code": partial(programs_of, "")}
 
 
 @dataclass(frozen=True)
@@ -175,53 +184,74 @@ class Term:
     name: str
     kind: str
     weight: float
-    verifier: Verifier
+    verifier: Verifier | None  # None where a service is asked for many texts at a time: megarl/reward/service.py
     reader: Reader | None = None
 
 
 def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
     """The terms of the recipe's `reward` list; a repeated name gets its position added.
 
-    Raises ValueError for a function that does not load.
+    Raises ValueError for a function that does not load, and for code where there is no sandbox.
     """
-    terms: list[Term] = []
+    return [
+        Term(name, spec.kind, spec.weight, _verifier(spec), _reader(spec))
+        for name, spec in zip(names(specs), specs, strict=True)
+    ]
+
+
+def names(specs: Sequence[JudgeSection]) -> list[str]:
+    """What each part of the reward is called in the metrics."""
+    found: list[str] = []
     for position, spec in enumerate(specs):
-        name, verifier = _verifier(spec)
-        if name in [term.name for term in terms]:
-            name = f"{name}_{position}"
-        reader = _named_answer(spec.pattern) if isinstance(spec, PatternRewardSection) else READERS.get(spec.kind)
-        terms.append(Term(name, spec.kind, spec.weight, verifier, reader))
-    return terms
+        name = spec.target.rpartition(":")[2] if isinstance(spec, FunctionRewardSection) else spec.kind
+        found.append(f"{name}_{position}" if name in found else name)
+    return found
 
 
-def _verifier(spec: JudgeSection) -> tuple[str, Verifier]:
-    """Its name in the metrics, and what it says of a text."""
+def _verifier(spec: JudgeSection) -> Verifier | None:
+    """What says how right a text is."""
+    if isinstance(spec, HttpRewardSection):
+        return None
     if isinstance(spec, FunctionRewardSection):
-        return spec.target.rpartition(":")[2], load_function(spec.target)
+        return load_function(spec.target)
     if isinstance(spec, PatternRewardSection):
-        return spec.kind, pattern_verifier(spec.pattern)
+        return pattern_verifier(spec.pattern)
     if isinstance(spec, SchemaRewardSection):
-        return spec.kind, schema_verifier(spec.json_schema)
-    return spec.kind, VERIFIERS[spec.kind]
+        return schema_verifier(spec.json_schema)
+    if isinstance(spec, CodeRewardSection):
+        return code_verifier(spec)
+    return VERIFIERS[spec.kind]
 
 
-def check_answers(terms: Sequence[Term], prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError for the first prompt whose answer a term could not judge anything by."""
-    checks = [ANSWER_CHECKS[term.kind] for term in terms if term.kind in ANSWER_CHECKS]
-    for prompt in prompts:
-        for check in checks:
-            check(prompt)
+def _reader(spec: JudgeSection) -> Reader | None:
+    """What reads the answer out of a text, where a part of the reward has one."""
+    return _named_answer(spec.pattern) if isinstance(spec, PatternRewardSection) else READERS.get(spec.kind)
 
 
-def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> dict[str, float]:
-    """What each term says, before weighting. Raises what a verifier raises, and ValueError for no number."""
-    said: dict[str, float] = {}
+def check_answer(terms: Sequence[Term], prompt: Prompt) -> None:
+    """Raises ValueError for a prompt whose answer a term could not judge anything by."""
     for term in terms:
-        value = float(term.verifier(text, prompt))
+        if term.kind in ANSWER_CHECKS:
+            ANSWER_CHECKS[term.kind](prompt)
+
+
+def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[str, float], dict[str, str]]:
+    """What each term says, before weighting, and the reasons of those that give one. Raises what a verifier raises, and
+    ValueError for no number."""
+    said: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for term in terms:
+        if term.verifier is None:
+            continue
+        found = term.verifier(text, prompt)
+        if isinstance(found, Judged):
+            reasons[term.name] = found.reason
+            found = found.value
+        value = float(found)
         if not math.isfinite(value):
             raise ValueError(f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed")
         said[term.name] = value
-    return said
+    return said, reasons
 
 
 def reads_answers(terms: Sequence[Term]) -> bool:
@@ -243,4 +273,4 @@ def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
 def score(specs: Sequence[JudgeSection], text: str, prompt: Prompt) -> float:
     """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
     terms = load_terms(specs)
-    return weighted_sum(terms, score_terms(terms, text, prompt))
+    return weighted_sum(terms, score_terms(terms, text, prompt)[0])

@@ -6,20 +6,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from megarl.data.sample import Prompt
-from megarl.recipe.sections import JudgeSection, RewardPhaseSection
+from megarl.recipe.reward_sections import JudgeSection
+from megarl.recipe.sections import RewardPhaseSection
+from megarl.reward import sandbox, service
 from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
-from megarl.reward.verifiers import check_answers, load_terms, reads_answers, weighted_sum
+from megarl.reward.service import both, services_of
+from megarl.reward.verifiers import check_answer, load_terms, reads_answers, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
 MAX_WORKER_RESTARTS = 2
+# By the kind of a term, what it can say of a text besides a number; the metrics count each.
+REASONS = {"code": sandbox.REASONS, "http": service.REASONS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +34,8 @@ class RewardResult:
     `rewards` float32 [n] and each of `parts` float32 [n] (what a term said, before its weight) are NaN where
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
-    `num_workers` workers scored, all of them together. `answers` is what each text answers, where that was asked for and
-    some term reads it.
+    `num_workers` workers scored, all of them together. `counts` says how often a term gave which reason, as
+    `code_num_failed`; `answers` is what each text answers, where that was asked for and some term reads it.
     """
 
     rewards: np.ndarray
@@ -41,6 +46,7 @@ class RewardResult:
     task_sequences: tuple[int, ...]
     busy_s: float = 0.0
     num_workers: int = 1
+    counts: dict[str, int] = field(default_factory=dict)
     answers: list[str | None] | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -51,6 +57,7 @@ class RewardResult:
             "reward/deviation": _std(self.rewards[self.valid]),
         }
         figures |= {f"reward/{name}": _mean(part[self.valid]) for name, part in self.parts.items()}
+        figures |= {f"reward/{name}": count for name, count in self.counts.items()}
         figures |= {"reward/busy_s": self.busy_s, "reward/num_workers": self.num_workers}
         return figures | {"reward/num_masked": masked, "reward/num_timeouts": self.num_timeouts}
 
@@ -64,14 +71,15 @@ def _std(values: np.ndarray) -> float:
 
 
 class Scorer:
-    """Scores tasks with one verifier process: here in `local` mode, or inside a Ray actor."""
+    """Scores tasks with one verifier process, and asks services beside it: here in `local` mode, or inside a Ray actor."""
 
     def __init__(self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str]) -> None:
         from megarl.data.tokenizer import load_tokenizer
 
         mark_from_environment()
         self._tokenizer = load_tokenizer(model_path)
-        self._verifiers = VerifierProcess(specs, import_path)
+        self._services = services_of(specs)
+        self._verifiers = VerifierProcess(specs, import_path) if len(self._services) < len(specs) else None
         self._busy_s = 0.0
 
     def ready(self) -> bool:
@@ -88,7 +96,12 @@ class Scorer:
             self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
             for sample in samples
         ]
-        verdicts = self._verifiers.score_task(texts, prompts, timeout_s, answers)
+        asked = [one.ask(texts, prompts, timeout_s) for one in self._services]
+        verdicts = [Verdict({})] * len(texts)
+        if self._verifiers is not None:
+            verdicts = self._verifiers.score_task(texts, prompts, timeout_s, answers)
+        for one in asked:
+            verdicts = list(map(both, verdicts, one.wait()))
         self._busy_s += time.perf_counter() - begun
         return verdicts
 
@@ -99,14 +112,17 @@ class Scorer:
 
     def close(self) -> None:
         """Stop the verifier process."""
-        self._verifiers.close()
+        if self._verifiers is not None:
+            self._verifiers.close()
+        for one in self._services:
+            one.close()
 
 
 class RewardWorkers:
     """Scores whole batches, cut into tasks of `phases.reward.sequences`.
 
     `specs` is the recipe's `reward` list, `section` its `phases.reward`. With `local` the scorer lives in
-    this process (its verifiers do not); otherwise in `num_workers` Ray actors of the connected cluster, which
+    this process (its verifiers do not); otherwise in `section.workers` Ray actors of the connected cluster, which
     fetch and decode the tokens there. Raises ValueError for reward terms that do not load.
     """
 
@@ -116,13 +132,12 @@ class RewardWorkers:
         model_path: str,
         section: RewardPhaseSection,
         local: bool,
-        num_workers: int = 1,
     ) -> None:
         self._terms = load_terms(specs)
         self._sequences = section.sequences
         self._timeout_s = section.timeout_s
         self._local = Scorer(specs, model_path, sys.path) if local else None
-        self._actors = [] if local else _start_actors(specs, model_path, num_workers)
+        self._actors = [] if local else _start_actors(specs, model_path, section.workers)
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
@@ -132,7 +147,8 @@ class RewardWorkers:
 
         Raises ValueError for an answer that a verifier cannot judge by, TimeoutError when a worker is silent.
         """
-        check_answers(self._terms, prompts)
+        for prompt in prompts:
+            check_answer(self._terms, prompt)
         tasks = [
             range(first, min(first + self._sequences, num_sequences)) for first in range(0, num_sequences, self._sequences)
         ]
@@ -204,7 +220,13 @@ class RewardWorkers:
             for name, value in verdict.said.items():
                 parts[name][sample] = value
         num_timeouts = sum(verdict.timed_out for verdict in verdicts)
-        return RewardResult(rewards, ~np.isnan(rewards), parts, failures, num_timeouts, task_sequences)
+        counts = {
+            f"{term.name}_num_{reason}": sum(verdict.reasons.get(term.name) == reason for verdict in verdicts)
+            for term in self._terms
+            for reason in REASONS.get(term.kind, ())
+        }
+        valid = ~np.isnan(rewards)
+        return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
 def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> list[Any]:

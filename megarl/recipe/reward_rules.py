@@ -1,0 +1,44 @@
+"""Rules of the parts of a reward: what a pattern, a schema and a time limit must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.reward_sections import CodeRewardSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.violation import Violation
+
+Violations = Iterator[Violation]
+
+
+def texts(recipe: Recipe) -> Violations:
+    """A pattern is a regular expression, and a schema one of JSON."""
+    for number, spec in enumerate(recipe.reward):
+        if isinstance(spec, PatternRewardSection):
+            try:
+                re.compile(spec.pattern)
+            except re.error as error:
+                yield Violation(
+                    f"reward.{number}.pattern", spec.pattern, f"no regular expression: {error}", "see Python's re"
+                )
+        if isinstance(spec, SchemaRewardSection):
+            import jsonschema  # takes long, and few recipes have a schema
+
+            try:
+                jsonschema.validators.validator_for(spec.json_schema).check_schema(spec.json_schema)
+            except jsonschema.SchemaError as error:
+                where = "".join(f".{part}" for part in error.absolute_path)
+                yield Violation(
+                    f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
+                )
+
+
+def code_has_time(recipe: Recipe) -> Violations:
+    """Code that loops runs into its own limit, and scores 0; the deadline of the task would mask it, and all behind it."""
+    parts = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
+    section = recipe.phases.reward
+    needed = section.sequences * sum(parts)
+    if parts and section.timeout_s < needed:
+        rule = f"{section.sequences} sequences of a task (phases.reward.sequences) may run for {sum(parts):g} s each"
+        yield Violation("phases.reward.timeout_s", section.timeout_s, rule, f"{needed:g}, or fewer sequences")

@@ -1,0 +1,192 @@
+"""Rewards from a service over HTTP: whole batches at a time, sent again where that can help, and never waited for too long.
+
+A request is one JSON document, `{"samples": [{"prompt", "completion", "answer", "metadata"}, ...]}`, and so is its answer,
+`{"rewards": [number, ...]}`, with null for what the service could not judge.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import tenacity
+
+from megarl.data.sample import Prompt
+from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection
+from megarl.reward.process import Verdict
+from megarl.reward.verifiers import names
+
+# What became of a completion: judged at once or after another request; or masked, because the service gave no answer after
+# all retries, did not take the request, gave an answer that is no number, or was not done at the deadline.
+REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
+LARGEST_ANSWER_BYTES = 1 << 26
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+
+
+class Busy(Exception):
+    """The service cannot answer now, and may do so later."""
+
+
+class Refused(Exception):
+    """The service will not take this request, however often it is sent."""
+
+
+class Unusable(Exception):
+    """An answer that nothing can be read from."""
+
+
+class Service:
+    """The service behind one part of the reward, which is called `name` in the metrics.
+
+    Raises ValueError for a header whose environment variable is not set.
+    """
+
+    def __init__(self, name: str, section: HttpRewardSection) -> None:
+        self._name, self._section = name, section
+        headers = {}
+        for header, variable in section.headers_from_environment.items():
+            if variable not in os.environ:
+                raise ValueError(
+                    f"reward {name}: headers_from_environment.{header} is {variable!r}, and there is no such environment "
+                    "variable; set it wherever reward workers run, before Ray starts there"
+                )
+            headers[header] = os.environ[variable]
+        self._client = httpx.Client(headers=headers, timeout=section.timeout_s)
+
+    def ask(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> Answers:
+        """Begin to ask; the answers are waited for until `timeout_s` from now."""
+        return Answers(self, texts, prompts, timeout_s)
+
+    def close(self) -> None:
+        """Give up the connections."""
+        self._client.close()
+
+    def judge(self, texts: Sequence[str], prompts: Sequence[Prompt], deadline: float) -> Iterator[Verdict]:
+        """A verdict for each text, in order, batch by batch. No request begins after the deadline; one may pass it."""
+        for first in range(0, len(texts), self._section.batch):
+            batch = slice(first, first + self._section.batch)
+            if time.monotonic() >= deadline:
+                return
+            yield from self._judge_batch(texts[batch], prompts[batch], deadline)
+
+    def late(self, timeout_s: float) -> Verdict:
+        """The verdict on what was not judged in time."""
+        reason = {self._name: "late"}
+        return Verdict(None, f"timeout: {self._section.url} had not answered after {timeout_s:g} s", True, reason)
+
+    def _judge_batch(self, texts: Sequence[str], prompts: Sequence[Prompt], deadline: float) -> list[Verdict]:
+        samples = [
+            {"prompt": prompt.question, "completion": text, "answer": prompt.answer, "metadata": prompt.row}
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+        # A row may hold what JSON has not, as a date; its text is better than no reward.
+        content = json.dumps({"samples": samples}, default=str).encode()
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(1 + self._section.retries)
+            | tenacity.stop_before_delay(max(0.0, deadline - time.monotonic())),
+            wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S, jitter=FIRST_WAIT_S),
+            retry=tenacity.retry_if_exception_type((httpx.TransportError, Busy)),
+            reraise=True,
+        )
+        try:
+            values = _rewards(retrying(self._post, content), len(texts))
+        except (httpx.HTTPError, Busy) as error:
+            return [self._masked("unreachable", error)] * len(texts)
+        except Refused as error:
+            return [self._masked("refused", error)] * len(texts)
+        except Unusable as error:
+            return [self._masked("unusable", error)] * len(texts)
+        reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
+        return [self._verdict(value, reason) for value in values]
+
+    def _verdict(self, value: Any, reason: str) -> Verdict:
+        # A JSON true is an int to Python, and a number too large for a float is one, too.
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308 or not math.isfinite(value):
+            return self._masked("unusable", Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed"))
+        return Verdict({self._name: float(value)}, reasons={self._name: reason})
+
+    def _masked(self, reason: str, error: Exception) -> Verdict:
+        return Verdict(None, f"{reason}: {self._section.url}: {error or type(error).__name__}", reasons={self._name: reason})
+
+    def _post(self, content: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
+            if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
+                raise Busy(f"status {response.status_code}")
+            if not response.is_success:
+                raise Refused(f"status {response.status_code}")
+            body = b""
+            for piece in response.iter_bytes():
+                body += piece
+                if len(body) > LARGEST_ANSWER_BYTES:
+                    raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+            return body
+
+
+class Answers:
+    """What a service will have said. It is asked in a thread of its own: no library ends a request at a deadline of all of
+    it, so that one that is late is left alone."""
+
+    def __init__(self, service: Service, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> None:
+        self._service, self._timeout_s, self._num_texts = service, timeout_s, len(texts)
+        self._deadline = time.monotonic() + timeout_s
+        self._verdicts: list[Verdict] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._ask, args=(texts, prompts), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> list[Verdict]:
+        """One verdict for each text, at the deadline at the latest. Raises what only a bug can raise."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._error is not None:
+            raise self._error
+        verdicts = list(self._verdicts)
+        return verdicts + [self._service.late(self._timeout_s)] * (self._num_texts - len(verdicts))
+
+    def _ask(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> None:
+        try:
+            for verdict in self._service.judge(texts, prompts, self._deadline):
+                self._verdicts.append(verdict)
+        except BaseException as error:
+            self._error = error
+
+
+def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
+    """The services among the parts of a reward. Raises ValueError where one cannot be asked."""
+    pairs = zip(names(specs), specs, strict=True)
+    return [Service(name, spec) for name, spec in pairs if isinstance(spec, HttpRewardSection)]
+
+
+def check_services(specs: Sequence[JudgeSection]) -> None:
+    """Raises ValueError where a service cannot be asked; none is asked yet."""
+    for service in services_of(specs):
+        service.close()
+
+
+def both(one: Verdict, other: Verdict) -> Verdict:
+    """What two say of the same text: numbers only where both have them."""
+    reasons = one.reasons | other.reasons
+    if one.said is None or other.said is None:
+        failed = one if one.said is None else other
+        return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons)
+    return Verdict(one.said | other.said, reasons=reasons, answer=one.answer or other.answer)
+
+
+def _rewards(body: bytes, number: int) -> list[Any]:
+    """As many as asked for; what each is shows later. Raises Unusable."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"the answer is no JSON: {error}") from error
+    rewards = answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(rewards, list):
+        raise Unusable('the answer is not {"rewards": [...]}')
+    if len(rewards) != number:
+        raise Unusable(f"{len(rewards)} rewards for {number} completions")
+    return rewards

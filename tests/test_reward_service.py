@@ -1,0 +1,204 @@
+"""A reward over HTTP: asked in batches, again where it helps, within a deadline; what is no number is masked, by reason."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.sample import Prompt
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.reward_sections import HttpRewardSection, VerifierSection
+from megarl.recipe.sections import RewardPhaseSection
+from megarl.reward import service
+from megarl.reward.process import Verdict
+from megarl.reward.service import Service, both, check_services
+from megarl.reward.workers import RewardWorkers
+from tests.ports import unused_port
+from tests.recipe_cases import edited, make_folder, write
+from tests.test_reward_workers import model, payload  # noqa: F401
+
+
+class Judge:
+    """A service that answers with the scripted replies, one a request, and then with the length of each completion. A reply
+    is a status, a body, or an Event to wait for."""
+
+    def __init__(self):
+        self.replies, self.requests, self.headers, judge = [], [], [], self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.requests.append(asked["samples"])
+                judge.headers.append(self.headers)
+                reply = judge.replies.pop(0) if judge.replies else None
+                if isinstance(reply, threading.Event):
+                    reply.wait(60)
+                if reply == "hang up":
+                    return
+                body = reply if isinstance(reply, str) else None
+                if body is None:
+                    body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
+                self.send_response(reply if isinstance(reply, int) else 200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", unused_port()), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server.server_address[1]}/score"
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    judge = Judge()
+    yield judge
+    judge.server.shutdown()
+    judge.server.server_close()
+    judge.thread.join()
+
+
+def prompts(number):
+    return [Prompt(i, np.zeros(1, dtype=np.int32), f"q{i}", f"a{i}", {"level": i}) for i in range(number)]
+
+
+def asked(judge, texts, timeout_s=60.0, **settings):
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url, **settings))
+    try:
+        return one.ask(texts, prompts(len(texts)), timeout_s).wait()
+    finally:
+        one.close()
+
+
+def told(verdicts):
+    return [(None if one.said is None else one.said["http"], one.reasons["http"]) for one in verdicts]
+
+
+def test_a_request_has_everything_and_batches_have_their_size(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    found = asked(judge, ["a", "bb", "ccc"], batch=2, headers_from_environment={"X-Key": "JUDGE_KEY"})
+    assert told(found) == [(1.0, "answered"), (2.0, "answered"), (3.0, "answered")]
+    assert [len(one) for one in judge.requests] == [2, 1]
+    assert judge.requests[0][1] == {"prompt": "q1", "completion": "bb", "answer": "a1", "metadata": {"level": 1}}
+    assert [one["X-Key"] for one in judge.headers] == ["secret", "secret"]
+
+
+@pytest.mark.parametrize("failure", [500, 503, 429, "hang up"])
+def test_what_may_pass_is_asked_again(judge, failure):
+    judge.replies = [failure, failure]
+    assert told(asked(judge, ["a"], retries=2)) == [(1.0, "retried")]
+    judge.replies = [failure] * 3
+    assert told(asked(judge, ["a", "b"], retries=2, batch=1)) == [(None, "unreachable"), (1.0, "answered")]
+    assert len(judge.requests) == 7
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 301])
+def test_a_refusal_is_final(judge, status):
+    judge.replies = [status]
+    (verdict,) = asked(judge, ["a"])
+    assert verdict.reasons == {"http": "refused"} and f"status {status}" in verdict.failure and judge.url in verdict.failure
+    assert len(judge.requests) == 1
+
+
+def test_nobody_listening_masks(judge):
+    one = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
+    assert told(one.ask(["a"], prompts(1), 60.0).wait()) == [(None, "unreachable")]
+
+
+@pytest.mark.parametrize("body", ["", "[1, 2]", "{}", '{"rewards": 1}', '{"rewards": [1]}', '{"rewards": [1, 2, 3]}', "1e"])
+def test_an_answer_of_another_form_masks_its_batch(judge, body):
+    judge.replies = [body]
+    assert told(asked(judge, ["a", "b", "c"], batch=2)) == [(None, "unusable")] * 2 + [(1.0, "answered")]
+
+
+def test_a_value_that_is_no_finite_number_masks_its_sample(judge):
+    values = ["NaN", "Infinity", "1e999", "null", "true", '"1"', "[1]", "1" + "0" * 400, "-0.5", "3"]
+    judge.replies = ['{"rewards": [' + ", ".join(values) + "]}"]
+    found = told(asked(judge, ["a"] * len(values)))
+    assert found == [(None, "unusable")] * 8 + [(-0.5, "answered"), (3.0, "answered")]
+
+
+def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge):
+    gate = threading.Event()
+    judge.replies = ['{"rewards": [7]}', gate]
+    try:
+        found = asked(judge, ["a", "b", "c"], timeout_s=1.0, batch=1)
+    finally:
+        gate.set()
+    assert told(found) == [(7.0, "answered"), (None, "late"), (None, "late")]
+    assert [one.timed_out for one in found] == [False, True, True] and "after 1 s" in found[1].failure
+
+
+def test_retries_stop_before_the_deadline(judge, monkeypatch):
+    monkeypatch.setattr(service, "FIRST_WAIT_S", 1000.0)
+    monkeypatch.setattr(service, "LONGEST_WAIT_S", 1000.0)
+    judge.replies = [500] * 50
+    assert told(asked(judge, ["a"], timeout_s=60.0, retries=50)) == [(None, "unreachable")]
+    assert len(judge.requests) == 1
+
+
+def test_a_sample_counts_where_every_part_has_judged_it(judge, model):  # noqa: F811
+    judge.replies = ['{"rewards": [0.5, null]}', '{"rewards": [2, 3]}']
+    specs = [VerifierSection(kind="exact"), HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0)]
+    workers = RewardWorkers(specs, model, RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)
+    try:
+        result = workers.score(payload(model, ["a0", "a0", "a1", "x"]), prompts(2), 4, group_size=2)
+    finally:
+        workers.close()
+    np.testing.assert_array_equal(result.rewards, [2.0, np.nan, 5.0, 6.0])
+    metrics = result.metrics()
+    assert metrics["reward/num_masked"] == 1 and metrics["reward/num_timeouts"] == 0
+    assert metrics["reward/http_num_answered"] == 3 and metrics["reward/http_num_unusable"] == 1
+    assert metrics["reward/exact"] == pytest.approx(2 / 3) and metrics["reward/http"] == pytest.approx(5.5 / 3)
+
+
+def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
+    part = HttpRewardSection(kind="http", url=judge.url)
+    workers = RewardWorkers([part], model, RewardPhaseSection(timeout_s=60.0), local=True)
+    try:
+        assert workers.score(payload(model, ["a", "bb"]), prompts(1), 2, group_size=2).rewards.tolist() == [1, 2]
+    finally:
+        workers.close()
+
+
+SAID = st.none() | st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), max_size=2)
+
+
+@given(SAID, SAID, st.booleans(), st.booleans())
+def test_two_verdicts_make_one(said, other, late, other_late):
+    one = Verdict(said, "one", late, {"x": "a"})
+    made = both(one, Verdict(other, "other", other_late, {"y": "b"}))
+    assert (made.said is None) == (said is None or other is None)
+    assert made.reasons == {"x": "a", "y": "b"}
+    if made.said is not None:
+        assert made.said == said | other and not made.failure
+    else:
+        assert made.timed_out == (late or other_late) and made.failure == ("one" if said is None else "other")
+
+
+def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    part = HttpRewardSection(kind="http", url="http://x/", headers_from_environment={"X-Key": "JUDGE_KEY"})
+    with pytest.raises(ValueError, match="headers_from_environment.X-Key is 'JUDGE_KEY', and there is no such"):
+        check_services([part])
+    monkeypatch.setenv("JUDGE_KEY", "1")
+    check_services([part])
+    make_folder(tmp_path, monkeypatch)
+    wrong = {"kind": "http", "url": "http://user:word@host/", "headers_from_environment": {"Authorization": "Bearer abc"}}
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write(tmp_path, edited(("reward", [wrong]))))
+    keys = {one.key for one in refused.value.violations}
+    assert keys == {"reward.0.url", "reward.0.headers_from_environment"}
