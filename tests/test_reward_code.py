@@ -71,7 +71,7 @@ def named(name):
         ("open('x', 'wb').write(b'0' * (5 << 20))", "files"),
         ("for i in range(5): open(f'x{i}', 'wb').write(b'0' * (1 << 20))", "files"),
         ("while True: print('x' * 1000)", "output"),
-        ("import socket; socket.create_connection(('127.0.0.1', 22), 5)", "failed"),
+        ("import errno, socket\nassert socket.socket().connect_ex(('127.0.0.1', 22)) == errno.ENETUNREACH", "passed"),
         ("open('/usr/x', 'w')", "failed"),
         ("open('/x', 'w')", "failed"),
         ("open('/proc/1/mem', 'rb')", "failed"),
@@ -174,7 +174,7 @@ def test_what_tests_an_answer_may_hold(answer, number):
 
 def test_a_share_or_all_of_the_tests():
     for credit, worth in (("all", 0.0), ("share", 2 / 3)):
-        judge = code_verifier(CodeRewardSection(kind="code", credit=credit))
+        judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit}))
         assert judge(f"So:\n```python\n{SQUARES}```", prompt(ANSWER)) == (worth, "failed")
     assert judge(SQUARES, prompt("assert square(3) == 9")) == (1.0, "passed")
 
