@@ -65,6 +65,7 @@ def named(name):
         ("import os\nwhile True: os.fork()", "processes"),
         ("import threading, time\nfor i in range(9): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
          "processes"),
+        ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
         ("x = bytearray(300 << 20)", "memory"),
         ("import os, time\nfor i in range(2): os.fork()\nx = bytearray(90 << 20)\nx[::4096] = b'1' * len(x[::4096])\n"
          "time.sleep(99)", "memory"),
@@ -72,7 +73,8 @@ def named(name):
         ("for i in range(5): open(f'x{i}', 'wb').write(b'0' * (1 << 20))", "files"),
         ("while True: print('x' * 1000)", "output"),
         ("import errno, socket\nassert socket.socket().connect_ex(('127.0.0.1', 22)) == errno.ENETUNREACH", "passed"),
-        ("open('/usr/x', 'w')", "failed"),
+        ("import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
+         "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path", "passed"),
         ("open('/x', 'w')", "failed"),
         ("open('/proc/1/mem', 'rb')", "failed"),
         (f"assert not __import__('os').path.exists({__file__!r})", "passed"),

@@ -154,7 +154,12 @@ def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge, monkeypatch):
         one.close()
     assert told(found) == [(7.0, "answered"), (None, "late"), (None, "late")]
     assert [one.timed_out for one in found] == [False, True, True] and "after 300 s" in found[1].failure
-    assert len(judge.requests) == 2, "no request begins after the deadline"
+
+
+def test_no_request_begins_after_the_deadline(judge):
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url))
+    assert list(one.judge(["a"], prompts(1), time.monotonic() - 1.0)) == [] and not judge.requests
+    one.close()
 
 
 def test_retries_stop_before_the_deadline(judge, monkeypatch):
