@@ -8,7 +8,7 @@ import pytest
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 from tests.test_reward_service import Judge
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 STEPS, MIDDLE = 4, 2
 
 
@@ -24,16 +24,23 @@ def judge():
 def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     tiny_run(tmp_path)
+    # One question for all: a replay wants the prompts that it was made of, and here rewards decide which row is next.
+    (tmp_path / "prompts.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     rollouts = fake_rollouts(tmp_path, STEPS)
-    tests = [{"question": f"{n}+1", "answer": ["assert 1"]} for n in range(3)] + [{"question": "bad", "answer": [1]}]
+    tests = [{"question": "1+1", "answer": [f"assert {n + 1}"]} for n in range(3)] + [{"question": "1+1", "answer": [1]}]
     (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
-    file = {"kind": "jsonl", "prompt_field": "question", "answer_field": "answer"}
-    parts = [file | {"path": str(tmp_path / "tests.jsonl"), "weight": 3.0}]
-    (tmp_path / "more.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}", "answer": "f(1)"}) + "\n" for n in range(3))
-    )
-    parts.append(file | {"path": str(tmp_path / "more.jsonl")})
-    reward = [{"kind": "function", "target": "tests.rewards:digits"}, {"kind": "code", "credit": "share", "timeout_s": 2.0},
+    (tmp_path / "more.jsonl").write_text("".join(f'{{"question": "1+1", "answer": "f({n})"}}\n' for n in range(3)))
+    parts = [
+        {
+            "kind": "jsonl",
+            "path": str(tmp_path / name),
+            "prompt_field": "question",
+            "answer_field": "answer",
+            "weight": weight,
+        }
+        for name, weight in (("tests.jsonl", 3.0), ("more.jsonl", 1.0))
+    ]
+    reward = [{"kind": "function", "target": "tests.rewards:digits"}, {"kind": "code", "credit": "share", "timeout_s": 30.0},
               {"kind": "http", "url": judge.url, "batch": 3, "weight": 0.01}]  # fmt: skip
     changes = {
         "data__prompts": {"kind": "mixture", "parts": parts},
@@ -41,7 +48,7 @@ def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge,
         "data__on_bad_row": "skip",
         "data__curriculum": {"low": 0.3, "high": 0.7, "pass_reward": 0.2, "revisit": 1},
         "reward": reward,
-        "phases__reward": {"sequences": 16},
+        "phases__reward": {"sequences": 4, "timeout_s": 120.0},
         "rollout__replay": str(rollouts),
         "run__checkpoint_every": MIDDLE,
     }

@@ -65,14 +65,16 @@ def named(name):
         ("import os\nwhile True: os.fork()", "processes"),
         ("import threading, time\nfor i in range(9): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
          "processes"),
+        ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
         ("x = bytearray(300 << 20)", "memory"),
         ("import os, time\nfor i in range(2): os.fork()\nx = bytearray(90 << 20)\nx[::4096] = b'1' * len(x[::4096])\n"
          "time.sleep(99)", "memory"),
         ("open('x', 'wb').write(b'0' * (5 << 20))", "files"),
         ("for i in range(5): open(f'x{i}', 'wb').write(b'0' * (1 << 20))", "files"),
         ("while True: print('x' * 1000)", "output"),
-        ("import socket; socket.create_connection(('127.0.0.1', 22), 5)", "failed"),
-        ("open('/usr/x', 'w')", "failed"),
+        ("import errno, socket\nassert socket.socket().connect_ex(('127.0.0.1', 22)) == errno.ENETUNREACH", "passed"),
+        ("import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
+         "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path", "passed"),
         ("open('/x', 'w')", "failed"),
         ("open('/proc/1/mem', 'rb')", "failed"),
         (f"assert not __import__('os').path.exists({__file__!r})", "passed"),
@@ -174,7 +176,7 @@ def test_what_tests_an_answer_may_hold(answer, number):
 
 def test_a_share_or_all_of_the_tests():
     for credit, worth in (("all", 0.0), ("share", 2 / 3)):
-        judge = code_verifier(CodeRewardSection(kind="code", credit=credit))
+        judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit}))
         assert judge(f"So:\n```python\n{SQUARES}```", prompt(ANSWER)) == (worth, "failed")
     assert judge(SQUARES, prompt("assert square(3) == 9")) == (1.0, "passed")
 

@@ -2,7 +2,10 @@
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.reward_sections import HttpRewardSection, VerifierSection
+from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection, VerifierSection
 from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import service
 from megarl.reward.process import Verdict
@@ -27,7 +30,10 @@ class Judge:
     is a status, a body, or an Event to wait for."""
 
     def __init__(self):
-        self.replies, self.requests, self.headers, judge = [], [], [], self
+        self.replies: list[Any] = []
+        self.requests: list[Any] = []
+        self.headers: list[Any] = []
+        judge = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
@@ -131,15 +137,29 @@ def test_a_value_that_is_no_finite_number_masks_its_sample(judge):
     assert found == [(None, "unusable")] * 8 + [(-0.5, "answered"), (3.0, "answered")]
 
 
-def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge):
-    gate = threading.Event()
+def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge, monkeypatch):
+    gate, real, ahead_s = threading.Event(), time.monotonic, [0.0]
+    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: real() + ahead_s[0]))
     judge.replies = ['{"rewards": [7]}', gate]
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=1))
     try:
-        found = asked(judge, ["a", "b", "c"], timeout_s=1.0, batch=1)
+        answers = one.ask(["a", "b", "c"], prompts(3), 300.0)
+        while len(judge.requests) < 2:  # the first is judged by then
+            assert real() < answers.deadline, "the service was not asked"
+            time.sleep(0.01)
+        ahead_s[0] = 300.0
+        found = answers.wait()
     finally:
         gate.set()
+        one.close()
     assert told(found) == [(7.0, "answered"), (None, "late"), (None, "late")]
-    assert [one.timed_out for one in found] == [False, True, True] and "after 1 s" in found[1].failure
+    assert [one.timed_out for one in found] == [False, True, True] and "after 300 s" in found[1].failure
+
+
+def test_no_request_begins_after_the_deadline(judge):
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url))
+    assert list(one.judge(["a"], prompts(1), time.monotonic() - 1.0)) == [] and not judge.requests
+    one.close()
 
 
 def test_retries_stop_before_the_deadline(judge, monkeypatch):
@@ -152,7 +172,10 @@ def test_retries_stop_before_the_deadline(judge, monkeypatch):
 
 def test_a_sample_counts_where_every_part_has_judged_it(judge, model):  # noqa: F811
     judge.replies = ['{"rewards": [0.5, null]}', '{"rewards": [2, 3]}']
-    specs = [VerifierSection(kind="exact"), HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0)]
+    specs: list[JudgeSection] = [
+        VerifierSection(kind="exact"),
+        HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0),
+    ]
     workers = RewardWorkers(specs, model, RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)
     try:
         result = workers.score(payload(model, ["a0", "a0", "a1", "x"]), prompts(2), 4, group_size=2)

@@ -16,7 +16,7 @@ from megarl.recipe.data_sections import (
     SourceSection,
 )
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.violation import Violation
+from megarl.recipe.violation import GIVEN, Violation
 
 Violations = Iterator[Violation]
 
@@ -112,4 +112,4 @@ def curriculum(recipe: Recipe) -> Violations:
         yield Violation("data.curriculum.low", section.low, rule, f"{section.high:g}")
     if not recipe.verifiers:
         rule = "a pass rate is read from rewards, and the only one is of kind: model"
-        yield Violation("data.curriculum", "(given)", rule, "remove data.curriculum, or add a verifier to reward")
+        yield Violation("data.curriculum", GIVEN, rule, "remove data.curriculum, or add a verifier to reward")

@@ -135,7 +135,7 @@ class Answers:
 
     def __init__(self, service: Service, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> None:
         self._service, self._timeout_s, self._num_texts = service, timeout_s, len(texts)
-        self._deadline = time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         self._verdicts: list[Verdict] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._ask, args=(texts, prompts), daemon=True)
@@ -143,7 +143,7 @@ class Answers:
 
     def wait(self) -> list[Verdict]:
         """One verdict for each text, at the deadline at the latest. Raises what only a bug can raise."""
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        self._thread.join(max(0.0, self.deadline - time.monotonic()))
         if self._error is not None:
             raise self._error
         verdicts = list(self._verdicts)
@@ -151,7 +151,7 @@ class Answers:
 
     def _ask(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> None:
         try:
-            for verdict in self._service.judge(texts, prompts, self._deadline):
+            for verdict in self._service.judge(texts, prompts, self.deadline):
                 self._verdicts.append(verdict)
         except BaseException as error:
             self._error = error
