@@ -24,7 +24,7 @@ from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
-from megarl.rollout.requests import EngineReport, RequestLog, silent_statistics
+from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.watchdog.stacks import mark_from_environment
 
@@ -70,12 +70,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions."""
+    """One prompt and the sampling seed of each of its completions; with `greedy` they are the likeliest tokens instead."""
 
     position: int
     group: int
     prompt_ids: np.ndarray
     seeds: tuple[int, ...]
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class RolloutEngine:
         prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
         queues = []
         for member, seed in enumerate(request.seeds):
-            name, sampling = self._name(request, member), _sampling(self._settings, seed)
+            name, sampling = self._name(request, member), _sampling(self._settings, seed, request.greedy)
             # vLLM's own choice goes by counts that come by and by, and another batch may round otherwise.
             rank = self._queued % self._settings.layout.data
             queues.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
@@ -321,7 +322,8 @@ class RolloutEngine:
         ]
         versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
         for member, one in enumerate(ended):
-            self._log.add(request.position * len(ended) + member, one, versions[member][-1])
+            sample = GREEDY if request.greedy else request.position * len(ended) + member
+            self._log.add(sample, one, versions[member][-1])
         result = GroupResult(
             group=request.group,
             prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
@@ -457,12 +459,12 @@ def _layers_with_experts(model_path: str) -> list[int]:
     return [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
 
 
-def _sampling(settings: EngineSettings, seed: int) -> Any:
+def _sampling(settings: EngineSettings, seed: int, greedy: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=settings.temperature,
+        temperature=0.0 if greedy else settings.temperature,
         top_p=1.0,
         max_tokens=settings.max_new_tokens,
         stop_token_ids=list(settings.stop_token_ids),
