@@ -16,15 +16,16 @@ from megarl.algorithm.kl import adapted, kl
 from megarl.algorithm.overlong import overlong_penalties
 from megarl.data.sample import Sample
 from megarl.engine.batch import Batch
-from megarl.engine.engine import Engine, share_results
+from megarl.engine.engine import Engine, Update, share_results
 from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
-from megarl.engine.parallel import Place
+from megarl.engine.parallel import Place, reduce_scalars
 from megarl.evaluation.held_out import Judged
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.finite_guard import FiniteGuard
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.algorithm_sections import OverlongSection
+from megarl.rounds import Rounds
 from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import span
@@ -32,6 +33,8 @@ from megarl.telemetry.step_figures import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
+# What does not run while the critic alone is updated.
+OF_THE_ACTOR = frozenset({"actor_update", "weight_sync"})
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Parts:
     weights: Any  # None where rollouts are replayed: nobody takes new weights
     dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
     samples: Any  # the SampleTable of rank 0; None to write none
-    held_out: Any  # the HeldOut of rank 0; None to evaluate nothing
+    held_out: Any = None  # the HeldOut of rank 0; None to evaluate nothing
+    refreshes: bool = False  # the reference takes the actor's weights from time to time
+    engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -62,10 +67,14 @@ class Parts:
         return {role: engine for role, engine in engines.items() if engine is not None}
 
     @property
-    def trained(self) -> dict[str, Engine]:
-        """Roles that have an optimizer, and so go into a checkpoint."""
+    def moving(self) -> dict[str, Engine]:
+        """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
         engines = {role: engine for role, engine in self.engines.items() if role == engine.role}
-        return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
+        return {
+            role: engine
+            for role, engine in engines.items()
+            if engine.optimizer is not None or (role == "reference" and self.refreshes)
+        }
 
 
 @dataclass(frozen=True)
@@ -100,13 +109,28 @@ class Pipeline:
     def step(self, number: int) -> Figures:
         """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
         self.number, self.figures = number, {}
-        with self._phase("rollout"):
-            rollouts, prompts = self._rollout(number)
+        runs = self.runs - (OF_THE_ACTOR if self._warms_up(number) else frozenset())
+        rounds = Rounds(self.recipe)
+        while not rounds.complete:
+            with self._phase("rollout"):
+                rollouts, prompts = self._rollout(number)
+            with self._phase("reward"):
+                scored = self._score(rollouts, prompts)
+                if self.rank == 0:
+                    self.parts.prompts.learn(prompts, scored.rewards, scored.valid)
+                rounds.add(rollouts, scored)
         with self._phase("reward"):
-            batch, scored = self._reward(rollouts, prompts)
+            rollouts, scored, figures = rounds.chosen()
+            self.figures |= figures
+            batch = self._batch(rollouts, scored)
+            if rollouts.greedy is not None:
+                self._compare_with_greedy(batch, rollouts.greedy, self._score(rollouts.greedy, prompts))
         with self.clock.phase("plan"), span("planning"):
-            plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in self.runs}
+            plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in runs}
         with self._phase("rollout"):
+            if self.rank == 0:
+                with span("wait_engines"):
+                    self.parts.rollouts.rest()
             batch.samples = self._samples(rollouts.payload, plans)
         if self.parts.reward_model is not None:
             with self._phase("reward_model"):
@@ -130,10 +154,15 @@ class Pipeline:
         if self.parts.critic is not None:
             with self._phase("critic_update"):
                 self._update(self.parts.critic, plans["critic_update"], batch, ValueObjective)
-        with self._phase("actor_update"):
-            self._update(self.parts.actor, plans["actor_update"], batch, PolicyObjective)
-        with self._phase("weight_sync"):
-            self.sync(self.version + 1)
+        if "actor_update" in runs:
+            with self._phase("actor_update"):
+                self._update(self.parts.actor, plans["actor_update"], batch, PolicyObjective)
+                self._refresh_reference(number)
+        if "weight_sync" in runs:
+            with self._phase("weight_sync"):
+                self.sync(self.version + 1)
+        else:
+            self._keep_actor()
         return self.figures | self.guard.take_figures()
 
     def evaluate(self, step: int) -> Any:
@@ -173,7 +202,11 @@ class Pipeline:
         if ran != planned:
             raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
         self._refuse_overlong(rollouts)
-        self.figures |= rollout_figures(rollouts)
+        if self.recipe.algorithm.advantage == "remax":
+            beside = 0 if rollouts.greedy is None else len(rollouts.greedy)
+            if beside != sections.prompts:
+                raise PlanMismatch(f"phase rollout: planned {sections.prompts} greedy completions, executed {beside}")
+            self._refuse_overlong(rollouts.greedy)
         return rollouts, prompts
 
     def _refuse_overlong(self, rollouts: Any) -> None:
@@ -189,25 +222,29 @@ class Pipeline:
                     f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
                 )
 
-    def _reward(self, rollouts: Any, prompts: Any) -> tuple[Batch, Any]:
+    def _score(self, rollouts: Any, prompts: Any) -> Any:
         """Rank 0 has the completions scored; every rank learns the rewards, and what else was said of them."""
         scored = None
         if self.rank == 0:
-            group_size = self.recipe.algorithm.group_size
             with span("wait_rewards"):
-                scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
+                size = rollouts.executed.group_size
+                scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), size)
             if not scored.valid.any():
                 sample, reason = next(iter(scored.failures.items()))
                 raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
             for sample, reason in list(scored.failures.items())[:1]:
                 logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
-            self.parts.prompts.learn(prompts, scored.rewards, scored.valid)
         with span("wait_rewards"):
             scored = broadcast_from_first(scored)
-        count, task = self.recipe.num_sequences, self.recipe.phases.reward.sequences
+        count, task = len(rollouts), self.recipe.phases.reward.sequences
         tasks = tuple(min(task, count - first) for first in range(0, count, task))
         if scored.task_sequences != tasks:
             raise PlanMismatch(f"phase reward: planned tasks of {tasks} sequences, executed {scored.task_sequences}")
+        return scored
+
+    def _batch(self, rollouts: Any, scored: Any) -> Batch:
+        """What the step trains on, with its figures."""
+        self.figures |= rollout_figures(rollouts)
         self.sizes = Sizes(rollouts.prompt_lengths, rollouts.completion_lengths, scored.valid)
         batch = Batch(
             prompt_lengths=rollouts.prompt_lengths,
@@ -219,7 +256,23 @@ class Pipeline:
         )
         self.guard.rewards(batch)  # before the figures, which are of what still counts
         self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
-        return batch, scored
+        return batch
+
+    def _compare_with_greedy(self, batch: Batch, greedy: Any, scored: Any) -> None:
+        """The baseline of each sequence: the reward of its prompt's greedy completion, which is in no batch. Without one a
+        sequence does not count."""
+        size, known = self.recipe.algorithm.group_size, scored.valid & np.isfinite(scored.rewards)
+        batch.baselines = np.repeat(np.where(known, scored.rewards, 0.0).astype(np.float32), size)
+        batch.valid = batch.valid & np.repeat(known, size)
+        if not batch.valid.any():
+            raise ValueError("no prompt has both a completion and a greedy completion that could be scored")
+        self.sizes = replace(self.sizes, valid=batch.valid.tolist())
+        self.figures |= {
+            "rollout/greedy_tokens": int(greedy.completion_lengths.sum()),
+            "reward/greedy_mean": float(scored.rewards[known].mean()),
+            "reward/num_greedy_masked": int((~known).sum()),
+            "reward/busy_s": self.figures["reward/busy_s"] + scored.busy_s,
+        }
 
     def _plan(self, phase: str, batch: Batch, number: int) -> Plan:
         """The plan of one engine phase, from its own section and its role's layout alone; the same on every rank."""
@@ -267,8 +320,15 @@ class Pipeline:
         """
         everywhere = gather_to_all(executed)
         ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
+        # All of them, but where an early stop has skipped the last ones: on every rank as many.
+        planned = plan.mini_batches[: len(executed)]
         for data_rank, ran in enumerate(ranks):
-            for mini_batch, shapes in zip(plan.mini_batches, ran, strict=True):
+            if len(ran) != len(planned):
+                raise PlanMismatch(
+                    f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
+                    f"mini-batches, and rank {place.rank} {len(planned)}"
+                )
+            for mini_batch, shapes in zip(planned, ran, strict=True):
                 compare(mini_batch, data_rank, shapes)
         self.figures |= schedule_figures(plan, ranks, batch.lengths.tolist(), self.costs[ROLE_OF[plan.phase]])
 
@@ -285,7 +345,8 @@ class Pipeline:
             pairs = zip(batch.fields["logprobs"], batch.fields["reference_logprobs"], strict=True)
             penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
         groups, valid, values = torch.from_numpy(batch.groups), torch.from_numpy(batch.valid), batch.fields.get("values")
-        found = estimate(Scored(rewards, groups, valid, penalties, values), coefficient, settings)
+        baselines = None if batch.baselines is None else torch.from_numpy(batch.baselines)
+        found = estimate(Scored(rewards, groups, valid, penalties, values, baselines), coefficient, settings)
         batch.fields["advantages"] = found.advantages
         if found.returns is not None:
             assert values is not None, "returns are what values are compared with"
@@ -306,6 +367,35 @@ class Pipeline:
             self.sizes = replace(self.sizes, valid=batch.valid.tolist())
         return penalties
 
+    def _refresh_reference(self, number: int) -> None:
+        """Behind the updates of some steps the reference becomes the actor. The figure is the step that its weights are of,
+        0 for those of the start."""
+        every = self.recipe.refresh_every
+        if every is None:
+            return
+        if number % every == 0:
+            actor, reference = self.parts.actor, self.parts.reference
+            assert reference is not None and reference is not actor, "a reference of its own"
+            with span("refresh"), actor.present(), reference.present():
+                actor.gather_weights()
+                reference.take_weights(actor)
+        self.figures["reference/of_step"] = number // every * every
+
+    def _warms_up(self, number: int) -> bool:
+        """Whether a step updates the critic alone."""
+        warmup = self.recipe.critic_warmup_steps
+        if warmup:
+            self.figures["critic/warmup"] = int(number <= warmup)
+        return number <= warmup
+
+    def _keep_actor(self) -> None:
+        """In place of a weight sync, where the actor was not updated: engines go on with the weights they have. Those that
+        have slept have none, and take the same version again."""
+        self.figures["sync/version"] = self.version
+        if self.parts.engines_sleep:
+            with self._phase("weight_sync"):
+                self.sync(self.version)
+
     def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
         settings, longest = self.algorithm, self.recipe.rollout.max_new_tokens
         updates = []
@@ -318,6 +408,9 @@ class Pipeline:
                 compare(mini_batch, engine.place.data_rank, update.executed)
                 self.guard.update(engine, number, mini_batch, update)
                 updates.append(update)
+                if engine.role == "actor" and self._is_beyond_target(update, engine.place):
+                    engine.skip_updates(len(plan.mini_batches) - len(updates))
+                    break
             self.guard.weights(engine, plan.phase)
         self._prove(engine.place, plan, batch, [update.executed for update in updates])
         with span("figures"):
@@ -325,8 +418,20 @@ class Pipeline:
         if engine.router_replay is not None:
             self.figures |= engine.router_replay.take_figures()
         if engine.role == "actor":
+            if settings.early_stop is not None:
+                self.figures["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
             self._check_drift()
             self._adapt()
+
+    def _is_beyond_target(self, update: Update, place: Place) -> bool:
+        """Whether the policy, before this update, had moved beyond `algorithm.early_stop` since the step began; over the
+        tokens of all ranks, and the same on each of them."""
+        section = self.algorithm.early_stop
+        if section is None or update.refused is not None:
+            return False
+        own = {name: update.sums[name] for name in ("moved_kl_sum", "tokens") if name in update.sums}
+        total = reduce_scalars(own, place, "sum")
+        return total["moved_kl_sum"] / max(total["tokens"], 1.0) > section.target_kl
 
     def _check_drift(self) -> None:
         """Before the first update the policy has not moved, so a ratio other than 1 comes from unlike micro-batches."""
@@ -383,7 +488,7 @@ class Pipeline:
     # What a resume needs -------------------------------------------------------------------------------------------
 
     def state(self, number: int) -> dict[str, Any]:
-        """Everything a resume needs besides the trained roles; collective."""
+        """Everything a resume needs besides the roles that move; collective."""
         position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.state())
         section = self.algorithm.kl
         coefficient = section.coefficient if section is not None and section.adaptive is not None else None

@@ -54,7 +54,7 @@ from megarl.rollout.batch import dump_rollout  # noqa: E402
 from megarl.rollout.cluster import ClusterError, join_cluster  # noqa: E402
 from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.nodes import Stage, check_local_device, set_stage  # noqa: E402
-from megarl.rollout.pool import open_pool  # noqa: E402
+from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
@@ -203,10 +203,10 @@ def build_parts(
         temperature=recipe.rollout.temperature,
         compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
         seed=recipe.run.seed,
-        steps=recipe.run.steps,
     )
     place = places["actor"]
     actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,
+                   steps=recipe.run.steps - recipe.critic_warmup_steps,
                    memory=recipe.actor.memory, frozen=recipe.actor.freeze, router_replay=recipe.actor.router_replay,
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
     reference: Engine | None = None
@@ -215,14 +215,16 @@ def build_parts(
     elif "reference" in places:
         near = model_directory(recipe.path("reference"))
         memory = recipe.reference.memory if recipe.reference is not None else None
-        reference = engine("reference", ModelShape.from_directory(near), near, places["reference"], memory=memory)
+        reference = engine("reference", ModelShape.from_directory(near), near, places["reference"], memory=memory,
+                           follows=recipe.refresh_every is not None)  # fmt: skip
     critic = None
     if recipe.critic is not None:
         values = model_directory(recipe.path("critic"))
         cut = recipe.schedule("critic_update")
         assert cut.mini_batch is not None
         critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
-                        optimizer=recipe.critic.optimizer, memory=recipe.critic.memory, frozen=recipe.critic.freeze,
+                        optimizer=recipe.critic.optimizer, steps=recipe.run.steps, memory=recipe.critic.memory,
+                        frozen=recipe.critic.freeze,
                         updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
     reward_model = None
     if recipe.reward_model is not None:
@@ -265,7 +267,10 @@ def build_parts(
     address = broadcast_from_first(None if rollouts is None else rollouts.address)
     if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
-    return Parts(actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples, held_out)
+    return Parts(
+        actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples, held_out,
+        refreshes=recipe.refresh_every is not None, engines_sleep=takes_turns(recipe) and not replayed,
+    )  # fmt: skip
 
 
 def run_steps(
@@ -281,11 +286,11 @@ def run_steps(
     watch: Watch,
 ) -> None:
     """From the first step, or from behind the checkpoint, to the last. Raises Preempted where the run is told to leave."""
-    rank, clock, trained, samples = pipeline.rank, pipeline.clock, pipeline.parts.trained, pipeline.parts.samples
+    rank, clock, moving, samples = pipeline.rank, pipeline.clock, pipeline.parts.moving, pipeline.parts.samples
     done = 0
     if checkpoint is not None:
         with clock.phase("load_checkpoint"):
-            state = load_checkpoint(checkpoint, trained)
+            state = load_checkpoint(checkpoint, moving)
             pipeline.restore(state)
             done = preemption.saved = state["step"]
         progress.resumed(done)
@@ -299,7 +304,7 @@ def run_steps(
 
     def save(state: dict[str, Any]) -> None:
         with clock.phase("checkpoint"):  # counted in the next step's line
-            save_checkpoint(run.checkpoints, state["step"], trained, state)
+            save_checkpoint(run.checkpoints, state["step"], moving, state)
         preemption.saved = state["step"]
 
     evaluations = MetricsWriter(run.evaluations) if rank == 0 and recipe.evaluation is not None else None

@@ -73,9 +73,10 @@ def fake_rollouts(
     group_size: int = 4,
     longest: int = 12,
     draw: Callable[[np.random.Generator], int] | None = None,
+    into: Path | None = None,
 ) -> Path:
-    """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps; completions of up to `longest` tokens, or
-    of lengths that `draw` gives."""
+    """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps, in `rollouts` or `into`; completions of up
+    to `longest` tokens, or of lengths that `draw` gives."""
     from megarl.data.prompts import PromptStream
     from megarl.data.sample import Completion, Sample
     from megarl.data.tokenizer import load_tokenizer
@@ -110,8 +111,8 @@ def fake_rollouts(
             last_version=np.zeros(len(samples), int),
             executed=RolloutExecuted(num_prompts, group_size, 64),
         )
-        dump_rollout(folder / "rollouts", step, batch)
-    return folder / "rollouts"
+        dump_rollout(into or folder / "rollouts", step, batch)
+    return into or folder / "rollouts"
 
 
 def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ LENGTHS = [3, 1, 2, 4, 1, 2, 0, 2]  # one completion is empty
 COEFFICIENT = 0.1
 PENALTIES = [[0.1 * (at + 1) * (-1) ** token for token in range(length)] for at, length in enumerate(LENGTHS)]
 VALUES = [[0.3 * at - 0.2 * token for token in range(length)] for at, length in enumerate(LENGTHS)]
+BASELINES = [0.5, 0.5, 0.5, -1.0, -1.0, 0.0, 2.0, 2.0]  # one of each group
 MEMBERS = {one: [at for at, group in enumerate(GROUPS) if group == one and VALID[at]] for one in GROUPS}
 
 
@@ -30,7 +31,8 @@ def scored() -> Scored:
     penalties = [torch.tensor(each, dtype=torch.float64) for each in PENALTIES]
     values = [torch.tensor(each, dtype=torch.float64) for each in VALUES]
     rewards = torch.tensor(REWARDS, dtype=torch.float64) * torch.tensor(VALID)
-    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values)
+    baselines = torch.tensor(BASELINES, dtype=torch.float64)
+    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values, baselines)
 
 
 def score(sample: int) -> float:
@@ -85,6 +87,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
     "rloo": ({}, lambda: spread(lambda one: relative(one, leave_one_out=True))),
     "reinforce_plus_plus": ({}, lambda: whitened(rewards_to_go())),
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
+    "remax": ({}, lambda: [[one - BASELINES[at] for one in each] for at, each in enumerate(rewards_to_go())]),
     "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
 }
 

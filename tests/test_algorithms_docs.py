@@ -34,4 +34,5 @@ def test_every_other_choice_is_named() -> None:
     assert set(rows("Aggregation")) == set(aggregations)
     estimators = typing.get_args(KlSection.model_fields["estimator"].annotation)
     assert all(f"`{name}`" in TEXT or f"estimator: {name}`" in TEXT for name in estimators)
-    assert all(f"`algorithm.{key}`" in TEXT for key in ("kl", "overlong", "mismatch"))
+    assert all(f"`algorithm.{key}`" in TEXT for key in ("kl", "overlong", "mismatch", "dynamic_sampling", "early_stop"))
+    assert all(f"`{key}" in TEXT for key in ("critic.warmup_steps", "reference.refresh_every", "min_lr_share"))

@@ -1,13 +1,17 @@
 """Advantages, losses and corrections in whole runs: no layout changes their numbers, and a resume keeps their state."""
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as stored
 
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
-STEPS = 3
+STEPS, MORE_STEPS = 3, 4
 LOSSES = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/clip_fraction")
 TWO_UPDATES: dict[str, Any] = {
     "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "epochs": 2},
@@ -43,6 +47,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("reward/overlong_penalty_mean", "reward/overlong_masked"),
     ),
+    "remax": (
+        TWO_UPDATES | REFERENCE | {
+            "algorithm__advantage": "remax",
+            "algorithm__policy_loss": {"kind": "clip", "low": 0.05, "high": 0.05},
+            "algorithm__kl": {"place": "loss", "coefficient": 0.05, "estimator": "k2"},
+        },
+        ("actor/kl", "reward/greedy_mean", "rollout/greedy_tokens", "tokens/useful"),
+    ),
     "function": (
         TWO_UPDATES | {
             "algorithm__advantage": "tests.own_algorithms:centred",
@@ -60,13 +72,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("algorithms")
     tiny_run(path)
-    fake_rollouts(path, STEPS)
+    fake_rollouts(path, MORE_STEPS)
+    fake_rollouts(path, MORE_STEPS, group_size=1, into=path / "rollouts" / "greedy")
     return path
 
 
-def recipe(folder: Path, name: str, ranks: int, changes: dict[str, Any], tensor: int = 1, steps: int = STEPS) -> Path:
+def recipe(
+    folder: Path, name: str, ranks: int, changes: dict[str, Any], tensor: int = 1, steps: int = STEPS, ppo: bool = False
+) -> Path:
     changes = {"rollout__replay": str(folder / "rollouts")} | changes
-    return tiny_recipe(folder, name, False, ranks, tensor, 1, steps, **changes)
+    return tiny_recipe(folder, name, ppo, ranks, tensor, 1, steps, **changes)
 
 
 @pytest.mark.layout
@@ -91,3 +106,91 @@ def test_a_resume_goes_on_with_the_kl_coefficient(folder: Path) -> None:
     train_on_ranks(recipe(folder, "cut", 1, changes), resume=True)
     whole, cut = ([line["actor/kl_coefficient"] for line in figures(folder, name)] for name in ("whole", "cut"))
     assert cut == whole and len(set(whole)) == STEPS and whole[0] == 0.05
+
+
+LR, LOWEST, UPDATES = 1e-3, 0.1, 4  # updates of each role in a step: of two mini-batches, twice
+CRITIC_WARMUP, REFRESH = 1, 2
+MOVING: dict[str, Any] = {
+    "algorithm__early_stop": {"target_kl": 0.012},
+    "critic__warmup_steps": CRITIC_WARMUP,
+    "critic__optimizer": {"lr": LR, "decay": "linear", "warmup_steps": 2},
+    "phases__critic_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}, "epochs": 2},
+    "actor__optimizer": {"lr": LR, "decay": "cosine", "warmup_steps": 1, "min_lr_share": LOWEST},
+    "reference": {"refresh_every": REFRESH, "memory": {"offload": "all"}},
+    "run__checkpoint_every": 1,
+}  # fmt: skip
+
+
+def weights(folder: Path, step: int, role: str) -> dict[str, torch.Tensor]:
+    """A role's weights in a checkpoint, by their names without the role's."""
+    directory = folder / "runs" / "moving-1" / "checkpoints" / f"step-{step:06d}" / role
+    known = stored.FileSystemReader(directory).read_metadata().state_dict_metadata
+    names = [name for name in known if name.startswith(f"{role}.") and "_extra_state" not in name]
+    found = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
+    stored.load(found, checkpoint_id=directory, no_dist=True)
+    return {name.removeprefix(f"{role}."): weight for name, weight in found.items()}
+
+
+def scheduled(update: int, updates: int, warmup: int, lowest: float, fall: Any) -> float:
+    """The learning rate of an update, counted from 1: it rises to LR, and reaches `lowest` behind the last one."""
+    if update <= warmup:
+        return LR * update / warmup
+    return LR * (lowest + (1 - lowest) * fall((update - warmup) / (updates + 1 - warmup)))
+
+
+@pytest.mark.layout
+def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
+    train_on_ranks(recipe(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True))
+    resumed = folder / "runs" / "moving-cut"
+    shutil.copytree(folder / "runs" / "moving-1", resumed)
+    shutil.rmtree(resumed / "checkpoints" / f"step-{MORE_STEPS:06d}")
+    train_on_ranks(recipe(folder, "moving-cut", 1, MOVING, steps=MORE_STEPS, ppo=True), resume=True)
+    one, cut = (figures(folder, f"moving-{name}") for name in ("1", "cut"))
+    assert cut == one and len(one) == MORE_STEPS
+    stopped = 0
+    for line in one:
+        step = line["step"]
+        assert line["critic/warmup"] == int(step <= CRITIC_WARMUP)
+        assert line["sync/version"] == max(0, step - CRITIC_WARMUP)
+        critic = scheduled(UPDATES * step, UPDATES * MORE_STEPS, 2 * UPDATES, 0.0, lambda x: 1 - x)
+        assert line["critic/learning_rate"] == pytest.approx(critic, rel=1e-9)
+        if step <= CRITIC_WARMUP:
+            assert not [key for key in line if "actor_update" in key or key.startswith("actor/")]
+            continue
+        skipped = line["actor/early_stopped_updates"]
+        ran = line["schedule/actor_update/updates"]
+        assert ran + skipped == UPDATES
+        assert line["schedule/actor_update/planned_tokens"] > line["schedule/actor_update/tokens"] or not skipped
+        assert line["actor/moved_kl"] == pytest.approx(line["actor/drift"], rel=1e-5), "k3 of the old policy against the new"
+        number = UPDATES * (step - 1 - CRITIC_WARMUP) + ran  # as if none had been skipped
+        total = UPDATES * (MORE_STEPS - CRITIC_WARMUP)
+        actor = scheduled(number, total, UPDATES, LOWEST, lambda x: (1 + math.cos(math.pi * x)) / 2)
+        assert line["actor/learning_rate"] == pytest.approx(actor, rel=1e-9)
+        assert line["reference/of_step"] == step // REFRESH * REFRESH
+        stopped += skipped > 0
+    said = [(line.get("actor/early_stopped_updates"), line.get("actor/moved_kl")) for line in one]
+    assert 0 < stopped < MORE_STEPS - CRITIC_WARMUP, said
+    for step in range(1, MORE_STEPS + 1):
+        reference, source = weights(folder, step, "reference"), weights(folder, max(1, step // REFRESH * REFRESH), "actor")
+        assert reference.keys() == source.keys() and len(source) > 10
+        assert all(torch.equal(source[name], weight) for name, weight in reference.items())
+    assert not all(torch.equal(weight, reference[name]) for name, weight in weights(folder, 3, "actor").items())
+
+
+@pytest.mark.nightly
+@pytest.mark.layout
+def test_roles_move_alike_on_two_ranks(folder: Path) -> None:
+    train_on_ranks(recipe(folder, "alone", 1, MOVING, steps=MORE_STEPS, ppo=True))
+    train_on_ranks(recipe(folder, "together", 2, MOVING, tensor=2, steps=MORE_STEPS, ppo=True))
+    for line, other in zip(figures(folder, "alone"), figures(folder, "together"), strict=True):
+        assert other.keys() == line.keys()
+        compared = (
+            "critic/loss",
+            "critic/grad_norm",
+            *LOSSES[:3],
+            "actor/kl",
+            "actor/moved_kl",
+            "actor/early_stopped_updates",
+        )
+        for key in compared if line["step"] > CRITIC_WARMUP else compared[:2]:
+            assert other[key] == pytest.approx(line[key], rel=2e-3, abs=1e-5), (key, line["step"])

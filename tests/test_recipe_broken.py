@@ -484,6 +484,70 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("algorithm.kl", ...), ("algorithm.kll", {"place": "loss", "coefficient": 0.1, "estimator": "k3"})),
         {"algorithm.kll": "algorithm.kl"},
     ),
+    "rounds and targets out of range, where nothing compares groups": (
+        edited(
+            ("algorithm.dynamic_sampling", {"max_rounds": 1}),
+            ("algorithm.early_stop", {"target_kl": 0.0}),
+            ("phases.actor_update.epochs", 2),
+        ),
+        {
+            "algorithm.dynamic_sampling.max_rounds": "at least 2",
+            "algorithm.dynamic_sampling": "compares no groups",
+            "algorithm.early_stop.target_kl": "above 0",
+        },
+    ),
+    "dynamic sampling of groups of one, from a replay, and dumps of it": (
+        edited(
+            ("algorithm.dynamic_sampling", {}),
+            ("algorithm.advantage", "statistics:mean"),
+            ("algorithm.group_size", 1),
+            ("algorithm.gae", ...),
+            ("algorithm.value_loss", ...),
+            ("critic", ...),
+            ("phases.critic_value", ...),
+            ("phases.critic_update", ...),
+            ("phases.actor_update.mini_batch", 4),
+            ("run.dump_rollouts", True),
+            ("rollout.replay", "."),
+        ),
+        {
+            "algorithm.group_size": "2",
+            "algorithm.dynamic_sampling": "rollout.replay has the completions of",
+            "run.dump_rollouts": "telemetry.samples_per_step",
+        },
+    ),
+    "an early stop without an update to skip": (
+        edited(("algorithm.early_stop", {"target_kl": 0.01})),
+        {"algorithm.early_stop": "of 2 updates a step none can be skipped"},
+    ),
+    "a critic that warms up for ever": (
+        edited(("critic.warmup_steps", 3)),
+        {"critic.warmup_steps": "must be below run.steps = 3"},
+    ),
+    "no steps left for the learning rate's warm-up": (
+        edited(("critic.warmup_steps", 2), ("actor.optimizer.warmup_steps", 2)),
+        {"actor.optimizer.warmup_steps": "run.steps = 3 - critic.warmup_steps = 1"},
+    ),
+    "a reference that has nothing to take from adapters": (
+        edited(("reference", {"refresh_every": 2}), ("actor.lora", {"rank": 4, "alpha": 8.0})),
+        {"reference.refresh_every": "nothing to take"},
+    ),
+    "a reference of another layout cannot take the actor's shards": (
+        edited(("reference", {"refresh_every": 2, "layout": {}})),
+        {"reference.refresh_every": "cuts the model otherwise than actor.layout"},
+    ),
+    "a reference of another model cannot take the actor's weights": (
+        edited(("reference", {"refresh_every": 2, "path": "bound"})),
+        {"reference.refresh_every": "is another model"},
+    ),
+    "a reference that is refreshed too late": (
+        edited(("reference", {"refresh_every": 4})),
+        {"reference.refresh_every": "never comes: run.steps = 3"},
+    ),
+    "the end of a decay that does not decay": (
+        edited(("actor.optimizer.min_lr_share", 0.1), ("critic.optimizer.min_lr_share", 1.1)),
+        {"actor.optimizer.min_lr_share": "decay: cosine", "critic.optimizer.min_lr_share": "at most 1"},
+    ),
     "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
     "numbers of what is off": (
         edited(("trainer.initial_loss_scale", 2.0), ("trainer.compile_timeout_s", 7.0)),

@@ -15,6 +15,9 @@ JUDGE = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "id2labe
 PHASE = ("phases.reward_model", {"micro_batch": {"max_tokens": 128}})
 PART = ("reward", [{"kind": "last_number"}, {"kind": "model", "weight": 0.5}])
 MODEL = ("reward_model", {"path": "judge", "layout": {"tensor": 2}})
+NO_CRITIC = (("algorithm.gae", ...), ("algorithm.value_loss", ...), ("critic", ...), ("phases.critic_value", ...),
+             ("phases.critic_update", ...))  # fmt: skip
+RLOO, REMAX = ("algorithm.advantage", "rloo"), ("algorithm.advantage", "remax")
 
 
 @pytest.fixture
@@ -70,6 +73,12 @@ def test_the_memory_section_of_the_actor_saves_nothing_of_a_reward_model(folder)
         ((MODEL, PHASE, ("reward", [{"kind": "model", "weight": 0.0}])), "reward.0.weight", "for nothing"),
         ((MODEL, PHASE, PART, ("reward_model.path", "nowhere")), "reward_model.path", "not found"),
         ((MODEL, PHASE, PART, ("reward_model.layout.tensor", 8)), "reward_model.layout.tensor", "legal: 1, 2, 4"),
+        (
+            (MODEL, PHASE, PART, *NO_CRITIC, RLOO, ("algorithm.dynamic_sampling", {})),
+            "algorithm.dynamic_sampling",
+            "scores once",
+        ),
+        ((MODEL, PHASE, PART, *NO_CRITIC, REMAX), "algorithm.advantage", "scores what is trained on"),
     ],
 )
 def test_what_does_not_go_together_is_named(folder, edits, key, text):

@@ -96,5 +96,5 @@ def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None
         return SimpleNamespace(settings=SimpleNamespace(takes_turns=turns), call=lambda method: f"{name} {method}", get=ends)
 
     pool: Any = SimpleNamespace(_engines=[one(True, "a"), one(False, "b"), one(True, "c")])
-    EnginePool._rest(pool)
+    EnginePool.rest(pool)
     assert called == ["a sleep", "c sleep"]

@@ -23,6 +23,7 @@ class Scored(NamedTuple):
         Tensor
     ]  # KL of each token, [completion tokens] a sequence; zeros where the KL term is not in the reward
     values: Sequence[Tensor] | None = None  # the critic's, [completion tokens] a sequence
+    baselines: Tensor | None = None  # [sequences], the reward of the prompt's greedy completion
 
 
 class Estimated(NamedTuple):
@@ -85,6 +86,15 @@ def _reinforce_plus_plus_baseline(scored: Scored, coefficient: float, settings: 
     return Estimated(_whitened(centered, scored.valid))
 
 
+def _remax(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """Reward less that of the prompt's greedy completion, less the KL from each token on: Li et al. 2023 (ReMax,
+    arXiv:2310.10505). A KL term in the reward is one of tokens, as in their code."""
+    assert scored.baselines is not None
+    rewards = (scored.rewards - scored.baselines).tolist()
+    pairs = zip(rewards, scored.penalties, strict=True)
+    return Estimated([returns_to_go(token_rewards(*pair, coefficient)) for pair in pairs])
+
+
 def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
     assert settings.gae is not None and scored.values is not None
     pairs = zip(scored.rewards.tolist(), scored.penalties, strict=True)
@@ -113,6 +123,7 @@ ADVANTAGES: dict[str, Estimate] = {
     "rloo": _rloo,
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _remax,
 }
 
 

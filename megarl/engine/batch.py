@@ -34,6 +34,7 @@ class Batch:
     rewards: np.ndarray  # [sequences] fp32
     valid: np.ndarray  # [sequences] bool: False where the reward could not be computed
     truncated: np.ndarray | None = None  # [sequences] bool: True where the completion reached the limit of its length
+    baselines: np.ndarray | None = None  # [sequences] fp32: the reward of the prompt's greedy completion
     samples: dict[int, Sample] = field(default_factory=dict)
     fields: dict[str, list[Tensor]] = field(default_factory=dict)
     masked: set[int] = field(default_factory=set)  # samples whose results are not finite; their tokens are dummies

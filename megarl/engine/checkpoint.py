@@ -1,4 +1,4 @@
-"""Save and load the trained roles with megatron-core's distributed checkpoints: any layout can load what another saved.
+"""Save and load the roles that move with megatron-core's distributed checkpoints: any layout can load what another saved.
 
 A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
 already saved. Each role has a directory of its own in it: roles that are kept in the host's memory come to the device one
@@ -39,7 +39,7 @@ _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alon
 
 
 def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:
-    """Write every trained role and `state` (plain values, the same on every rank). Collective; returns the directory.
+    """Write every one of these roles and `state` (plain values, the same on every rank). Collective; returns the directory.
 
     The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
     itself asks for no layout. Raises NotFinite, and leaves no checkpoint, where a weight or a moment is not finite.
@@ -65,8 +65,11 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
 
 
 def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Fill every role's weights, optimizer and learning-rate schedule; returns the saved `state`. Collective."""
+    """Fill every role's weights, and where it is trained its optimizer and learning-rate schedule; returns the saved
+    `state`. Collective. Raises ValueError where the checkpoint lacks a role."""
     for role, engine in engines.items():
+        if not (Path(checkpoint) / role).is_dir():
+            raise ValueError(f"{checkpoint} holds no {role}: it was written by a run whose {role} did not move")
         with _whole(engine):
             _load(Path(checkpoint) / role, engine)
     return dict(torch.load(Path(checkpoint) / _STATE, weights_only=True))
@@ -114,6 +117,8 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
         fill_adapters(engine.adapters, loaded["model"])
     else:
         _fill(engine.models, loaded["model"])
+    if engine.optimizer is None:
+        return
     # Every layout has dense weights on every rank, so that rank 0 has written this.
     dense = loaded["optimizer"][_DENSE]
     step = {key: value for key, value in dense["optimizer"]["param_groups"][0].items() if key == "step"}
@@ -225,6 +230,8 @@ def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
     with engine.place.active():
         adapters = engine.adapters
         model = adapter_states(adapters, engine.role) if adapters else _chunk_states(engine.models, engine.role)
+        if engine.optimizer is None:
+            return {"model": model}
         for one in _optimizers(engine):
             _make_states(one)
             one.get_parameter_state_dp_zero = partial(_states_at_their_places, one)
@@ -310,6 +317,8 @@ def _part(optimizer: Any) -> str:
 
 def _optimizers(engine: Engine) -> list[Any]:
     """The parts of the optimizer that move weights of this rank. On a stage without experts theirs has nothing to move, and
-    megatron-core can neither save nor load such a part (0.16 and 0.19)."""
+    megatron-core can neither save nor load such a part (0.16 and 0.19). None where nothing is trained."""
+    if engine.optimizer is None:
+        return []
     parts = list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
     return [one for one in parts if any(group["params"] for group in one.param_groups)] or parts[:1]

@@ -80,7 +80,8 @@ class Update:
 class Engine:
     """A role (actor, reference, critic or reward model) under one layout.
 
-    `optimizer` is None for a role that is never updated; with `lora` it trains adapters alone. `steps` and
+    `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
+    trains adapters alone. `steps` and
     `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`.
     """
 
@@ -103,6 +104,7 @@ class Engine:
         memory: MemorySection | ReferenceMemorySection | None = None,
         frozen: FreezeSection | None = None,
         router_replay: bool = False,
+        follows: bool = False,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
@@ -129,7 +131,8 @@ class Engine:
         self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
-        self.residence = Residence(offload, self.models, self.chunks, self.optimizer)
+        constant = optimizer is None and not follows
+        self.residence = Residence(offload, self.models, self.chunks, self.optimizer, constant)
         self.residence.leave()
 
     def _build(self, directory: str | Path, precision: str, seed: int, fp8: str | None, memory: MemorySection) -> None:
@@ -169,7 +172,7 @@ class Engine:
             self.optimizer,
             init_lr=0.0,
             max_lr=settings.lr,
-            min_lr=0.0,
+            min_lr=settings.lr * settings.min_lr_share,
             lr_warmup_steps=warmup_updates,
             # One update behind the last one, so that the last one still moves.
             lr_decay_steps=max(steps * updates_per_step, warmup_updates) + 1,
@@ -268,6 +271,22 @@ class Engine:
                 sums[name] = max(merged) if name.endswith("_max") else sum(merged)
         skipped = not succeeded and refused is None
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
+
+    def take_weights(self, other: Engine) -> None:
+        """Become a copy of another role of the same model under the same layout: each rank copies its own shards."""
+        for to, source in zip(self.models, other.models, strict=True):
+            own, theirs = dict(to.named_parameters()), dict(source.named_parameters())
+            assert own.keys() == theirs.keys(), (
+                f"{self.role} and {other.role} are built unlike: {own.keys() ^ theirs.keys()}"
+            )
+            with torch.no_grad():
+                for name, weight in own.items():
+                    weight.copy_(theirs[name])
+
+    def skip_updates(self, count: int) -> None:
+        """So many updates of the plan are not taken: the learning rate goes on as if they were, as it is one of steps."""
+        with self.place.active():
+            self.scheduler.step(count)
 
     def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
         loss, sums = objective(micro, self._outputs(micro, output, entropy=True))

@@ -72,6 +72,9 @@ class PolicyObjective:
             if self.settings.kl.place == "loss":
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
             sums["kl_sum"] = (divergence.detach() * kept).sum()
+        if (stop := self.settings.early_stop) is not None:
+            moved = kl(old, logprobs.detach(), stop.estimator)  # the tokens are the old policy's
+            sums["moved_kl_sum"] = (moved * kept).sum()
         difference = (old - rollout).abs() * kept
         log_ratio = (logprobs - old).detach() * kept
         # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike

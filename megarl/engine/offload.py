@@ -82,14 +82,14 @@ class Residence:
     """Where a role's weights, gradient buffers and optimizer are between its phases.
 
     `offload` is "none", "optimizer" (with the gradient buffers) or "all" (the weights too). Outside of `present` they are
-    away; the engine is built on the device, so the first `leave` is the caller's.
+    away; the engine is built on the device, so the first `leave` is the caller's. `constant`: nothing writes to the weights.
     """
 
-    def __init__(self, offload: str, models: list[Any], chunks: list[Any], optimizer: Any) -> None:
+    def __init__(self, offload: str, models: list[Any], chunks: list[Any], optimizer: Any, constant: bool) -> None:
         self.moves_weights = offload == "all"
         self._moves_training = offload != "none" and optimizer is not None
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
-        self._weights = Shelf(keep=True, constant=optimizer is None)
+        self._weights = Shelf(keep=True, constant=constant)
         self._states, self._gradients = Shelf(keep=True), Shelf(keep=False)
         self._weights_away = self._training_away = self._is_inside = False
 

@@ -63,7 +63,7 @@ def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_s
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
-        min_lr=0.0,
+        min_lr=optimizer.lr * optimizer.min_lr_share,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,

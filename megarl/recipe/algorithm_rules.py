@@ -80,3 +80,77 @@ def overlong(recipe: Recipe) -> Violations:
     if not section.buffer and not section.mask:
         rule = "neither masks nor penalises anything"
         yield Violation("algorithm.overlong", GIVEN, rule, f"mask: true, or buffer: {max(1, longest // 4)}")
+
+
+def dynamic_sampling(recipe: Recipe) -> Violations:
+    """What makes a group informative is known behind the reward phase, and only where groups are compared."""
+    algorithm, key = recipe.algorithm, "algorithm.dynamic_sampling"
+    if algorithm.dynamic_sampling is None:
+        return
+    if algorithm.advantage not in OF_GROUPS and ":" not in algorithm.advantage:
+        rule = f"replaces groups of equal rewards, and algorithm.advantage = {algorithm.advantage} compares no groups"
+        yield Violation(key, GIVEN, rule, f"one of {', '.join(OF_GROUPS)}, or remove {key}")
+    elif algorithm.group_size < 2:
+        rule = f"{key} looks for groups whose rewards differ"
+        yield Violation("algorithm.group_size", algorithm.group_size, rule, "2")
+    if recipe.reward_model is not None:
+        rule = "judges groups behind each round of rewards, and the reward model scores once, when the batch is complete"
+        yield Violation(key, GIVEN, rule, f"remove {key}, or reward_model and its part of reward")
+    if recipe.rollout.replay is not None:
+        rule = "takes further prompts, and rollout.replay has the completions of a fixed batch a step"
+        yield Violation(key, GIVEN, rule, f"remove {key}, or rollout.replay")
+    if recipe.run.dump_rollouts:
+        rule = f"writes rollouts for rollout.replay, which cannot stand in for the rounds of {key}"
+        yield Violation("run.dump_rollouts", True, rule, "false; telemetry.samples_per_step keeps completions to look at")
+
+
+def remax(recipe: Recipe) -> Violations:
+    """The greedy completions are scored in the reward phase, and no engine phase sees them."""
+    if recipe.algorithm.advantage == "remax" and recipe.reward_model is not None:
+        rule = "the reward model scores what is trained on, and the greedy completions of remax are not"
+        yield Violation("algorithm.advantage", "remax", rule, "rloo, or remove reward_model and its part of reward")
+
+
+def early_stop(recipe: Recipe) -> Violations:
+    """A mini-batch's KL is that of the policy that it updates: it is 0 before the first update of a step."""
+    updates = recipe.updates_per_batch
+    if recipe.algorithm.early_stop is not None and updates < 3:
+        rule = f"of {updates} update{'s' if updates > 1 else ''} a step none can be skipped: the KL is 0 up to the second"
+        nearest = "a smaller phases.actor_update.mini_batch, more epochs, or remove algorithm.early_stop"
+        yield Violation("algorithm.early_stop", GIVEN, rule, nearest)
+
+
+def critic_warmup(recipe: Recipe) -> Violations:
+    """Some steps are left for the actor, and for its learning rate's warm-up."""
+    warmup, steps = recipe.critic_warmup_steps, recipe.run.steps
+    if warmup >= steps:
+        rule = f"the actor would never be updated: must be below run.steps = {steps}"
+        yield Violation("critic.warmup_steps", warmup, rule, str(steps - 1))
+
+
+def reference_refresh(recipe: Recipe) -> Violations:
+    """Each rank copies its own shards, so that both roles hold the same ones."""
+    every, key = recipe.refresh_every, "reference.refresh_every"
+    if every is None:
+        return
+    remove = f"remove {key}"
+    if recipe.actor.lora is not None:
+        rule = "with actor.lora the model's weights stay as they are, and there is nothing to take"
+        yield Violation(key, every, rule, f"{remove}, or actor.lora")
+    if recipe.path("reference") != recipe.model.path:
+        rule = f"takes the weights of model.path = {recipe.model.path}, and reference.path is another model"
+        yield Violation(key, every, rule, f"{remove}, or reference.path")
+    if recipe.layout_section("reference") != recipe.actor.layout:
+        rule = "each rank copies its own shards, and reference.layout cuts the model otherwise than actor.layout"
+        yield Violation(key, every, rule, f"{remove}, or reference.layout")
+    if every > recipe.run.steps:
+        yield Violation(key, every, f"never comes: run.steps = {recipe.run.steps}", str(recipe.run.steps))
+
+
+def learning_rate(recipe: Recipe) -> Violations:
+    """A constant learning rate ends where it begins."""
+    for role, owner in (("actor", recipe.actor), ("critic", recipe.critic)):
+        if owner is not None and owner.optimizer.min_lr_share and owner.optimizer.decay == "constant":
+            rule = f"is where a decay ends, and {role}.optimizer.decay is constant"
+            key = f"{role}.optimizer.min_lr_share"
+            yield Violation(key, owner.optimizer.min_lr_share, rule, f"decay: cosine, or remove {key}")

@@ -13,12 +13,12 @@ Below = Annotated[float, Field(gt=0, lt=1)]
 # A function of a user's own module.
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 Advantage = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
 ]  # fmt: skip
 # Those that compare the completions of a prompt with each other.
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 # Those that give the tokens of a sequence unlike advantages.
-OF_TOKENS = ("gae", "reinforce_plus_plus")
+OF_TOKENS = ("gae", "reinforce_plus_plus", "remax")
 
 
 class ClipLossSection(Section):
@@ -142,6 +142,20 @@ class OverlongSection(Section):
     """What a completion of rollout.max_new_tokens loses."""
 
 
+class DynamicSamplingSection(Section):
+    max_rounds: Annotated[int, Field(ge=2)] = 10
+    """Rounds of `phases.rollout.prompts` prompts that a step may take until it has as many groups whose rewards differ;
+    behind the last one groups without a signal fill up the batch."""
+
+
+class EarlyStopSection(Section):
+    target_kl: Above
+    """The mean KL of a token from the policy before the first update of the step, behind which the step's remaining
+    mini-batches are skipped."""
+    estimator: Literal["k1", "k3"] = "k3"
+    """Estimator of that KL, by Schulman's names."""
+
+
 class MismatchSection(Section):
     correction: Literal["truncate", "mask"]
     """Weigh tokens by the trainer's probability over the engine's, at most `cap`; or leave out those beyond it."""
@@ -157,7 +171,8 @@ class AlgorithmSection(Section):
         Discriminator(lambda value: "target" if isinstance(value, str) and ":" in value else "name"),
     ]
     """How much better than expected a token was. `gae` needs a critic; `grpo`, `dr_grpo`, `rloo` and
-    `reinforce_plus_plus_baseline` compare the completions of a prompt; `module:function` is one of your own, decorated with
+    `reinforce_plus_plus_baseline` compare the completions of a prompt; `remax` compares each with a greedy completion, which
+    every prompt then gets beside its own; `module:function` is one of your own, decorated with
     `megarl.algorithm.advantage`."""
     group_size: Positive
     """Completions of one prompt."""
@@ -178,6 +193,10 @@ class AlgorithmSection(Section):
     """The critic's loss; with `advantage: gae` only."""
     overlong: OverlongSection | None = None
     """What becomes of completions at the limit of their length; null for nothing special."""
+    dynamic_sampling: DynamicSamplingSection | None = None
+    """Take further prompts in place of those whose completions all have the same reward; null trains on all."""
+    early_stop: EarlyStopSection | None = None
+    """End the actor's updates of a step once the policy has moved far; null takes all of them."""
     mismatch: MismatchSection | None = None
     """Correct for the engine's probabilities not being the trainer's, by importance sampling; null for no correction."""
     max_ratio_drift: Above = 0.1

@@ -160,6 +160,11 @@ class Recipe(Section):
         return self.num_sequences // update.mini_batch * update.epochs
 
     @property
+    def critic_warmup_steps(self) -> int:
+        """First steps that do not update the actor."""
+        return self.critic.warmup_steps if self.critic is not None else 0
+
+    @property
     def rollout_precision(self) -> str:
         """Number format in the rollout engines."""
         return self.rollout.precision or self.trainer.precision
@@ -192,6 +197,11 @@ class Recipe(Section):
         """The reference is the actor with its adapters switched off; read it only with a reference."""
         same = self.path("reference") == self.model.path and self.layout("reference") == self.layout("actor")
         return self.actor.lora is not None and same
+
+    @property
+    def refresh_every(self) -> int | None:
+        """After how many steps the reference takes the actor's weights, over and over; None for never."""
+        return self.reference.refresh_every if self.reference is not None else None
 
     @property
     def running_phases(self) -> tuple[str, ...]:

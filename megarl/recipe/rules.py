@@ -300,10 +300,15 @@ def _replay(recipe: Recipe) -> Violations:
 
 
 def _warmup(recipe: Recipe) -> Violations:
-    for role, owner in (("actor", recipe.actor), ("critic", recipe.critic)):
-        if owner is not None and owner.optimizer.warmup_steps > recipe.run.steps:
-            rule = f"must not pass run.steps = {recipe.run.steps}"
-            yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(recipe.run.steps))
+    waits = recipe.critic_warmup_steps
+    for role, owner, steps in (
+        ("actor", recipe.actor, recipe.run.steps - waits),
+        ("critic", recipe.critic, recipe.run.steps),
+    ):
+        if owner is not None and owner.optimizer.warmup_steps > steps > 0:
+            less = f" - critic.warmup_steps = {steps}" if steps < recipe.run.steps else ""
+            rule = f"must not pass run.steps = {recipe.run.steps}{less}"
+            yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(steps))
 
 
 def _compile_deadline(recipe: Recipe) -> Violations:
@@ -463,6 +468,12 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     algorithm_rules.policy_loss,
     algorithm_rules.adaptive_kl,
     algorithm_rules.overlong,
+    algorithm_rules.dynamic_sampling,
+    algorithm_rules.remax,
+    algorithm_rules.early_stop,
+    algorithm_rules.critic_warmup,
+    algorithm_rules.reference_refresh,
+    algorithm_rules.learning_rate,
     _reference,
     _lora_targets,
     reward_model_is_read,

@@ -149,6 +149,8 @@ class OptimizerSection(Section):
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over the steps of the run."""
+    min_lr_share: Share = 0.0
+    """The learning rate that `decay` ends at, as a share of `lr`."""
     overlap_gradients: bool = False
     """Sum gradients over the data-parallel ranks while the last backward pass still runs, bucket by bucket."""
     overlap_parameters: bool = False
@@ -225,6 +227,9 @@ class ReferenceSection(Section):
     takes `model.path`."""
     layout: LayoutSection | None = None
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
+    refresh_every: Positive | None = None
+    """After every that many steps the reference takes the actor's weights; null leaves it as it was at the start. Its path
+    and layout must then be the actor's, and checkpoints hold its weights too."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
     """Ways to need less of the device's memory."""
 
@@ -237,6 +242,8 @@ class CriticSection(Section):
     """How the model is cut over the trainer ranks; null cuts it like the actor."""
     optimizer: OptimizerSection
     """The critic's optimizer."""
+    warmup_steps: Count = 0
+    """So many first steps update the critic alone: the actor stays as it is, and so does its learning-rate schedule."""
     memory: MemorySection = MemorySection()
     """Ways to need less of the device's memory."""
     freeze: FreezeSection = FreezeSection()

@@ -83,6 +83,8 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         source = "replay" if rollout.replay else "rollout engines"
         section = recipe.phases.rollout
         batch = f"{section.prompts} prompts x {recipe.algorithm.group_size}"
+        if recipe.algorithm.dynamic_sampling is not None:
+            batch += f", up to {recipe.algorithm.dynamic_sampling.max_rounds} times"
         return PhaseRow(phase, source, engines, f"{section.max_concurrent} at a time", batch)
     if phase == "reward":
         return PhaseRow(

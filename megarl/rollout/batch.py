@@ -90,7 +90,10 @@ class RolloutExecuted:
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size."""
+    """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size.
+
+    `greedy` has one greedy completion of each prompt, where the recipe's advantage compares with them.
+    """
 
     payload: Payload
     groups: np.ndarray
@@ -101,6 +104,7 @@ class RolloutBatch:
     last_version: np.ndarray
     executed: RolloutExecuted
     metrics: dict[str, float] = field(default_factory=dict)
+    greedy: RolloutBatch | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -130,13 +134,62 @@ class RolloutBatch:
         )
 
 
+@dataclass(frozen=True)
+class JoinedPayload:
+    """Samples of several batches: sample s is sample `sources[s][1]` of payload `sources[s][0]`."""
+
+    payloads: tuple[Payload, ...]
+    sources: tuple[tuple[int, int], ...]
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        wanted = list(sample_ids)
+        found: dict[int, Sample] = {}
+        for number, payload in enumerate(self.payloads):
+            own = {self.sources[s][1]: s for s in wanted if self.sources[s][0] == number}
+            if own:
+                found |= {own[there]: sample for there, sample in payload.fetch(sorted(own)).items()}
+        return found
+
+
+def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> RolloutBatch:
+    """A batch of some samples of several, counted through all of them; whole groups, each in one piece. What the engines ran
+    is that of the last one."""
+    places = [(number, sample) for number, batch in enumerate(batches) for sample in range(len(batch))]
+    sources = tuple(places[sample] for sample in samples)
+    chosen = list(samples)
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(batch, name) for batch in batches])[chosen]
+
+    reasons = [reason for batch in batches for reason in batch.finish_reasons]
+    last = batches[-1]
+    return RolloutBatch(
+        payload=JoinedPayload(tuple(batch.payload for batch in batches), sources),
+        groups=column("groups"),
+        prompt_lengths=column("prompt_lengths"),
+        completion_lengths=column("completion_lengths"),
+        finish_reasons=[reasons[sample] for sample in chosen],
+        first_version=column("first_version"),
+        last_version=column("last_version"),
+        executed=last.executed,
+        metrics=last.metrics,
+    )
+
+
 def dump_file(directory: str | Path, step: int) -> Path:
     """Where a step's rollouts are dumped."""
     return Path(directory) / f"step-{step:06d}.npz"
 
 
+def greedy_folder(directory: str | Path) -> Path:
+    """Where the greedy completions beside dumped rollouts are, in files of the same names."""
+    return Path(directory) / "greedy"
+
+
 def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
     """Write one step's rollouts so that `ReplayPool` can read them; atomic, returns the file."""
+    if batch.greedy is not None:
+        dump_rollout(greedy_folder(directory), step, batch.greedy)
     samples = batch.payload.fetch(range(len(batch)))
     ordered = [samples[s] for s in range(len(batch))]
     file = dump_file(directory, step)

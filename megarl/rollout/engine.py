@@ -24,7 +24,7 @@ from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
-from megarl.rollout.requests import EngineReport, RequestLog, silent_statistics
+from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.watchdog.stacks import mark_from_environment
 
@@ -322,7 +322,8 @@ class RolloutEngine:
         ]
         versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
         for member, one in enumerate(ended):
-            self._log.add(request.position * len(ended) + member, one, versions[member][-1])
+            sample = GREEDY if request.greedy else request.position * len(ended) + member
+            self._log.add(sample, one, versions[member][-1])
         result = GroupResult(
             group=request.group,
             prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),

@@ -70,6 +70,7 @@ class EnginePool:
         self._reports: dict[int, dict[str, float]] = {}  # by engine, of the version that is published
         self._refusals: dict[int, int] = {}
         self._batches = 0
+        self._with_greedy = recipe.algorithm.advantage == "remax"
         self._store: Any = None
         self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
         self._owns_cluster = False
@@ -96,14 +97,13 @@ class EnginePool:
                     quantization=rollout.quantization,
                     place=place,
                     device_variable=platform.device_variable,
-                    # Cores have no memory of their own to hand over, and vLLM for CPUs refuses to sleep.
-                    takes_turns=rollout.placement == "colocated" and platform.num_devices is not None,
+                    takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
                     times_requests=recipe.run.trace != "none",
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
-                max_calls=recipe.num_sequences + 16,  # a call for each group, and an evaluation may have groups of one
+                max_calls=2 * recipe.num_sequences + 16,  # one for each group, and an evaluation may have groups of one
             )
             for index, place in enumerate(places)
         ]
@@ -115,7 +115,8 @@ class EnginePool:
         self._owns_cluster = not ray.is_initialized()
         self.address = start_cluster(self._ray_address)
         beside = node_share(0)  # where rank 0 is: the loss of another node takes no rollouts along
-        self._store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=beside).remote()
+        store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=beside)
+        self._store = store.remote(1 + _batches_of_a_step(self._recipe))
         started = [(engine, engine.begin_start()) for engine in self._engines]
         for engine, reference in started:
             try:
@@ -137,28 +138,37 @@ class EnginePool:
         self._check(prompts)
         self._resync = resync
         asked = sampling or Sampling(self._recipe.algorithm.group_size, draw=step)
-        size = asked.completions
+        size, with_greedy = asked.completions, self._with_greedy and sampling is None
         work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
         for position, prompt in enumerate(prompts):
             seeds = tuple(request_seed(self._seed, asked.draw, prompt.index, member) for member in range(size))
             token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
             request = GroupRequest(position, prompt.index, token_ids, seeds, asked.temperature)
             work[position % len(self._engines)][position] = request
+            if with_greedy:
+                beside = len(prompts) + position
+                work[position % len(self._engines)][beside] = replace(request, position=beside, seeds=(0,), temperature=0.0)
         facts, tokens = self._run(work, step)
-        positions = range(len(prompts))
+        result = self._keep(range(len(prompts)), size, facts, tokens, step)
+        if with_greedy:
+            greedy = self._keep(range(len(prompts), 2 * len(prompts)), 1, facts, tokens, step)
+            result = replace(result, greedy=greedy)
+        self._ask_times()
+        result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
+        return result
+
+    def _keep(
+        self, positions: range, size: int, facts: dict[int, GroupFacts], tokens: dict[int, Any], step: int
+    ) -> RolloutBatch:
+        """A batch of the groups at some positions, each of `size`; their tokens stay in the object store."""
         self._batches += 1
         batch = f"{step}-{self._batches}"
         keep = self._store.add.remote(batch, [tokens[position] for position in positions])
         ray.get(keep, timeout=self._recipe.rollout.timeout_s)
         processes = [engine.process for engine in self._engines if engine.process is not None]
-        executed = RolloutExecuted(len(prompts), size, max(process.max_concurrent for process in processes))
+        executed = RolloutExecuted(len(positions), size, max(process.max_concurrent for process in processes))
         payload = StoredPayload(self._store_name, batch, size, self._recipe.rollout.timeout_s)
-        result = RolloutBatch.of([facts[position] for position in positions], payload, executed)
-        self._ask_times()
-        if sampling is None:
-            self._rest()
-        result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
-        return result
+        return RolloutBatch.of([facts[position] for position in positions], payload, executed)
 
     def take_times(self) -> list[EngineReport]:
         """What each engine did in the rollouts since the last call, by its number."""
@@ -178,8 +188,8 @@ class EnginePool:
                 said = replace(said, engine=index, host=host, offset_s=self._offsets[index].seconds)
                 self._times[index] = self._times[index] + said
 
-    def _rest(self) -> None:
-        """Engines that take turns with the trainer leave it the devices, until the sync that ends the step."""
+    def rest(self) -> None:
+        """Behind a step's rollouts: engines that take turns with the trainer leave it the devices, until the next sync."""
         resting = [(engine, engine.call("sleep")) for engine in self._engines if engine.settings.takes_turns]
         for engine, call in resting:
             with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync starts it again
@@ -390,6 +400,18 @@ class EnginePool:
                 )
 
 
+def takes_turns(recipe: Recipe) -> bool:
+    """Whether engines sleep while the trainer works, without weights: cores have no memory of their own to hand over, and
+    vLLM for CPUs refuses to sleep."""
+    return recipe.rollout.placement == "colocated" and platform.num_devices is not None
+
+
+def _batches_of_a_step(recipe: Recipe) -> int:
+    algorithm = recipe.algorithm
+    rounds = 1 if algorithm.dynamic_sampling is None else algorithm.dynamic_sampling.max_rounds
+    return rounds * (2 if algorithm.advantage == "remax" else 1)  # which has a batch of greedy completions beside
+
+
 def open_pool(
     recipe: Recipe,
     model_path: str,
@@ -403,5 +425,6 @@ def open_pool(
     if recipe.rollout.replay is not None:
         section = recipe.phases.rollout
         routed = recipe.actor.router_replay
-        return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed)
+        greedy = recipe.algorithm.advantage == "remax"
+        return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed, greedy)
     return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places, bound_ranks)

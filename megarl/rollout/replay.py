@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file
+from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file, greedy_folder
 from megarl.rollout.requests import EngineReport
 
 
@@ -47,17 +47,23 @@ class FilePayload:
 class ReplayPool:
     """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at.
 
-    With `routed` the dumps must hold the experts that the rollout chose.
+    With `routed` the dumps must hold the experts that the rollout chose, with `greedy` a greedy completion of each prompt.
     """
 
     address: str | None = None
 
-    def __init__(self, directory: str, group_size: int, max_concurrent: int, routed: bool = False) -> None:
+    def __init__(
+        self, directory: str, group_size: int, max_concurrent: int, routed: bool = False, greedy: bool = False
+    ) -> None:
         self._directory = Path(directory).absolute()
         self._group_size, self._max_concurrent, self._routed = group_size, max_concurrent, routed
+        # Groups of one.
+        self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent) if greedy else None
 
     def start(self) -> None:
         """Raises ValueError for a directory without dumps, or with dumps that lack the experts' choice."""
+        if self._greedy is not None:
+            self._greedy.start()
         files = sorted(self._directory.glob("step-*.npz"))
         if not files:
             raise ValueError(
@@ -86,7 +92,11 @@ class ReplayPool:
             first_version=columns["first_version"],
             last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
+            greedy=None if self._greedy is None else self._greedy.generate(prompts, step),
         )
+
+    def rest(self) -> None:
+        """No engine to rest."""
 
     def take_times(self) -> list[EngineReport]:
         """No engine did anything."""

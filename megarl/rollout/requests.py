@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+# In the place of a sample's number: a greedy completion, which is in no batch.
+GREEDY = -1
+
 
 class RequestTimes(NamedTuple):
     """One completion, in seconds since 1970 of the engine's clock. `begun` is when the scheduler took it up; `version` is

@@ -16,20 +16,19 @@ from megarl.data.sample import Sample
 from megarl.rollout.batch import GroupResult
 from megarl.rollout.cluster import NAMESPACE
 
-# A batch is in use until the next one is trained on.
-KEPT_BATCHES = 2
-
 
 class GroupStore:
     """Ray actor: references to the groups of the last batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_batches: int) -> None:
+        """`kept_batches`: as many as a step makes at most, and one more: one is in use until the next is trained on."""
+        self._kept = kept_batches
         self._batches: dict[str, list[Any]] = {}
 
     def add(self, batch: str, references: list[Any]) -> None:
-        """Keep a batch, and drop the oldest beyond `KEPT_BATCHES`."""
+        """Keep a batch, and drop the oldest beyond `kept_batches`."""
         self._batches[batch] = references
-        while len(self._batches) > KEPT_BATCHES:
+        while len(self._batches) > self._kept:
             del self._batches[next(iter(self._batches))]
 
     def references(self, batch: str, positions: list[int]) -> list[Any]:

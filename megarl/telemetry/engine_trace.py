@@ -92,7 +92,8 @@ def _engine(whose: dict[str, Any], steps: Sequence[dict[str, Any]]) -> list[dict
         for lane, (request, sample, arrived, begun, first, ended, tokens, version) in zip(chosen, requests, strict=True):
             said = {"request": request, "step": step["step"], "tokens": tokens, "version": version,
                     "queued_ms": (begun - arrived) / 1000}  # fmt: skip
-            events.append(_slice(process, lane, "request", f"sample {sample}", begun, ended - begun) | {"args": said})
+            name = "greedy completion" if sample < 0 else f"sample {sample}"
+            events.append(_slice(process, lane, "request", name, begun, ended - begun) | {"args": said})
             events.append(_slice(process, lane, "request", "first token", begun, first - begun))
     threads = ["generating", *(f"requests, lane {lane}" for lane in range(1, lanes + 1))]
     return events + [

@@ -69,7 +69,9 @@ class StepFigures:
         per_s = sizes.useful / times.seconds
         found = {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
         done = {phase: figures.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
-        done["rollout"] = sum(map(int, sizes.completions))
+        # With what engines sampled and nobody trains on.
+        beside = sum(figures.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
+        done["rollout"] = sum(map(int, sizes.completions)) + beside
         rates = {phase: tokens / times.phases[phase] for phase, tokens in done.items() if tokens and phase in times.phases}
         return found | {f"tokens/{phase}/per_s": rate for phase, rate in rates.items()}
 

@@ -1,0 +1,93 @@
+"""The rounds of rollouts and rewards of a step: one, or under `algorithm.dynamic_sampling` as many as it takes.
+
+Every rank has the same lengths and rewards, so that all of them go on to a further round, or none, and choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megarl.algorithm.informative import choose_groups, informative_groups
+from megarl.recipe import Recipe
+from megarl.reward.workers import RewardResult
+from megarl.rollout.batch import RolloutBatch, join_rollouts
+
+
+class Rounds:
+    """Takes a step's rounds, each of `phases.rollout.prompts` groups, and makes a batch of as many of them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._section, self._wanted = recipe.algorithm.dynamic_sampling, recipe.phases.rollout.prompts
+        self._size = recipe.algorithm.group_size
+        overlong = recipe.algorithm.overlong
+        self._masks_truncated = overlong is not None and overlong.mask
+        self._rollouts: list[RolloutBatch] = []
+        self._scored: list[RewardResult] = []
+        self._informative = torch.zeros(0, dtype=torch.bool)  # [groups of all rounds]
+
+    @property
+    def complete(self) -> bool:
+        """Whether no further round is needed, or allowed."""
+        if self._section is None:
+            return len(self._rollouts) == 1
+        return len(self._rollouts) == self._section.max_rounds or int(self._informative.sum()) >= self._wanted
+
+    def add(self, rollouts: RolloutBatch, scored: RewardResult) -> None:
+        """One more round."""
+        self._rollouts.append(rollouts)
+        self._scored.append(scored)
+        counted = scored.valid & np.isfinite(scored.rewards)
+        if self._masks_truncated:
+            counted &= np.array([reason != "length" for reason in rollouts.finish_reasons])
+        members = (-1, self._size)
+        found = informative_groups(
+            torch.from_numpy(scored.rewards).reshape(members), torch.from_numpy(counted).reshape(members)
+        )
+        self._informative = torch.cat([self._informative, found])
+
+    def chosen(self) -> tuple[RolloutBatch, RewardResult, dict[str, float]]:
+        """The step's rollouts and rewards, `phases.rollout.prompts` groups in the order of their prompts, and what became of
+        the others."""
+        if self._section is None:
+            return self._rollouts[0], self._scored[0], {}
+        groups = choose_groups(self._informative, self._wanted)
+        samples = [group * self._size + member for group in groups for member in range(self._size)]
+        rollouts = join_rollouts(self._rollouts, samples)
+        rewards = np.concatenate([scored.rewards for scored in self._scored])
+        valid = np.concatenate([scored.valid for scored in self._scored])
+        informative = int(self._informative.sum())
+        used = int(self._informative[groups].sum())
+        tokens = sum(int(one.completion_lengths.sum()) for one in self._rollouts)
+        return rollouts, _join_rewards(self._scored, samples), {
+            "rollout/rounds": len(self._rollouts),
+            "rollout/extra_prompts": (len(self._rollouts) - 1) * self._wanted,
+            "rollout/uninformative_groups": len(self._informative) - informative,
+            "rollout/surplus_groups": informative - used,
+            "rollout/filler_groups": self._wanted - used,
+            "rollout/discarded_tokens": tokens - int(rollouts.completion_lengths.sum()),
+            "reward/sampled_mean": float(rewards[valid].mean()),
+        }  # fmt: skip
+
+
+def _join_rewards(parts: Sequence[RewardResult], samples: Sequence[int]) -> RewardResult:
+    """The rewards of `samples`, counted through all parts; counts and seconds are of everything that was scored."""
+    place = {sample: number for number, sample in enumerate(samples)}
+    failures, start = {}, 0
+    for part in parts:
+        failures |= {place[start + at]: why for at, why in part.failures.items() if start + at in place}
+        start += len(part.rewards)
+    chosen = list(samples)
+    return replace(
+        parts[-1],
+        rewards=np.concatenate([part.rewards for part in parts])[chosen],
+        valid=np.concatenate([part.valid for part in parts])[chosen],
+        parts={name: np.concatenate([part.parts[name] for part in parts])[chosen] for name in parts[0].parts},
+        failures=failures,
+        num_timeouts=sum(part.num_timeouts for part in parts),
+        task_sequences=tuple(size for part in parts for size in part.task_sequences),
+        busy_s=sum(part.busy_s for part in parts),
+    )
