@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.engine.offload import Shelf
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.sync import in_place
@@ -229,6 +231,29 @@ def test_what_cannot_be_read_in_place_is_said_to_be_so(monkeypatch: pytest.Monke
     assert not parameters["a"].is_shared()
     monkeypatch.undo()
     assert shared(parameters) is not None
+
+
+def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None:
+    """torch crashes where it is to come back."""
+    weight = torch.zeros(4, 8)
+    assert shared({"a": weight}) is not None
+    with pytest.raises(AssertionError, match="cannot be put away"):
+        Shelf(keep=True).put_away([weight.untyped_storage()])
+
+
+def test_a_parameter_of_another_size_ends_the_sync(models: tuple[Path, Path]) -> None:
+    publisher = Publisher(models[0], timeout_s=PATIENT_S, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout())
+    shards = publisher.shards(models[0])
+    shards["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(3, 3)
+    with pytest.raises(
+        SyncError, match="failed on rank 0: ValueError: decoder.layers.1.mlp.linear_fc2.weight of .3, 3. has"
+    ):
+        publisher.publish_shards(1, shards, engines)
+    wait_for(engines._reading.values())
+    assert all(reading.exception() is not None for reading in engines._reading.values())
+    engines.close()
+    publisher.close()
 
 
 def hold(connection: Any) -> None:

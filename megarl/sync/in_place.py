@@ -80,9 +80,13 @@ class Pieces:
         return plan.destination_parameters[plan.destination_parameter[copy]], *place
 
 
-def piece_checksum(content: torch.Tensor, version: int, number: int) -> int:
+def words_of(content: torch.Tensor) -> np.ndarray:
+    """The same memory as whole numbers: numpy knows no bfloat16."""
+    return content.view(_WORDS[content.itemsize]).numpy()
+
+
+def piece_checksum(words: np.ndarray, version: int, number: int) -> int:
     """Of a piece [rows, columns], by its number among those of its destination."""
-    words = content.view(_WORDS[content.itemsize]).numpy()
     return checksum(np.ascontiguousarray(words), version, number)
 
 
@@ -138,7 +142,10 @@ def own_box(
     parameters: Mapping[str, torch.Tensor], parameter: str, row: int, col: int, rows: int, cols: int
 ) -> torch.Tensor:
     """The same of a rank's own."""
-    return _matrix(parameters[parameter])[row : row + rows, col : col + cols]
+    box = _matrix(parameters[parameter])[row : row + rows, col : col + cols]
+    if tuple(box.shape) != (rows, cols):
+        raise ValueError(f"{parameter} of {tuple(parameters[parameter].shape)} has no box {rows} x {cols} at ({row}, {col})")
+    return box
 
 
 def _matrix(parameter: torch.Tensor) -> torch.Tensor:

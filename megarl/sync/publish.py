@@ -23,7 +23,7 @@ from megarl.reshard.order import copy_order
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
-from megarl.sync.in_place import Pieces, own_box, piece_checksum, share
+from megarl.sync.in_place import Pieces, own_box, piece_checksum, share, words_of
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
@@ -342,7 +342,8 @@ class WeightSync:
             for worker, (pieces, own) in enumerate(zip(self._in_place, self._own, strict=True)):
                 boxes = [own_box(parameters, *pieces.at_source(self._plan, number)) for number in own.tolist()]
                 sums = [
-                    piece_checksum(one, manifest.version, number) for one, number in zip(boxes, own.tolist(), strict=True)
+                    piece_checksum(words_of(one), manifest.version, number)
+                    for one, number in zip(boxes, own.tolist(), strict=True)
                 ]
                 sender.seal(worker, own, sums, sum(one.nbytes + CHECKSUM_BYTES for one in boxes))
             pack_s = time.perf_counter() - begun

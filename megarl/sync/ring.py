@@ -24,7 +24,7 @@ from megarl.platform import current as platform
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
-from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, wait_until
+from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
@@ -211,8 +211,8 @@ class RingSender:
             # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
             if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
                 return
-        moved = {int(engine): ((), time.monotonic()) for engine in self._engines}
-        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look)
+        moved: dict[int, tuple[tuple[int, ...], float]] = {int(engine): ((), time.monotonic()) for engine in self._engines}
+        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, READ_LOOK_S)
         self._look()
 
     def _all_read(self, num_pieces: Sequence[int], moved: dict[int, tuple[tuple[int, ...], float]]) -> bool:
