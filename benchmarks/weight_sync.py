@@ -75,7 +75,7 @@ class Trainer:
         self.shape = ModelShape.from_directory(model)
         self.segments = megatron_segments(self.shape, layout)
         shards = cut(self.segments, checkpoint(self.model))
-        self.shards = {name: shard.to(self.dtype) for name, shard in shards[self.rank].items()}
+        self.shards = in_one_buffer(shards[self.rank], self.dtype)
         self.sizes = {rank: {name: tuple(shard.shape) for name, shard in own.items()} for rank, own in shards.items()}
         cuts = RolloutLayout(tensor=rollout)
         settings = SyncSettings(self.dtype, cuts, 1, bucket_bytes, DEADLINE_S)
@@ -102,9 +102,11 @@ class Trainer:
         return pool
 
     def reshard(self) -> Times:
-        """megarl's own way."""
-        self.version += 1
-        figures = self.sync.publish(self.version, self.shards, self.pool)
+        """megarl's own way, right after a sync of the same kind, as in a run: after another kind a worker makes its plan
+        anew."""
+        for _ in range(2):
+            self.version += 1
+            figures = self.sync.publish(self.version, self.shards, self.pool)
         return {
             name: figures[f"sync/{name}"] for name in ("total_s", "transfer_s", "repack_s", "received_bytes", "bound_bytes")
         }
@@ -198,6 +200,15 @@ class Trainer:
         if self.whole is not None:
             self.whole.close()
         self.sync.close()
+
+
+def in_one_buffer(shards: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Local parameters one behind the other, as megatron-core's data parallelism holds them."""
+    buffer = torch.empty(sum(shard.numel() for shard in shards.values()), dtype=dtype)
+    parts = buffer.split([shard.numel() for shard in shards.values()])
+    for part, shard in zip(parts, shards.values(), strict=True):
+        part.view(shard.shape).copy_(shard)
+    return {name: part.view(shard.shape) for part, (name, shard) in zip(parts, shards.items(), strict=True)}
 
 
 def cut_in(segments: list[Segment], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:

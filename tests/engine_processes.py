@@ -183,6 +183,8 @@ def _take(
 def _count_boxes(reader: StreamReader, manifest: WeightManifest) -> int:
     """How many boxes a version has."""
     reader._prepare(manifest)
+    if manifest.homes:
+        return len(reader._pieces)
     stream = reader._stream
     return sum(len(stream.at_destination(reader._plan, bucket)) for bucket in range(stream.num_buckets))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,11 +113,14 @@ class Publisher:
         timeout_s: float = 60.0,
         mode: str = "reshard",
         transport: str = "shared_memory",
+        in_place: bool = False,
     ) -> None:
+        """`in_place`: workers read the weights where they are, as from an actor without adapters, and else from buckets."""
+        self.in_place = in_place
         shape = ModelShape.from_directory(model)
         settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport)
         self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
-        self._last: tuple[int, dict[str, torch.Tensor], Any]
+        self._last: tuple[int, Mapping[str, torch.Tensor], Any]
 
     def publish(self, version: int, model: Path, engines: Any) -> dict[str, float]:
         return self.publish_shards(version, self.shards(model), engines)
@@ -125,8 +129,9 @@ class Publisher:
         return megatron_shards(model, Layout())[0]
 
     def publish_shards(self, version: int, shards: dict[str, torch.Tensor], engines: Any) -> dict[str, float]:
-        self._last = (version, shards, engines)
-        return self.sync.publish(version, shards, engines)
+        given = shards if self.in_place else MappingProxyType(shards)
+        self._last = (version, given, engines)
+        return self.sync.publish(version, given, engines)
 
     def resync(self, chosen: Sequence[int]) -> None:
         """As the pipeline does for an engine that was started again."""
@@ -164,6 +169,21 @@ def corrupt(publisher: HasSync, bucket: int, times: int) -> None:
         send(worker, number)
 
     sender.room, sender.send = room_remembered, send_wrong  # type: ignore[assignment,method-assign]
+
+
+def corrupt_in_place(publisher: HasSync, times: int) -> None:
+    """From here on one checksum of what workers read in place is wrong, that many times."""
+    sender = publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    seal, left = sender.seal, [times]
+
+    def seal_wrong(worker: int, numbers: np.ndarray, sums: Sequence[int], num_bytes: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            sums = [sums[0] ^ 1, *sums[1:]]
+        seal(worker, numbers, sums, num_bytes)
+
+    sender.seal = seal_wrong  # type: ignore[method-assign]
 
 
 def recipe(model: Path, **rollout: Any) -> Recipe:

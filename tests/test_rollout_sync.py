@@ -17,7 +17,7 @@ from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncError
-from tests.rollout_cases import Publisher, corrupt, huggingface_logprobs, prompts, recipe, same, save_model
+from tests.rollout_cases import Publisher, corrupt, corrupt_in_place, huggingface_logprobs, prompts, recipe, same, save_model
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -64,19 +64,21 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     ],
 )
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
-    """The engine itself, when it had started: after a version that changes everything its first weights come back."""
+    """The engine itself, when it had started: after a version that changes everything, read in place, its first weights come
+    back, in buckets."""
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new)
+    publisher = Publisher(new, in_place=True)
     engine = open_engines(old, temperature=0.8)
     try:
         loaded = samples(engine, 1)
         assert distance(old, loaded, 0.8) < 1e-4
         figures = publisher.publish(1, new, engine)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and figures["sync/in_place"]
         after = samples(engine, 1)
         assert distance(new, after, 0.8) < 1e-4
         assert not same(loaded, after)
-        publisher.publish(2, old, engine)
+        publisher.in_place = False
+        assert not publisher.publish(2, old, engine)["sync/in_place"]
         assert same(loaded, samples(engine, 1)), "a second sync did not bring the first weights back"
     finally:
         engine.shutdown()
@@ -124,7 +126,8 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
         sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
         assert layout.expert_parallel or sent["sync/received_bytes"] > figures["sync/received_bytes"]
         assert same(before, samples(pool, 1)), "the first weights did not come back"
-        corrupt(publisher, bucket=1, times=1)
+        publisher.in_place = True
+        corrupt_in_place(publisher, times=1)
         assert publisher.publish(3, new, pool)["sync/attempts"] == 2
         assert same(after, samples(pool, 1)), "parts after whole tensors differ from parts alone"
         assert shared_files and all(file.exists() for file in shared_files)

@@ -27,12 +27,13 @@ from megarl.sync.publish import EngineFacts
 from megarl.sync.read import StreamReader
 from megarl.sync.transport import SENDER_WAITS
 from tests.engine_processes import STATES, ProcessEngines
-from tests.rollout_cases import Publisher, checkpoint, corrupt, cut, save_model
+from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_in_place, cut, save_model
 from tests.sync_cases import ThreadEngines
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
 
-TRANSPORTS = ["shared_memory", "gloo", "cuda_ipc"]
+IN_PLACE = "in_place"  # shared memory, where weights that lie still are read without buckets
+TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5  # where a deadline is waited for
 PATIENT_S = 60.0  # where none is, a busy machine must not reach it
 BUCKET_BYTES = 16384
@@ -52,11 +53,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Publisher, ProcessEngines]]:
     """A trainer of one rank with two engines that live through all cases; a case begins with version 1 in both."""
-    publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, transport=request.param)
+    publisher = trainer_of(model, PATIENT_S, request.param)
     engines = ProcessEngines(ModelShape.from_directory(model), 2)
     yield publisher, engines
     engines.close()
     publisher.close()
+
+
+def trainer_of(model: Path, timeout_s: float, transport: str) -> Publisher:
+    in_place = transport == IN_PLACE
+    means = "shared_memory" if in_place else transport
+    return Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, timeout_s, transport=means, in_place=in_place)
 
 
 def deadline_s(transport: str, engine: int, fault: str, state: str) -> float:
@@ -103,13 +110,17 @@ def test_a_corrupt_bucket_is_never_answered_from(
 ) -> None:
     publisher, engines = trainer
     engines.served.clear()
-    send = publisher.sync._sender.send
-    corrupt(publisher, bucket % publisher.sync._streams[0].num_buckets, times=1)
+    sender = publisher.sync._sender
+    send, seal = sender.send, getattr(sender, "seal", None)
+    if publisher.in_place:
+        corrupt_in_place(publisher, times=1)
+    else:
+        corrupt(publisher, bucket % publisher.sync._streams[0].num_buckets, times=1)
     publisher.set_deadline(PATIENT_S)
     try:
         publisher.publish(3, model, engines)
     finally:
-        publisher.sync._sender.send = send  # type: ignore[method-assign]
+        sender.send, sender.seal = send, seal  # type: ignore[method-assign,attr-defined]
     assert engines.served == [(0, 1), (0, 1)]
     assert_answers_from(engines, 3, model)
 
@@ -139,7 +150,7 @@ class Told:
 
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str) -> None:
     torch.set_num_threads(1)
-    publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, TIMEOUT_S, transport=transport)
+    publisher = trainer_of(model, TIMEOUT_S, transport)
     sender, buckets = publisher.sync._sender, publisher.sync._streams[0].num_buckets
     dies_before = {"begin": 0, "first": 1, "middle": buckets // 2, "last": buckets - 1}[state]
     send = sender.send
@@ -150,6 +161,8 @@ def publish_and_die(model: Path, transport: str, connections: Sequence[Connectio
         send(worker, bucket)
 
     sender.send = send_or_die  # type: ignore[method-assign]
+    if publisher.in_place:
+        sender.seal = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
     publisher.publish(9, model, Told(connections))
 
 
@@ -158,7 +171,7 @@ def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(mo
     engines = ProcessEngines(ModelShape.from_directory(model), 2)
     context = multiprocessing.get_context("forkserver")
     try:
-        for state in ("begin", "first", "middle", "last"):
+        for state in ("begin",) if transport == IN_PLACE else ("begin", "first", "middle", "last"):
             process = context.Process(target=publish_and_die, args=(model, transport, engines.connections, state))
             process.start()
             process.join(240)

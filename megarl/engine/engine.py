@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -435,7 +436,9 @@ class Engine:
         overlap_parameters."""
         assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
         self.gather_weights()
-        return merged_shards(self.models, self.place.layout)
+        shards = merged_shards(self.models, self.place.layout)
+        # What leaves the device between phases is not to be moved to shared memory, from where it could not leave.
+        return MappingProxyType(shards) if isinstance(shards, dict) and self.residence.moves_weights else shards
 
 
 def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:

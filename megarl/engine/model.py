@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -336,12 +336,14 @@ def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Tenso
     }
 
 
-def merged_shards(chunks: Sequence[nn.Module], layout: Layout) -> MergedShards:
-    """This rank's weights by the same names, adapters merged in as they are read."""
+def merged_shards(chunks: Sequence[nn.Module], layout: Layout) -> Mapping[str, Tensor]:
+    """This rank's weights by the same names, adapters merged in as they are read. Without adapters it is a dict of the
+    weights themselves, which the weight sync may read in place."""
     adapters = {
         chunk_prefix(layout, number) + local_name(name.removesuffix(CHILD) + "weight"): module
         for number, chunk in enumerate(chunks)
         for name, module in chunk.named_modules()
         if isinstance(module, Adapter)
     }
-    return MergedShards(named_shards(chunks, layout), adapters)
+    shards = named_shards(chunks, layout)
+    return MergedShards(shards, adapters) if adapters else shards

@@ -40,6 +40,8 @@ class Shelf:
         """Free the device's memory of the storages."""
         assert not self._away, "already away"
         for storage in storages:
+            # torch (2.13) crashes where shared memory of a host is to grow again.
+            assert storage.device.type != "cpu" or not storage.is_shared(), "shared memory cannot be put away"
             size = storage.nbytes()
             if self.keep:
                 self._copy_to_host(storage, size)

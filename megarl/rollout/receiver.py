@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -35,6 +36,7 @@ from megarl.rollout.cpu_workers import complete
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
+from megarl.sync.in_place import words_of
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
@@ -178,11 +180,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         owner: str | None = None
         in_place: list[str] = []  # modules whose own parameters were written: no memory waits for them to be packed
         targets: dict[str, torch.Tensor] = {}
+        words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
         for box in boxes:
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
                 if module_name != owner:  # boxes come module by module
-                    targets = {}  # first: spare memory that somebody refers to is not lent again
+                    targets, words = {}, {}  # first: spare memory that somebody refers to is not lent again
                     self._written(owner, in_place)
                     owner = module_name
                 size = self._sizes[box.parameter]
@@ -192,11 +195,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     scales = self._target(module_name, name + SCALES, torch.float32, blocks)
                     targets[box.parameter + SCALES] = scales
             rows, cols = box.content.shape
+            if box.words is not None and self.device.type == "cpu":
+                if box.parameter not in words:
+                    words = {box.parameter: words_of(targets[box.parameter])}
+                np.copyto(words[box.parameter][box.row : box.row + rows, box.col : box.col + cols], box.words)
+                continue
             targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
-        targets = {}
+        targets, words = {}, {}
         self._written(owner, in_place)
         for name in in_place:
             self._process(name)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import torch
+
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class SpareMemory:
@@ -26,7 +30,7 @@ class SpareMemory:
         if self._taken == len(self._blocks):
             self._blocks.append(torch.empty(0, dtype=torch.uint8, device=device))
         if len(self._blocks[self._taken]) < num_bytes:
-            self._blocks[self._taken] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._blocks[self._taken] = _fresh(num_bytes, device)
         block = self._blocks[self._taken]
         self._taken += 1
         return block[:num_bytes].view(dtype).view(size)
@@ -39,6 +43,17 @@ class SpareMemory:
 
     def clear(self) -> None:
         self._blocks, self._taken = [], 0
+
+
+def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes]. On a CPU in large pages: the kernel makes these at four times the rate of small ones, which take
+    several times as long as what is written to them."""
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _num_references(tensor: torch.Tensor) -> int:

@@ -40,6 +40,8 @@ class WeightManifest:
     Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number: `leaders`,
     which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
     `wire` "delta" messages are differences to version `base`, which every leading engine took, or whole where it is None.
+
+    `homes` say, by trainer rank, where its parameters are read in place (`in_place.share`); without, they come in buckets.
     """
 
     version: int
@@ -63,6 +65,7 @@ class WeightManifest:
     wire: str
     base: int | None
     quantization: str | None
+    homes: tuple[str, ...] = ()
 
     @property
     def leading(self) -> tuple[int, ...]:

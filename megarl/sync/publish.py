@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,15 +19,17 @@ from megarl.family import ModelShape
 from megarl.platform import current as device
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import parameter_sizes
+from megarl.reshard.order import copy_order
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
+from megarl.sync.in_place import Pieces, own_box, piece_checksum, share, words_of
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
-from megarl.sync.stream import Part, Piece
-from megarl.sync.transport import TRANSPORTS, Sender
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
+from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
 from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
@@ -116,6 +119,12 @@ class WeightSync:
         self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
         # Of this rank, by worker and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
+        # What workers read where it is: the pieces of each, and of this rank their numbers and places.
+        self._in_place = [
+            Pieces.of(self._plan, copy_order(self._plan, w, w, workers), settings.dtype.itemsize) for w in range(workers)
+        ]
+        self._own = [pieces.of_rank(rank) for pieces in self._in_place]
+        self._homes: tuple[str, ...] = ()
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
@@ -142,7 +151,8 @@ class WeightSync:
         the rank or the engine that failed and why; rank 0 raises what `engines` raised.
         """
         self._engines, self._begun = engines, time.perf_counter()
-        self._together("weight_sync: begin", lambda: self._check_names(parameters))
+        homes = self._together("weight_sync: begin", lambda: self._home(parameters))
+        self._homes = tuple(home for home in homes if home is not None) if None not in homes else ()
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
         figures: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
@@ -169,6 +179,7 @@ class WeightSync:
             "sync/sent_bytes": sent_bytes,
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
+            "sync/in_place": float(bool(self._homes)),
         }
 
     def close(self) -> None:
@@ -209,6 +220,20 @@ class WeightSync:
         self._sender = PointToPointSender(self._streams, self._rank, store, on_device, self._parts)
         return settings.host, store.port
 
+    def _home(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        """Where this rank's parameters are read in place; None where they have to be written into buckets."""
+        self._check_names(parameters)
+        settings = self._settings
+        if settings.transport != "shared_memory" or settings.mode != "reshard" or settings.quantization is not None:
+            return None
+        if any(
+            pieces.table_bytes > NUM_BUCKETS * s.capacity for pieces, s in zip(self._in_place, self._streams, strict=True)
+        ):
+            return None
+        sent = self._plan.source_parameter[self._plan.source_rank == self._rank]
+        names = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
+        return share(parameters, names, settings.dtype, self._layout.ranks)
+
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())
         if odd:
@@ -248,6 +273,7 @@ class WeightSync:
             wire=self._settings.wire,
             quantization=self._settings.quantization,
             base=self._bases.begin(attempt, leading, self._starts),
+            homes=self._homes,
         )
         if self._engines is not None:
             self._engines.begin(manifest)
@@ -284,6 +310,8 @@ class WeightSync:
 
         All ranks go in this one order, so that no two can wait for each other.
         """
+        if manifest.homes:
+            return self._seal(manifest, parameters)
         pack_s = 0.0
         matrices = {name: own.detach().view(own.shape[0], -1) for name, own in parameters.items()}  # a vector is one column
         try:
@@ -304,6 +332,27 @@ class WeightSync:
             raise
         sent, parts = (self._sender.sent_bytes, dict(self._sender.lost)), self._parts
         return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
+
+    def _seal(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
+        """Hash what workers read in place of this rank, and let nobody write to it before they all have read it."""
+        sender, begun = self._sender, time.perf_counter()
+        assert isinstance(sender, RingSender), "only what shares memory is read in place"
+        try:
+            sender.begin(manifest)
+            for worker, (pieces, own) in enumerate(zip(self._in_place, self._own, strict=True)):
+                boxes = [own_box(parameters, *pieces.at_source(self._plan, number)) for number in own.tolist()]
+                sums = [
+                    piece_checksum(words_of(one), manifest.version, number)
+                    for one, number in zip(boxes, own.tolist(), strict=True)
+                ]
+                sender.seal(worker, own, sums, sum(one.nbytes + CHECKSUM_BYTES for one in boxes))
+            pack_s = time.perf_counter() - begun
+            with span("wait_engines"):
+                sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], [len(p) for p in self._in_place])
+        except BaseException:
+            sender.abort()
+            raise
+        return Streamed(pack_s, sender.sent_bytes, dict(sender.lost))
 
     @torch.no_grad()
     def _pack(

@@ -15,21 +15,25 @@ from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
+from megarl.sync.in_place import Home, Pieces, piece_checksum, words_of
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
+from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
 
 
 class Box(NamedTuple):
     """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col); of FP8 blocks `scales` at the place of
-    their blocks."""
+    their blocks. What is read in place is there as `words` too: whole numbers, for which numpy takes a fraction of the
+    time that torch does."""
 
     parameter: str
     row: int
     col: int
     content: torch.Tensor
     scales: torch.Tensor | None = None
+    words: np.ndarray | None = None
 
 
 @dataclass
@@ -53,6 +57,9 @@ class StreamReader:
         self._elements: dict[str, int] = {}
         # By bucket: where it lies in memory, and its boxes there with what each is made of.
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
+        self._pieces: Pieces
+        self._homes: list[Home] = []
+        self._in_place: list[Box] = []  # what is read where it is
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -67,7 +74,10 @@ class StreamReader:
         end = self._link.open(manifest, self._stream, engine, self._worker)
         complete = False
         try:
-            for bucket in range(self._stream.num_buckets):
+            if manifest.homes:
+                assert isinstance(end, RingReceiver), "only what shares memory is read in place"
+                yield from self._read_in_place(manifest, end)
+            for bucket in () if manifest.homes else range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
             self._link.completed(manifest.version)
@@ -81,8 +91,39 @@ class StreamReader:
         return self._elements[parameter]
 
     def close(self) -> None:
-        self._boxes = {}
+        self._boxes, self._in_place, self._homes = {}, [], []
         self._link.close()
+
+    def _read_in_place(self, manifest: WeightManifest, end: RingReceiver) -> Iterator[Box]:
+        """Hand out every box where it lies, and hash what was copied while it is in the cache. The sums are compared at the
+        end, as they are made meanwhile."""
+        figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
+        if tuple(home.said for home in self._homes) != manifest.homes:
+            self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
+            dtype = DTYPES[manifest.precision]
+            self._homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
+            for number, source in enumerate(pieces.source.tolist()):
+                content = self._homes[source].box(*pieces.at_source(self._plan, number))
+                self._in_place.append(Box(*pieces.at_destination(self._plan, number), content, None, words_of(content)))
+        figures.wait_s += time.perf_counter() - begun
+        own = np.zeros(len(pieces), dtype=np.uint64)
+        for number, box in enumerate(self._in_place):
+            yield box
+            begun = time.perf_counter()
+            assert box.words is not None, "it was made above"
+            own[number] = piece_checksum(box.words, manifest.version, number)
+            figures.received_bytes += box.words.nbytes
+            end.release(number)
+            figures.verify_s += time.perf_counter() - begun
+        begun = time.perf_counter()
+        sums = end.sums(np.unique(pieces.source), len(pieces))
+        figures.wait_s += time.perf_counter() - begun
+        wrong = np.flatnonzero(own != sums)
+        if len(wrong):
+            which = self._plan.describe(pieces.copy[wrong[0]])
+            raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
+        # Says whether this engine was given up before it had read all: what it read since may be of another version.
+        end.release(len(pieces))
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
@@ -136,6 +177,7 @@ class StreamReader:
         form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
         self._stream = sync_stream(self._shape, plan, self._worker, manifest.rollout.workers, *form)
         covered = np.bincount(plan.destination_parameter[order], plan.sizes[order], len(plan.destination_parameters))
+        self._pieces, self._in_place, self._homes = Pieces.of(plan, order, form[0].itemsize), [], []
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._boxes = {}
         self._key = key

@@ -12,6 +12,8 @@ device has finished (`platform.settle`) before a counter is raised.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,7 +24,7 @@ from megarl.platform import current as platform
 from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
-from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, wait_until
+from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
@@ -105,8 +107,13 @@ class Ring:
         """Memory of a bucket, uint8 [capacity]."""
         return self.buckets[number % NUM_BUCKETS]
 
+    @property
+    def table(self) -> np.ndarray:
+        """The memory of all buckets, uint64, for the checksums of what is read in place."""
+        return self.buckets.view(-1).numpy().view(np.uint64)
+
     def is_gone(self, engine: int, session: int) -> bool:
-        return bool(self.gone[engine] == _mark(session))
+        return bool(self.gone[engine] >= _mark(session))
 
     def make_do(self) -> None:
         """Buckets of this process's own, which nobody reads: for a rank to fill where nobody offered any."""
@@ -188,6 +195,38 @@ class RingSender:
         part = self._streams[worker].part(bucket, self._rank)
         self.sent_bytes += 0 if part is None else part.end - part.start
 
+    def seal(self, worker: int, numbers: np.ndarray, sums: Sequence[int], num_bytes: int) -> None:
+        """What a worker reads in place of this rank's memory has these checksums, by the numbers of the pieces."""
+        self._rings[worker].table[numbers] = np.array(sums, dtype=np.uint64)
+        self._rings[worker].written[self._rank] = _mark(self._session, 1)
+        self.sent_bytes += num_bytes
+
+    def wait_read(self, sources: Sequence[np.ndarray], num_pieces: Sequence[int]) -> None:
+        """Until every engine's workers have read and compared all that they read in place, for the rank that looks after the
+        engines. One that reads no further until the deadline is given up. `sources` are the ranks that each worker reads
+        from, `num_pieces` how much it reads."""
+        if self._watch is None:
+            return
+        for worker, ranks in enumerate(sources):
+            # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
+            if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
+                return
+        moved: dict[int, tuple[tuple[int, ...], float]] = {int(engine): ((), time.monotonic()) for engine in self._engines}
+        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, READ_LOOK_S)
+        self._look()
+
+    def _all_read(self, num_pieces: Sequence[int], moved: dict[int, tuple[tuple[int, ...], float]]) -> bool:
+        """`moved`: how far each engine was when it was last seen to move, and when that was."""
+        behind = {int(engine) for worker, count in enumerate(num_pieces) for engine in self._behind(worker, count + 1)}
+        for engine in behind:
+            read, now = tuple(int(ring.read[engine]) for ring in self._rings), time.monotonic()
+            if read != moved[engine][0]:
+                moved[engine] = read, now
+            elif now - moved[engine][1] > self._timeout_s:
+                self.lost[engine] = "wait_read: it read no further"
+                self.lose(engine)
+        return not behind
+
     def finish(self) -> None:
         """What is in a ring has left this rank's memory. The rank that looks after the engines does so until every other
         rank has found room for all of its parts."""
@@ -259,6 +298,18 @@ class RingReceiver:
         self._look()
         platform.settle()
         self._ring.read[self._engine] = _mark(self._session, bucket + 1)
+
+    def sums(self, sources: np.ndarray, count: int) -> np.ndarray:
+        """The checksums of what is read in place, uint64 [count], once all of its ranks have made theirs. Raises SyncError
+        at the deadline."""
+        ring, mark = self._ring, _mark(self._session, 1)
+        if not wait_until(lambda: bool((ring.written[sources] >= mark).all()), ENGINE_WAITS * self._timeout_s, self._look):
+            late = ", ".join(map(str, sources[ring.written[sources] < mark]))
+            raise SyncError(
+                f"sums: no checksums from trainer rank {late} within {ENGINE_WAITS} times "
+                f"weight_sync.timeout_s = {self._timeout_s:g}"
+            )
+        return ring.table[:count]
 
     def give_up(self) -> None:
         self._ring.gone[self._engine] = _mark(self._session)

@@ -34,6 +34,8 @@ REPORT_WAITS = {
 # How long a wait sleeps between two looks: at first not at all, as most waits are short.
 EAGER_LOOKS = 20
 LOOK_S = 0.0002
+# Where a rank waits for a whole version to be read: what it spends on looking, workers lack.
+READ_LOOK_S = 0.001
 WATCH_S = 0.05
 
 
@@ -98,8 +100,10 @@ class Receiver(Protocol):
         """Read no more, so that nobody waits for this worker."""
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None) -> bool:
-    """Look until `ready`; False at the deadline. `watch` is called now and then meanwhile, and may raise."""
+def wait_until(
+    ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None, look_s: float = LOOK_S
+) -> bool:
+    """Look until `ready`, every `look_s`; False at the deadline. `watch` is called now and then meanwhile, and may raise."""
     looks, begun = 0, time.monotonic()
     watched = begun
     while not ready():
@@ -113,5 +117,5 @@ def wait_until(ready: Callable[[], bool], timeout_s: float, watch: Callable[[], 
         if watch is not None and now - watched > WATCH_S:
             watch()
             watched = now
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
     return True

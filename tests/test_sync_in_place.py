@@ -1,0 +1,320 @@
+"""Weights that are read in place: what is wrong, torn or late is not taken, and nobody writes to what is still read."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.engine.offload import Shelf
+from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
+from megarl.sync import in_place
+from megarl.sync.in_place import Home, Pieces, share
+from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.ring import RingSender
+from tests.rollout_cases import Publisher, save_model
+from tests.sync_cases import ThreadEngines, assert_has_shard
+
+pytestmark = pytest.mark.sync
+
+Parameters = dict[str, torch.Tensor]
+PATIENT_S = 60.0  # where no test waits for a deadline, a busy machine must not reach it
+
+
+class Case(NamedTuple):
+    """A trainer of one rank whose weights lie still, an engine of two workers without vLLM, and two models of one shape."""
+
+    publisher: Publisher
+    engines: ThreadEngines
+    models: tuple[Path, Path]
+    shards: Parameters
+
+    def publish(self, model: int) -> dict[str, float]:
+        """As an optimizer does: the weights change where they are."""
+        for name, content in self.publisher.shards(self.models[model]).items():
+            self.shards[name].copy_(content)
+        return self.publisher.publish_shards(self.engines.versions[0] + 1, self.shards, self.engines)
+
+    def assert_taken(self, model: int) -> None:
+        shape = ModelShape.from_directory(self.models[model])
+        for worker in (0, 1):
+            taken = self.engines.taken[0, worker]
+            assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
+
+    def assert_refused(self, model: int, message: str) -> None:
+        version = self.engines.versions[0]
+        with pytest.raises(SyncError, match=message):
+            self.publish(model)
+        assert self.engines.versions == [version]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1)
+
+
+@pytest.fixture(scope="module")
+def case(models: tuple[Path, Path]) -> Iterator[Case]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "PIECE_BYTES", 4096)  # most boxes are several pieces
+        publisher = Publisher(models[0], RolloutLayout(2), timeout_s=PATIENT_S, in_place=True)
+        engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
+        yield Case(publisher, engines, models, publisher.shards(models[0]))
+    engines.close()
+    publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def first_version(request: pytest.FixtureRequest) -> None:
+    if "case" in request.fixturenames:
+        case = request.getfixturevalue("case")
+        case.engines.before = lambda engine, worker, boxes: None
+        case.publish(0)
+        case.assert_taken(0)
+
+
+def test_workers_read_the_trainers_own_memory_and_the_next_version_too(case: Case) -> None:
+    manifest = case.engines._manifest
+    assert manifest.homes and all(tensor.is_shared() for tensor in case.shards.values())
+    figures = case.publish(1)
+    case.assert_taken(1)
+    assert case.engines._manifest.homes == manifest.homes, "what was shared is shared once"
+    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
+    """The ranks hash the right weights, and the workers read a wrong one."""
+    sync = case.publisher.sync
+    pieces: Pieces = sync._in_place[0]
+    number = data.draw(st.integers(0, len(pieces) - 1))
+    parameter, row, col, rows, cols = pieces.at_source(sync._plan, number)
+    element = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
+    bit = 1 << data.draw(st.integers(0, 30))
+    begin, seal = type(sync)._begin, type(sync)._seal
+    right: Parameters = {}
+
+    def begin_wrong(*arguments: Any) -> WeightManifest:
+        right.update({name: tensor.clone() for name, tensor in case.shards.items()})
+        case.shards[parameter].view(torch.int32)[row + element[0], col + element[1]] ^= bit
+        return begin(sync, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_begin", begin_wrong)
+        patch.setattr(sync, "_seal", lambda manifest, parameters: seal(sync, manifest, right))
+        case.assert_refused(1, "wrong bytes in piece|given up: another worker of this engine failed")
+    said = [str(reading.exception()) for reading in case.engines._reading.values()]
+    assert any(re.search(r"wrong bytes in piece \d+ of \d+, model\.|wrong bytes .* lm_head", one) for one in said), said
+
+
+def test_checksums_of_another_version_are_none_of_this_one(case: Case) -> None:
+    """Also of the same weights."""
+    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_seal", lambda manifest, own: seal(sync, replace(manifest, version=manifest.version - 1), own))
+        case.assert_refused(0, "wrong bytes in piece 0")
+
+
+def test_whoever_writes_while_a_worker_reads_is_found(case: Case) -> None:
+    """Some of what was read is of the old weights, and some of the new ones."""
+    new = case.publisher.shards(case.models[1])
+
+    def write(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == 20:
+            for name, content in new.items():
+                case.shards[name].copy_(content)
+
+    case.engines.before = write
+    case.assert_refused(0, "wrong bytes in piece")
+
+
+def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:
+    sender = case.publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    waiting: list[bool] = []
+
+    def late(engine: int, worker: int, boxes: int) -> None:
+        if worker == 1 and boxes == 30:
+            end = time.monotonic() + PATIENT_S
+            while not waiting and time.monotonic() < end:
+                time.sleep(0.001)
+            time.sleep(0.05)  # time enough to go on, for one that does not wait
+
+    all_read, stream = sender._all_read, type(case.publisher.sync)._stream
+    ended: list[list[bool]] = []
+
+    def look(*arguments: Any) -> bool:
+        waiting.append(True)
+        return all_read(*arguments)
+
+    def stream_and_look(*arguments: Any) -> Any:
+        streamed = stream(case.publisher.sync, *arguments)
+        counts = [len(pieces) + 1 for pieces in case.publisher.sync._in_place]
+        ended.append([int(ring.read[0]) & 0xFFFFFFFF == count for ring, count in zip(sender._rings, counts, strict=True)])
+        return streamed
+
+    case.engines.before = late
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sender, "_all_read", look)
+        patch.setattr(case.publisher.sync, "_stream", stream_and_look)
+        case.publish(1)
+    assert ended == [[True, True]]
+    case.assert_taken(1)
+
+
+def test_an_engine_that_was_given_up_takes_nothing_of_what_it_read(models: tuple[Path, Path]) -> None:
+    """It hangs with all but its last box read, the weights move on, and then it goes on."""
+    publisher = Publisher(models[0], engines=2, timeout_s=1.0, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(), engines=2, retries=1)
+    sender = publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    (ring,) = sender._rings
+
+    def stall(engine: int, worker: int, boxes: int) -> None:
+        if engine == 1 and boxes == len(publisher.sync._in_place[0]) - 1 and len(engines.served) == 1:
+            end = time.monotonic() + PATIENT_S
+            while not ring.gone[1] and time.monotonic() < end:
+                time.sleep(0.01)
+            publisher.set_deadline(PATIENT_S)
+
+    engines.before = stall
+    publisher.publish(1, models[0], engines)
+    assert engines.served == [(0, 1), (1,)] and engines.versions == [1, 1]
+    assert "given up" in str(engines.failures[0])
+    engines.close()
+    publisher.close()
+
+
+def shared(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32, ranks: int = 1) -> str | None:
+    return share(parameters, list(parameters), dtype, ranks)
+
+
+def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None:
+    buffer = torch.arange(64.0)
+    parameters = {"a": buffer[:32].view(4, 8), "b": buffer[32:40]}
+    place, said = buffer.data_ptr(), shared(parameters)
+    assert said is not None and buffer.data_ptr() != place and buffer.is_shared()
+    assert torch.equal(buffer, torch.arange(64.0)) and torch.equal(parameters["a"], torch.arange(32.0).view(4, 8))
+    assert shared(parameters) == said, "it moves once"
+    home = Home(said, 0, torch.float32)
+    buffer[9] = -1.0
+    assert torch.equal(home.box("a", 1, 1, 2, 3), parameters["a"][1:3, 1:4])
+    assert torch.equal(home.box("b", 2, 0, 6, 1), buffer[34:40, None])
+
+
+def test_what_cannot_be_read_in_place_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = {"a": torch.zeros(4, 8), "b": torch.zeros(4)}
+    assert shared(parameters, torch.bfloat16) is None, "it has to be cast"
+    assert shared(MappingProxyType(parameters)) is None, "it may be made anew at each look"
+    assert shared(parameters | {"c": torch.zeros(4, device="meta")}) is None
+    assert shared(parameters, ranks=1 << 60) is None, "there is no room for all ranks"
+    monkeypatch.setattr(in_place, "FILES_SHARE", 1 << 60)
+    assert shared(parameters) is None, "too many files"
+    assert not parameters["a"].is_shared()
+    monkeypatch.undo()
+    assert shared(parameters) is not None
+
+
+def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None:
+    """torch crashes where it is to come back."""
+    weight = torch.zeros(4, 8)
+    assert shared({"a": weight}) is not None
+    with pytest.raises(AssertionError, match="cannot be put away"):
+        Shelf(keep=True).put_away([weight.untyped_storage()])
+
+
+def test_a_parameter_of_another_size_ends_the_sync(models: tuple[Path, Path]) -> None:
+    publisher = Publisher(models[0], timeout_s=PATIENT_S, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout())
+    shards = publisher.shards(models[0])
+    shards["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(3, 3)
+    with pytest.raises(
+        SyncError, match="failed on rank 0: ValueError: decoder.layers.1.mlp.linear_fc2.weight of .3, 3. has"
+    ):
+        publisher.publish_shards(1, shards, engines)
+    wait_for(engines._reading.values())
+    assert all(reading.exception() is not None for reading in engines._reading.values())
+    engines.close()
+    publisher.close()
+
+
+def hold(connection: Any) -> None:
+    parameters = {"a": torch.ones(4, 8)}
+    connection.send(shared(parameters))
+    connection.recv()
+    del parameters["a"]
+    gc.collect()
+    connection.send("gone")
+    connection.recv()
+
+
+def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=hold, args=(theirs,))
+    process.start()
+    said = ours.recv()
+    home = Home(said, 3, torch.float32)
+    assert bool((home.box("a", 0, 0, 4, 8) == 1).all())
+    ours.send("let go")
+    assert ours.recv() == "gone"
+    with pytest.raises(SyncError, match="weights of trainer rank 3"):
+        Home(said, 3, torch.float32)
+    ours.send("end")
+    process.join(60)
+    with pytest.raises(SyncError, match="no way to the weights of trainer rank 3 .*weight_sync.transport = gloo"):
+        Home(said, 3, torch.float32)
+    assert bool((home.box("a", 0, 0, 4, 8) == 1).all()), "what is mapped stays"
+
+
+def test_a_file_that_has_the_number_of_another_one_is_not_taken_for_it() -> None:
+    parameters = {"a": torch.zeros(4, 8)}
+    said = shared(parameters)
+    assert said is not None
+    inode = os.stat(said_file(said)).st_ino
+    with pytest.raises(SyncError, match="is not the weights of trainer rank 0"):
+        Home(said.replace(str(inode), str(inode + 1)), 0, torch.float32)
+
+
+def said_file(said: str) -> str:
+    values = json.loads(said)
+    return f"/proc/{values['process']}/fd/{values['files'][0][0]}"
+
+
+@given(st.integers(1, 40), st.integers(1, 64), st.sampled_from([2, 4]))
+def test_pieces_cover_every_row_of_a_box_once(rows: int, cols: int, itemsize: int) -> None:
+    plan = Plan(np.array([rows, 3]), np.array([cols, 5]), np.array([0, 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "PIECE_BYTES", 256)
+        pieces = Pieces.of(plan, np.array([1, 0]), itemsize)  # type: ignore[arg-type]
+    covered = [
+        (int(copy), int(row) + one)
+        for copy, row, count in zip(pieces.copy, pieces.row, pieces.rows, strict=True)
+        for one in range(count)
+    ]
+    assert covered == [(1, row) for row in range(3)] + [(0, row) for row in range(rows)]
+    assert all(count == 1 or count * cols * itemsize <= 256 for count in pieces.rows[pieces.copy == 0])
+    assert pieces.source.tolist() == pieces.copy.tolist()
+
+
+class Plan(NamedTuple):
+    rows: np.ndarray
+    cols: np.ndarray
+    source_rank: np.ndarray
