@@ -429,7 +429,7 @@ class Pipeline:
         section = self.algorithm.early_stop
         if section is None or update.refused is not None:
             return False
-        own = {name: update.sums[name] for name in ("moved_kl_sum", "tokens") if name in update.sums}
+        own = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
         total = reduce_scalars(own, place, "sum")
         return total["moved_kl_sum"] / max(total["tokens"], 1.0) > section.target_kl
 

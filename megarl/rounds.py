@@ -76,7 +76,8 @@ class Rounds:
 def _join_rewards(parts: Sequence[RewardResult], samples: Sequence[int]) -> RewardResult:
     """The rewards of `samples`, counted through all parts; counts and seconds are of everything that was scored."""
     place = {sample: number for number, sample in enumerate(samples)}
-    failures, start = {}, 0
+    failures: dict[int, str] = {}
+    start = 0
     for part in parts:
         failures |= {place[start + at]: why for at, why in part.failures.items() if start + at in place}
         start += len(part.rewards)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stored
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -125,8 +126,10 @@ def weights(folder: Path, step: int, role: str) -> dict[str, torch.Tensor]:
     """A role's weights in a checkpoint, by their names without the role's."""
     directory = folder / "runs" / "moving-1" / "checkpoints" / f"step-{step:06d}" / role
     known = stored.FileSystemReader(directory).read_metadata().state_dict_metadata
-    names = [name for name in known if name.startswith(f"{role}.") and "_extra_state" not in name]
-    found = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
+    tensors = {
+        name: one for name, one in known.items() if isinstance(one, TensorStorageMetadata) and name.startswith(f"{role}.")
+    }
+    found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in tensors.items()}
     stored.load(found, checkpoint_id=directory, no_dist=True)
     return {name.removeprefix(f"{role}."): weight for name, weight in found.items()}
 

@@ -122,8 +122,8 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
     scored = run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "whole", False, 2, 1, 1, STEPS, **changes)), False)
     runs = tmp_path / "runs"
     shutil.copytree(runs / "whole", runs / "cut")
-    for step in range(2, STEPS + 1):
-        shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{step:06d}")
+    for undone in range(2, STEPS + 1):
+        shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{undone:06d}")
     run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True)
     whole, wanted = figures(tmp_path, "whole"), expected(tmp_path)
     assert figures(tmp_path, "cut") == whole
