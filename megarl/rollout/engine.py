@@ -322,7 +322,7 @@ class RolloutEngine:
         ]
         versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
         for member, one in enumerate(ended):
-            sample = GREEDY if request.greedy else request.position * len(ended) + member
+            sample = GREEDY if request.temperature == 0.0 else request.position * len(ended) + member
             self._log.add(sample, one, versions[member][-1])
         result = GroupResult(
             group=request.group,
