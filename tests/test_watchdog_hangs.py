@@ -13,15 +13,21 @@ import pytest
 
 from megarl.exit_status import HUNG
 from tests.hang_cases import (
+    ACTOR,
     CASE,
+    CORE,
     DETECTION_S,
     END_S,
     FIRST_STEP_S,
     KILL,
+    REWARD_S,
     SLEEP,
     STACKS_S,
     STEP_S,
     STOP,
+    SYNC_S,
+    VERIFIERS,
+    WORKER,
     Fault,
     case_processes,
     named,
@@ -32,6 +38,10 @@ from tests.runs import fake_rollouts, tiny_recipe, tiny_run
 pytestmark = [pytest.mark.hang, pytest.mark.diagnosis, pytest.mark.slow]
 RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0 and 1 are the first stage
 FIRST, MIDDLE, LAST, PEER = 0, 2, 4, 3
+ENGINE_STEPS = 2
+GATED = "tests.gated_reward:digits_after_one_sleep"
+# What is lost of a reward is said when its successor has scored.
+RECOVERY_S = 20.0
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
 
@@ -79,7 +89,74 @@ def check(recipe, tmp_path, fault):
     assert json.loads((run / "ended.json").read_text())["how"] == "hung"
 
 
+@pytest.fixture(scope="module")
+def engine_recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine-hangs")
+    tiny_run(folder, "qwen3", layers=2)
+
+    def write(fault):
+        # Completions long enough that the fault comes in their middle.
+        changes = {
+            "data__max_prompt_tokens": 8, "rollout__max_new_tokens": 100, "rollout__max_restarts": fault.restarts,
+            "phases__actor_update__micro_batch": {"max_tokens": 500},
+            "phases__reward": {"sequences": 8, "timeout_s": REWARD_S},
+            "weight_sync": {"timeout_s": SYNC_S}, "reward": [{"kind": "function", "target": GATED}],
+            "watchdog": {"step_s": STEP_S, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S},
+        }  # fmt: skip
+        return tiny_recipe(folder, fault.name, False, 2, 1, 2, ENGINE_STEPS, **changes)
+
+    return write
+
+
+def check_other(engine_recipe, tmp_path, fault):
+    """A fault of a process that is no rank: what can go on without it does, and says so; the rest ends as a hang."""
+    file = engine_recipe(fault)
+    outcome = run_with_fault(file, 2, fault, tmp_path / "case")
+    late_s = outcome.detected_s - fault.deadline_s
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {late_s:.1f} s beyond its deadline")
+    said, run = outcome.said, Path(file).parent / "runs" / fault.name
+    assert not outcome.left, outcome.left
+    assert outcome.detected_s > 0 and late_s < DETECTION_S + (RECOVERY_S if fault.recovers else 0), said[-6000:]
+    if fault.recovers:
+        assert outcome.codes == [0, 0], said[-6000:]
+        assert re.search(fault.says, said), said[-6000:]
+        assert not list(run.glob("hang-*"))
+        return
+    assert outcome.codes == [HUNG, HUNG], said[-6000:]
+    (folder,) = run.glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
+    verdict = (folder / "verdict.txt").read_text()
+    assert "did not arrive" not in verdict, "no rank is at fault"
+    whom = "reward workers" if fault.process == WORKER else "rollout engines"
+    assert f"the {whom} did not answer rank 0, step {fault.step}, in phase {fault.phase}" in verdict, verdict
+    stands = r"is stopped \(SIGSTOP\)" if fault.kind == STOP else "stands in _fall_asleep"
+    assert re.findall(r"^(.*) \(process \d+\) (?:stands|is stopped)", verdict, re.M) == [fault.process], verdict
+    assert re.search(rf"{fault.process} \(process \d+\) {stands}", verdict), verdict
+    assert "others waited: rank 1" in verdict
+    assert {one.name.rpartition("-")[0] for one in folder.glob("*-[0-9]*.txt") if "rank" not in one.name} == {
+        name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, VERIFIERS)
+    }
+    for one in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
+        is_stopped = fault.kind == STOP and one.name.startswith(f"{fault.process.replace(' ', '-')}-")
+        assert ("it is stopped" if is_stopped else "most recent call first") in one.read_text(), one
+
+
 KINDS = (SLEEP, STOP, KILL)
+OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
+    (CORE, "rollout"), (ACTOR, "rollout"), (CORE, "weight_sync"), (ACTOR, "weight_sync"), (WORKER, "reward"),
+    (VERIFIERS, "reward")) for kind in KINDS] + [
+    Fault(0, "weight_sync", SLEEP, process=CORE, restarts=0),
+    Fault(0, "weight_sync", STOP, process=ACTOR, restarts=0),
+]  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", [pytest.param(one, id=one.name) for one in OTHERS])
+def test_an_engine_or_reward_worker_that_hangs_is_done_without_or_named(engine_recipe, tmp_path, fault):
+    check_other(engine_recipe, tmp_path, fault)
+
+
 CASES = [
     Fault(rank, phase, KINDS[(number + place) % 3])
     for number, phase in enumerate(PHASES)
