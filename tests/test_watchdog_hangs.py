@@ -38,7 +38,7 @@ from tests.runs import fake_rollouts, tiny_recipe, tiny_run
 pytestmark = [pytest.mark.hang, pytest.mark.diagnosis, pytest.mark.slow]
 RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0 and 1 are the first stage
 FIRST, MIDDLE, LAST, PEER = 0, 2, 4, 3
-ENGINE_STEPS = 2
+ENGINE_STEPS, COLLECTIVE_S = 2, 30
 GATED = "tests.gated_reward:digits_after_one_sleep"
 # What is lost of a reward is said when its successor has scored.
 RECOVERY_S = 20.0
@@ -52,9 +52,9 @@ def recipe(tmp_path_factory):
     tiny_run(folder, "qwen3", layers=3)
     replay = str(fake_rollouts(folder, STEPS))
 
-    def write(name):
-        watchdog = {"step_s": STEP_S, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S}
-        return tiny_recipe(folder, name, True, RANKS, 1, 3, STEPS, rollout__replay=replay, watchdog=watchdog)
+    def write(name, first_step_s=FIRST_STEP_S, **changes):
+        watchdog = {"step_s": STEP_S, "first_step_s": first_step_s, "stacks_s": STACKS_S}
+        return tiny_recipe(folder, name, True, RANKS, 1, 3, STEPS, rollout__replay=replay, watchdog=watchdog, **changes)
 
     return write
 
@@ -87,6 +87,22 @@ def check(recipe, tmp_path, fault):
         assert "hang_cases.py" in texts[fault.rank]
     assert "others waited: rank" in said
     assert json.loads((run / "ended.json").read_text())["how"] == "hung"
+
+
+@pytest.mark.nightly
+def test_a_collective_that_ends_by_its_own_deadline_is_a_hang_too(recipe, tmp_path):
+    """Where files are written a rank may be silent for longer than others may wait for it."""
+    fault = Fault(MIDDLE, "checkpoint", SLEEP)
+    changes = {"trainer__collective_timeout_s": COLLECTIVE_S, "run__checkpoint_every": 1}
+    file = recipe("collective", first_step_s=COLLECTIVE_S - 5, **changes)
+    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
+    print(f"collective: {outcome.codes} after {outcome.seconds:.1f} s")
+    said, run = outcome.said, Path(file).parent / "runs" / "collective"
+    assert outcome.codes == [HUNG] * RANKS and not outcome.left, said[-6000:]
+    assert named(said)[:1] == [(MIDDLE, 2, "checkpoint")], said[-6000:]
+    assert f"Timed out waiting {1000 * COLLECTIVE_S}ms" in said
+    (folder,) = run.glob("hang-*")
+    assert all("most recent call first" in (folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +154,17 @@ def check_other(engine_recipe, tmp_path, fault):
         name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, VERIFIERS)
     }
     for one in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
-        is_stopped = fault.kind == STOP and one.name.startswith(f"{fault.process.replace(' ', '-')}-")
+        is_stopped = fault.kind == STOP and one.name.rpartition("-")[0] == fault.process.replace(" ", "-")
         assert ("it is stopped" if is_stopped else "most recent call first") in one.read_text(), one
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_0_leaves_no_engine_and_no_ray(engine_recipe, tmp_path):
+    fault = Fault(0, "rollout", KILL, "wait_engines")
+    outcome = run_with_fault(engine_recipe(fault), 2, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {outcome.detected_s:.1f} s after it")
+    assert outcome.codes == [-signal.SIGKILL, 1] and not outcome.left, (outcome.left, outcome.said[-6000:])
+    assert (0, 2, "rollout") in named(outcome.said)[:1] and "its process is gone" in outcome.said, outcome.said[-6000:]
 
 
 KINDS = (SLEEP, STOP, KILL)

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_a_watcher_that_ends_too_early_is_said_with_its_last_words_and_replaced(
     ear, mouth = os.pipe()
     long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
     ranks = (WatchedRank(0, "", os.getpid(), beats.file, mouth),)
-    settings = WatcherSettings("run", 0, 1, ranks, replace(long, step_s="soon"), 5.0, "word")
+    settings = WatcherSettings("run", 0, 1, ranks, replace(long, step_s=cast(float, "soon")), 5.0, "word")
     said = ""
 
     def times(pattern):
