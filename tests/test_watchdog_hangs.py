@@ -42,6 +42,8 @@ ENGINE_STEPS, COLLECTIVE_S = 2, 30
 GATED = "tests.gated_reward:digits_after_one_sleep"
 # What is lost of a reward is said when its successor has scored.
 RECOVERY_S = 20.0
+# In CI, too.
+OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
 
@@ -109,6 +111,7 @@ def test_a_collective_that_ends_by_its_own_deadline_is_a_hang_too(recipe, tmp_pa
 def engine_recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine-hangs")
     tiny_run(folder, "qwen3", layers=2)
+    replay = str(fake_rollouts(folder, ENGINE_STEPS))
 
     def write(fault):
         # Completions long enough that the fault comes in their middle.
@@ -119,6 +122,8 @@ def engine_recipe(tmp_path_factory):
             "weight_sync": {"timeout_s": SYNC_S}, "reward": [{"kind": "function", "target": GATED}],
             "watchdog": {"step_s": STEP_S, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S},
         }  # fmt: skip
+        if fault.process == VERIFIERS:
+            changes["rollout__replay"] = replay
         return tiny_recipe(folder, fault.name, False, 2, 1, 2, ENGINE_STEPS, **changes)
 
     return write
@@ -151,7 +156,7 @@ def check_other(engine_recipe, tmp_path, fault):
     assert re.search(rf"{fault.process} \(process \d+\) {stands}", verdict), verdict
     assert "others waited: rank 1" in verdict
     assert {one.name.rpartition("-")[0] for one in folder.glob("*-[0-9]*.txt") if "rank" not in one.name} == {
-        name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, VERIFIERS)
+        name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, f"{WORKER} verifiers")
     }
     for one in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
         is_stopped = fault.kind == STOP and one.name.rpartition("-")[0] == fault.process.replace(" ", "-")
@@ -176,8 +181,9 @@ OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
 ]  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", [pytest.param(one, id=one.name) for one in OTHERS])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in OTHERS]
+)
 def test_an_engine_or_reward_worker_that_hangs_is_done_without_or_named(engine_recipe, tmp_path, fault):
     check_other(engine_recipe, tmp_path, fault)
 
@@ -195,7 +201,6 @@ CASES = [
     Fault(PEER, "actor_update", STOP, nodes=2),
     Fault(LAST, "critic_update", SLEEP, "forward", nodes=2),
 ]  # fmt: skip
-OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward"}
 
 
 @pytest.mark.parametrize(
