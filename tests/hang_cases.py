@@ -78,8 +78,8 @@ class Fault:
             return 0.0
         if self.process == WORKER:
             return 2 * REWARD_S + STEP_S  # there are two tasks
-        waits = 1 + REPORT_WAITS["shared_memory"]  # first trainer ranks wait for room
-        return {"rollout": ROLLOUT_S, "weight_sync": waits * SYNC_S, "reward": REWARD_S}[self.phase]
+        answer_s = REPORT_WAITS["shared_memory"] * SYNC_S  # two buckets hold the whole model: no rank waits for room
+        return {"rollout": ROLLOUT_S, "weight_sync": answer_s, "reward": REWARD_S}[self.phase]
 
     @property
     def says(self) -> str:
