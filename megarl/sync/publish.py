@@ -364,10 +364,11 @@ class WeightSync:
                     error, box[1], box[2] = caught, _said(caught), isinstance(caught, TimeoutError)
             if self._group is not None:
                 dist.broadcast_object_list(box, src=0, group=self._group)
-        if error is not None:
-            raise error
-        if box[1] is not None:
-            raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
+            # Raised in here: it is engines that a rank has waited for in vain.
+            if error is not None:
+                raise error
+            if box[1] is not None:
+                raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
