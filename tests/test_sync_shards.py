@@ -24,6 +24,8 @@ from megarl.sync import segment
 from megarl.sync.manifest import SyncError, SyncLate, WeightManifest
 from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.ring import RingSender
+from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import recording
 from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, corrupt, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -267,6 +269,10 @@ def test_a_deadline_that_passes_on_one_rank_is_a_deadline_for_all(published: Pub
         with pytest.raises(SyncError, match="weight_sync: stream failed on rank 0: .*rollout engine 0") as failure:
             publisher.sync._together("weight_sync: stream", step)
         assert type(failure.value) is kind
+    clock = PhaseClock()
+    with pytest.raises(EngineSilent) as silent, recording(clock), clock.phase("weight_sync"):
+        publisher.sync._from_first(pass_deadline)
+    assert clock.place_of(silent.value) == ("weight_sync", "wait_engines"), "no rank is at fault"
 
 
 def test_a_failing_rank_tells_the_engines_at_once(published: Published) -> None:
