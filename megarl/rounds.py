@@ -91,4 +91,5 @@ def _join_rewards(parts: Sequence[RewardResult], samples: Sequence[int]) -> Rewa
         num_timeouts=sum(part.num_timeouts for part in parts),
         task_sequences=tuple(size for part in parts for size in part.task_sequences),
         busy_s=sum(part.busy_s for part in parts),
+        counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
     )

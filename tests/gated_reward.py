@@ -19,3 +19,12 @@ def digits_behind_a_gate(text: str, prompt: Prompt) -> float:
         gate.with_suffix(".reached").touch()
         time.sleep(0.05)
     return digits(text, prompt)
+
+
+def digits_after_one_sleep(text: str, prompt: Prompt) -> float:
+    """`tests.rewards.digits`; whoever finds the file that the environment names removes it, and never comes back."""
+    gate = Path(os.environ[GATE])
+    if gate.exists():
+        gate.unlink()
+        time.sleep(1e6)
+    return digits(text, prompt)

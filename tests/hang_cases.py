@@ -1,7 +1,9 @@
-"""Trainer ranks that are made to hang: processes of a fork server, so that a case does not wait for everybody's imports."""
+"""Processes of a run that are made to hang. Trainer ranks come from a fork server, so that a case does not wait for
+everybody's imports; rank 0 does something to an engine or a reward worker when it has begun a call to it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -14,21 +16,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
+import ray
 
+from megarl.sync.transport import REPORT_WAITS
+from megarl.watchdog.stacks import MARK, marked_processes
+from tests.gated_reward import GATE
 from tests.ports import unused_port
 
 CASE = "MEGARL_TEST_CASE"
 # Deadlines of the watchdog in these runs, and what the rest of a machine under load may add to them in a test.
 STEP_S, FIRST_STEP_S, STACKS_S = 8.0, 60.0, 5.0
 DETECTION_S = 10.0
+# What is said of a fault first, whatever becomes of it.
+SAID = re.compile("watchdog: |engine 0 is lost|rewards masked|reward worker 0 was lost")
 END_S = 120.0
 SLEEP, STOP, KILL = "sleep", "SIGSTOP", "SIGKILL"
+# What the watchdog calls them, with the numbers of a run that has one of each.
+CORE, ACTOR, WORKER = "engine-0 EngineCore", "engine-0 actor", "reward-worker-0"
+# Of a run that replays rollouts: it has no Ray, so that it starts in a fraction of the time.
+VERIFIERS = "child of rank 0 verifiers"
+# Deadlines of calls to them, in seconds. That of a rollout is this only once the fault is there: engines start under it too.
+ROLLOUT_S, SYNC_S, REWARD_S = 8.0, 5.0, 4.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank when it enters a phase, or the first span of that name in it, in a step."""
+    """What happens to a rank when it enters a phase, or the first span of that name in it, in a step; or to another process
+    when rank 0 has begun a call to it there, where engines may be started again `restarts` times."""
 
     rank: int
     phase: str
@@ -36,22 +52,57 @@ class Fault:
     span: str | None = None
     nodes: int = 1
     step: int = 2
+    process: str | None = None
+    restarts: int = 1
 
     @property
     def name(self) -> str:
+        who = f"rank{self.rank}" if self.process is None else self.process.replace(" ", "-")
         return (
-            f"{self.kind}-rank{self.rank}-{self.phase}"
+            f"{self.kind}-{who}-{self.phase}"
             + (f"-{self.span}" if self.span else "")
             + (f"-{self.nodes}nodes" if self.nodes > 1 else "")
+            + ("-norestart" if not self.restarts else "")
         )
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the run goes on without the process."""
+        ended = self.kind == KILL or self.process == VERIFIERS
+        return self.process is not None and (ended or (self.phase == "weight_sync" and self.restarts > 0))
+
+    @property
+    def deadline_s(self) -> float:
+        """How long the process may be silent; rank 0 says what it has done without a reward's when all are there."""
+        if self.kind == KILL:
+            return 0.0
+        if self.process == WORKER:
+            return 2 * REWARD_S + STEP_S  # there are two tasks
+        answer_s = REPORT_WAITS["shared_memory"] * SYNC_S  # two buckets hold the whole model: no rank waits for room
+        return {"rollout": ROLLOUT_S, "weight_sync": answer_s, "reward": REWARD_S}[self.phase]
+
+    @property
+    def says(self) -> str:
+        """Of one that the run goes on without, the pattern of what is said."""
+        if self.process == WORKER:
+            return r"the process \d+ of reward worker 0 was lost; process \d+ took its place"
+        if self.process == VERIFIERS and self.kind == KILL:
+            return r"1 rewards masked; .*the verifier process \d+ died with exit status -9 .*another one was started"
+        if self.process == VERIFIERS:
+            return r"8 rewards masked; .*timeout: .*its verifier process \d+ was ended, and another one started"
+        gone = "vLLM's engine process is gone" if self.process == CORE else "the actor's process is gone"
+        cause = gone if self.kind == KILL else f"no answer of rollout engine 0 in phase {self.phase} within"
+        return rf"rollout engine 0 is lost in phase {self.phase} .*restart 1 of rollout.max_restarts = 1\): {cause}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit codes by rank, what was said, seconds from the fault until all processes had ended."""
+    """Exit codes by rank, what was said, seconds from the fault until something was said of it, and until all processes had
+    ended; those that had not."""
 
     codes: list[int | None]
     said: str
+    detected_s: float
     seconds: float
     left: list[str]
 
@@ -62,7 +113,7 @@ def run_with_fault(recipe: Path, ranks: int, fault: Fault, folder: Path) -> Outc
     context.set_forkserver_preload(["tests.hang_preload"])
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // fault.nodes), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(unused_port()), CASE: str(folder)}  # fmt: skip
+                   "MASTER_PORT": str(unused_port()), CASE: str(folder), GATE: str(folder / "gate")}  # fmt: skip
     processes: list[Any] = [
         context.Process(target=_rank, args=(rank, str(recipe), environment, fault)) for rank in range(ranks)
     ]
@@ -76,22 +127,33 @@ def run_with_fault(recipe: Path, ranks: int, fault: Fault, folder: Path) -> Outc
             f"{fault.name}: the fault's place",
         )
         begun = time.monotonic()
-        if fault.kind != SLEEP and reached.exists():
+        if fault.process is None and fault.kind != SLEEP and reached.exists():
             os.kill(processes[fault.rank].pid, getattr(signal, fault.kind))
-        _wait(lambda: all(one.exitcode is not None for one in processes), END_S, f"{fault.name}: the end of all ranks")
+        detected = begun
+
+        def ended() -> bool:
+            nonlocal detected
+            if detected == begun and SAID.search(_said(folder, ranks)):
+                detected = time.monotonic()
+            return all(one.exitcode is not None for one in processes)
+
+        _wait(ended, END_S, f"{fault.name}: the end of all ranks")
         _wait(
             lambda: not case_processes(folder), DETECTION_S, f"{fault.name}: the end of all that they started", fails=False
         )
         seconds = time.monotonic() - begun
-        left = [" ".join(one.cmdline()) for one in case_processes(folder)]
+        left = [f"{one.pid} of {one.ppid()}, {one.environ().get(MARK)}: {one.cmdline()}" for one in case_processes(folder)]
     finally:
         for process in [*processes, *case_processes(folder)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     for process in processes:
         process.join()
-    said = "\n".join((folder / f"output-{rank}").read_text() for rank in range(ranks))
-    return Outcome([process.exitcode for process in processes], said, seconds, left)
+    return Outcome([process.exitcode for process in processes], _said(folder, ranks), detected - begun, seconds, left)
+
+
+def _said(folder: Path, ranks: int) -> str:
+    return "\n".join((folder / f"output-{rank}").read_text() for rank in range(ranks))
 
 
 def case_processes(folder: Path) -> list[psutil.Process]:
@@ -122,13 +184,15 @@ def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault) -> 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.setpgid(0, 0)
-    if rank == fault.rank:
+    if fault.process is not None and rank == 0:
+        _plant_elsewhere(fault, folder)
+    elif rank == fault.rank:
         _plant(fault, folder / "reached")
     from megarl.run import main
 
     status = main([recipe])
     sys.stdout.flush()
-    os._exit(status)
+    sys.exit(status)
 
 
 def _plant(fault: Fault, reached: Path) -> None:
@@ -152,6 +216,80 @@ def _plant(fault: Fault, reached: Path) -> None:
                 sum(range(1000))
 
     PhaseClock._beat = beat_and_stay  # type: ignore[method-assign,assignment]
+
+
+def _plant_elsewhere(fault: Fault, folder: Path) -> None:
+    """Have rank 0 strike the fault's process in the middle of a call to it."""
+    from megarl.pipeline import Pipeline
+    from megarl.reward.workers import RewardWorkers
+    from megarl.rollout.handle import EngineHandle
+
+    call, score, step, struck = EngineHandle.call, RewardWorkers.score, Pipeline.step, False
+    pipeline: Any = None
+    method = {"rollout": "result", "weight_sync": "receive"}.get(fault.phase)
+
+    def strike() -> None:
+        nonlocal struck
+        if not struck and pipeline is not None and pipeline.number == fault.step:
+            struck = True
+            _strike(fault, folder, pipeline)
+            (folder / "reached").touch()
+
+    def noting_step(own: Any, number: int) -> Any:
+        nonlocal pipeline
+        pipeline = own
+        return step(own, number)
+
+    def call_and_strike(handle: Any, name: str, *arguments: Any, **settings: Any) -> Any:
+        reference = call(handle, name, *arguments, **settings)
+        if name == method:
+            strike()
+        return reference
+
+    def strike_and_score(workers: Any, *arguments: Any) -> Any:
+        if fault.phase == "reward":
+            strike()
+        return score(workers, *arguments)
+
+    Pipeline.step = noting_step  # type: ignore[method-assign,assignment]
+    EngineHandle.call = call_and_strike  # type: ignore[method-assign,assignment]
+    RewardWorkers.score = strike_and_score  # type: ignore[method-assign,assignment]
+
+
+def _strike(fault: Fault, folder: Path, pipeline: Any) -> None:
+    pool = pipeline.parts.rollouts
+    if fault.phase == "rollout":
+        rollout = pool._recipe.rollout.model_copy(update={"timeout_s": ROLLOUT_S})
+        pool._recipe = pool._recipe.model_copy(update={"rollout": rollout})
+    names = {name: pid for pid, (name, _) in marked_processes(os.environ[MARK].partition("/")[0]).items()}
+    assert fault.process in names, names
+    for library in (cloudpickle, ray.cloudpickle):
+        library.register_pickle_by_value(sys.modules[__name__])
+    if fault.kind != SLEEP:
+        os.kill(names[fault.process], getattr(signal, fault.kind))
+    elif fault.process == VERIFIERS:
+        (folder / "gate").touch()
+    else:
+        actor = pipeline.parts.rewards._actors[0] if fault.process == WORKER else pool._engines[0]._actor
+        does = {CORE: _put_core_to_sleep, ACTOR: _put_loop_to_sleep, WORKER: _fall_asleep}[fault.process]
+        asked = actor.__ray_call__.remote(does)
+        if fault.process != WORKER:
+            ray.get(asked)
+
+
+def _fall_asleep(own: Any = None) -> None:
+    time.sleep(1e6)
+
+
+def _put_loop_to_sleep(engine: Any) -> None:
+    """In an engine's actor, beside the one loop for all its calls."""
+    engine._engine.output_handler.get_loop().call_soon_threadsafe(_fall_asleep)
+
+
+def _put_core_to_sleep(engine: Any) -> None:
+    """In an engine's actor too."""
+    call = engine._engine.engine_core.call_utility_async("collective_rpc", cloudpickle.dumps(_fall_asleep))
+    engine.sleeping = asyncio.run_coroutine_threadsafe(call, engine._engine.output_handler.get_loop())
 
 
 def named(said: str) -> list[tuple[int, int, str]]:

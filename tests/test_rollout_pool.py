@@ -16,7 +16,7 @@ from megarl.rollout.engine import GroupRequest, _reports
 from megarl.rollout.failure import EngineDied, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
-from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.telemetry import work
 from tests.rollout_cases import recipe, save_model
 
@@ -166,7 +166,9 @@ def test_what_workers_say_counts_for_the_version_that_they_say_it_of() -> None:
         with pytest.raises(SyncError, match="not version 7"):
             _reports(answers, 7)
     with pytest.raises(SyncError, match="wrong bytes") as failure:
-        _reports([(True, "given up"), taken, (False, "wrong bytes")], 7)
+        _reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
     assert not isinstance(failure.value, SyncAborted)
     with pytest.raises(SyncAborted, match="given up"):
-        _reports([(True, "given up"), taken], 7)
+        _reports([(True, "given up", False), taken], 7)
+    with pytest.raises(SyncLate, match="nothing came"):
+        _reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)

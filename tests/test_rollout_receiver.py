@@ -66,4 +66,4 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
     assert failure.traceback, "it is held, and with it all that the failed call had in hand"
     worker.report = {"version": 1}
     worker.start_weight_update()
-    assert worker.report == (False, "took no weights")
+    assert worker.report == (False, "took no weights", False)

@@ -19,10 +19,13 @@ import torch.distributed as dist
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.rollout.failure import EngineSilent, RolloutError
 from megarl.sync import segment
-from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.manifest import SyncError, SyncLate, WeightManifest
 from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.ring import RingSender
+from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import recording
 from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, corrupt, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -242,7 +245,7 @@ def test_a_silent_trainer_rank_is_named_at_the_deadline(published: Published) ->
     publisher, engines, _ = published
     manifest = announced(publisher, 2)
     reader = engines.readers[0, 0]
-    with pytest.raises(SyncError, match=r"bucket 0 of \d+ has nothing from trainer rank 0 within .*timeout_s = 0\.2"):
+    with pytest.raises(SyncLate, match=r"bucket 0 of \d+ has nothing from trainer rank 0 within .*timeout_s = 0\.2"):
         next(reader.boxes(replace(manifest, timeout_s=0.2), 0))
 
 
@@ -252,6 +255,26 @@ def test_what_an_earlier_sync_left_is_never_taken_for_news(published: Published)
     manifest = announced(publisher, 1)
     with pytest.raises(SyncError, match="has nothing from trainer rank 0"):
         next(engines.readers[0, 0].boxes(replace(manifest, timeout_s=0.2), 0))
+
+
+def test_a_deadline_that_passes_on_one_rank_is_a_deadline_for_all(published: Published) -> None:
+    """Else some ranks end as after a failure, before the stacks of a hang are there."""
+    publisher, _, _ = published
+
+    def pass_deadline() -> None:
+        raise EngineSilent("no answer of rollout engine 0")
+
+    def fail() -> None:
+        raise RolloutError("rollout engine 0 died")
+
+    for step, kind in ((pass_deadline, SyncLate), (fail, SyncError)):
+        with pytest.raises(SyncError, match="weight_sync: stream failed on rank 0: .*rollout engine 0") as failure:
+            publisher.sync._together("weight_sync: stream", step)
+        assert type(failure.value) is kind
+    clock = PhaseClock()
+    with pytest.raises(EngineSilent) as silent, recording(clock), clock.phase("weight_sync"):
+        publisher.sync._from_first(pass_deadline)
+    assert clock.place_of(silent.value) == ("weight_sync", "wait_engines"), "no rank is at fault"
 
 
 def test_a_failing_rank_tells_the_engines_at_once(published: Published) -> None:

@@ -1,24 +1,31 @@
 """Parts of the watchdog: pages of beats, stacks of other processes, deadlines of a recipe, watchers of several nodes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from megarl.agent.verdict import judge as judge_ends
+from megarl.engine import watched
+from megarl.engine.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.exit_status import FAILED, HUNG
 from megarl.recipe import RecipeError, load_recipe
+from megarl.rollout.failure import EngineSilent
+from megarl.sync.manifest import SyncError, SyncLate
 from megarl.telemetry import PhaseClock, starts
 from megarl.watchdog.beats import Beats, BeatsReader
 from megarl.watchdog.judge import Deadlines, OtherProcess, Standing
 from megarl.watchdog.limits import Limits
-from megarl.watchdog.settings import WatchedRank, WatcherSettings
+from megarl.watchdog.settings import ENDING, WatchedRank, WatcherSettings
 from megarl.watchdog.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment
 from megarl.watchdog.wire import OtherWatchers
 from tests.recipe_cases import edited, make_folder, write
@@ -174,6 +181,87 @@ def _poll(condition):
         time.sleep(0.02)
 
 
+def test_a_watcher_that_ends_too_early_is_said_with_its_last_words_and_replaced(capfd):
+    beats = Beats()
+    beats.begin(1, False)
+    ear, mouth = os.pipe()
+    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
+    ranks = (WatchedRank(0, "", os.getpid(), beats.file, mouth),)
+    settings = WatcherSettings("run", 0, 1, ranks, replace(long, step_s=cast(float, "soon")), 5.0, "word")
+    said = ""
+
+    def times(pattern):
+        nonlocal said
+        said += capfd.readouterr().err
+        return len(re.findall(pattern, said))
+
+    early = r"watchdog: its process \d+ on node 0 "
+    WatcherProcess(settings)
+    _poll(lambda: times("nobody watches the ranks of this node from here on"))
+    assert times(early + r"ended with exit status 1, with the words: Traceback") == MOST_WATCHERS
+    assert times("another one takes its place") == MOST_WATCHERS - 1
+    assert "ValueError: Unknown format code 'g' for object of type 'str'" in said
+
+    watcher = WatcherProcess(replace(settings, deadlines=long))
+    watcher._process.kill()
+    _poll(lambda: times(early + "was killed by SIGKILL; another one takes its place"))
+    watcher.may_end()
+    beats.end()
+    watcher.wait()
+    beats.close()
+    for file in (ear, mouth):
+        os.close(file)
+
+
+@pytest.fixture
+def watch():
+    watch = Watch("word", 0, 0.1)
+    yield watch
+    watch.close()
+
+
+def place_of(error):
+    return "actor_update", "wait_ranks"
+
+
+@pytest.mark.parametrize(
+    ("error", "noted"),
+    [
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"), True),
+        (SyncLate("take: bucket 0 has nothing from trainer rank 1"), True),
+        (EngineSilent("no answer of rollout engine 0"), True),
+        (SyncError("wrong bytes"), False),
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), False),
+    ],
+)
+def test_a_rank_that_has_passed_a_deadline_tells_the_watcher_which(watch, monkeypatch, error, noted):
+    for name in ("END_S", "LOST_S"):
+        monkeypatch.setattr(watched, name, 0.0)
+    reader = BeatsReader(os.getpid(), watch.beats.file)
+    with pytest.raises(type(error)), watch.deadlines(place_of):
+        raise error
+    beat = reader.read()
+    assert beat.note == (str(error) if noted else "")
+    assert not noted or (beat.phase, beat.span) == place_of(error)
+
+
+def test_a_rank_that_has_lost_a_peer_waits_to_be_told_of_a_hang_until_a_rank_has_ended(watch, monkeypatch):
+    monkeypatch.setattr(watched, "LOST_S", DEADLINE_S)
+    begun, reader = time.monotonic(), BeatsReader(os.getpid(), watch.beats.file)
+
+    def leave():
+        with suppress(RuntimeError), watch.deadlines(place_of):
+            raise RuntimeError("Connection closed by peer")
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    _poll(lambda: reader.read().phase == "actor_update")
+    assert leaving.is_alive()
+    os.write(watch.mouth, ENDING)
+    leaving.join()
+    assert time.monotonic() - begun < DEADLINE_S
+
+
 def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
     server = socket.create_server(("127.0.0.1", 0))
     address = server.getsockname()
@@ -196,3 +284,5 @@ def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
     assert first.dumped(DEADLINE_S) == ([Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")])
     _poll(lambda: stranger.judges)  # it was sent away
     assert stranger.is_alone and not first.is_alone and not second.is_alone
+    another = OtherWatchers(replace(settings, listener=socket.create_server(("127.0.0.1", 0)).detach(), replaces=True))
+    assert another.is_alone, "the others have lost the one that it is in place of, and judge over their own ranks"

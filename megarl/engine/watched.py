@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -11,25 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.engine.exchange import broadcast_from_first, gather_to_all
 from megarl.engine.parallel import Place
 from megarl.exit_status import HUNG
 from megarl.platform.flight_recorder import dump_flight_recorder
-from megarl.platform.messages import address_towards
+from megarl.platform.messages import address_towards, deadline_passed, peer_lost
 from megarl.preemption import ASKED
 from megarl.watchdog.beats import Beats
 from megarl.watchdog.judge import Deadlines
 from megarl.watchdog.limits import Limits
-from megarl.watchdog.settings import OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
+from megarl.watchdog.settings import ENDING, OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
 from megarl.watchdog.stacks import MARK, mark, unmark
 
 TOKEN_BYTES = 8
 # How long a rank that has reported a deadline waits to be ended, beyond the time for stacks.
 END_S = 30.0
+# How long a rank that has lost a peer waits to be told, beyond the time for stacks, that this is the end of a hang.
+LOST_S = 3.0
 # The watcher sees within half a second that all ranks of its node have ended.
 WATCHER_S = 5.0
+MOST_WATCHERS = 3
 
 
 class Watch:
@@ -42,6 +47,7 @@ class Watch:
         self._ear, self.mouth = os.pipe()
         self._first_step: int | None = None
         self._told = threading.Event()
+        self._heard = threading.Event()  # that, or that some rank has ended
         self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -61,10 +67,13 @@ class Watch:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, TimeoutError) and ASKED.name is None:  # else others are leaving, and so do not answer
+            if deadline_passed(error) and ASKED.name is None:  # else others are leaving, and so do not answer
                 self.beats.beat(*place_of(error))
                 self.beats.note(str(error))
                 self._told.wait(self._stacks_s + END_S)
+            elif peer_lost(error) and ASKED.name is None:  # by a deadline of that peer's, or as it failed
+                self.beats.beat(*place_of(error))
+                self._heard.wait(self._stacks_s + LOST_S)
             if self._told.is_set():  # an error now is only that peers end
                 time.sleep(END_S)
             raise
@@ -72,9 +81,12 @@ class Watch:
     def _listen(self) -> None:
         """In a thread: the main one may wait for ever in C."""
         with os.fdopen(self._ear, "rb") as ear:
-            if ear.read(1) != TOLD:
+            while (word := ear.read(1)) == ENDING:
+                self._heard.set()
+            if word != TOLD:
                 return
             self._told.set()
+            self._heard.set()
             folder = Path(os.fsdecode(ear.readline().strip()))
             with suppress(OSError):  # a disk is full, say: end all the same
                 dump_flight_recorder(folder / f"{RECORDER}{self._rank}")
@@ -105,7 +117,7 @@ def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place
     watch = Watch(token, place.rank, limits.stacks_s)
     own = WatchedRank(place.rank, place_name(place), os.getpid(), watch.beats.file, watch.mouth)
     everywhere = gather_to_all((node, own))
-    watcher: subprocess.Popen[bytes] | None = None
+    watcher: WatcherProcess | None = None
     if os.environ["LOCAL_RANK"] == "0":
         ranks = tuple(one for where, one in everywhere if where == node)
         deadlines = Deadlines(limits.first_step_s, limits.step_s, limits.files_s, engines_s, rewards_s)
@@ -113,9 +125,7 @@ def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place
             str(run.absolute()), node, num_nodes, ranks, deadlines, limits.stacks_s, token,
             None if node == 0 else address, None if listener is None else listener.fileno(),
         )  # fmt: skip
-        watcher = _start(settings)
-    if listener is not None:
-        listener.close()
+        watcher = WatcherProcess(settings)
     before = os.environ.get(MARK)
     os.environ[MARK] = f"{token}/child of rank {place.rank}"
     try:
@@ -124,10 +134,13 @@ def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place
         os.environ.pop(MARK, None)
         if before is not None:
             os.environ[MARK] = before
+        if watcher is not None:
+            watcher.may_end()
         watch.close()
         if watcher is not None:
-            with suppress(subprocess.TimeoutExpired):  # another rank of this node has not ended: it watches on
-                watcher.wait(WATCHER_S)
+            watcher.wait()
+        if listener is not None:
+            listener.close()
 
 
 def _listener() -> socket.socket:
@@ -136,18 +149,59 @@ def _listener() -> socket.socket:
     return socket.create_server((own, 0), family=family)
 
 
-def _start(settings: WatcherSettings) -> subprocess.Popen[bytes]:
-    """The process is on its own from here: it outlives this rank where this rank hangs."""
-    files: Sequence[int] = () if settings.listener is None else (settings.listener,)
-    environment = {name: value for name, value in os.environ.items() if name != MARK}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.watchdog"], stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True,
-        pass_fds=files, env=environment,
-    )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(settings.dump().encode())
-    process.stdin.close()
-    return process
+class WatcherProcess:
+    """The process that watches this node's ranks, on its own from its start: it outlives this rank where this rank hangs.
+    One that ends too early is said, with its last words, and another one takes its place."""
+
+    def __init__(self, settings: WatcherSettings) -> None:
+        self._settings = settings
+        self._may_end = False
+        self._process, words = self._start()
+        threading.Thread(target=self._look, args=(words,), name="watcher", daemon=True).start()
+
+    def may_end(self) -> None:
+        """This rank is about to end, and the process with the last one of its node."""
+        self._may_end = True
+
+    def wait(self) -> None:
+        """For its end; not where another rank of this node has not ended, as it watches on."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(WATCHER_S)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], int]:
+        """The process, and the end of a pipe for its last words, which ends when it does."""
+        words, theirs = os.pipe()
+        settings = replace(self._settings, words=theirs)
+        files: Sequence[int] = (theirs,) if settings.listener is None else (theirs, settings.listener)
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.watchdog"], stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True,
+            pass_fds=files, env=environment,
+        )  # fmt: skip
+        os.close(theirs)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is seen by its words
+            process.stdin.write(settings.dump().encode())
+            process.stdin.close()
+        return process, words
+
+    def _look(self, words: int) -> None:
+        """In a thread, as long as there is such a process."""
+        for left in reversed(range(MOST_WATCHERS)):
+            with os.fdopen(words, "rb") as pipe:
+                said = pipe.read().decode(errors="replace").strip()
+            code = self._process.wait()
+            if self._may_end or code == 0:
+                return
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+            then = "another one takes its place" if left else "nobody watches the ranks of this node from here on"
+            print(
+                f"watchdog: its process {self._process.pid} on node {self._settings.node} {how}"
+                + (f", with the words: {said}" if said else "") + f"; {then}", file=sys.stderr, flush=True,
+            )  # fmt: skip
+            if left:
+                self._settings = replace(self._settings, replaces=True)
+                self._process, words = self._start()
 
 
 def place_name(place: Place) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What torch's errors have in their text, as they have no type of their own (2.13).
+LATE = re.compile("Timed out waiting|wait timeout after|has timed out after|collective operation timeout")
+LOST = re.compile("Connection closed by peer|Connection reset by peer|Broken pipe|Application timeout caused pair closure")
 LOOK_S = 0.0002
 EAGER_LOOKS = 20
 
@@ -136,6 +140,16 @@ def _address(store: dist.Store, member: int, size: int, host: str) -> str:
     addresses = [text.decode() for text in store.multi_get([f"address-{one}" for one in range(size)])]
     outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     return address_towards(outside[0]) if outside else own
+
+
+def deadline_passed(error: BaseException) -> bool:
+    """Whether an error says that somebody did not come by a deadline: Python's, or one of torch's groups and stores."""
+    return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and LATE.search(str(error)) is not None)
+
+
+def peer_lost(error: BaseException) -> bool:
+    """Whether an error of torch says that the other end is gone: it has ended, or its own deadline has passed."""
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
 def address_towards(host: str) -> str:

@@ -26,6 +26,7 @@ from megarl.watchdog.stacks import mark_from_environment
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 ORPHAN_POLL_S = 1.0
+NEVER = threading.Event()  # a thread that waits for it is seen to wait, and not to be at work
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,20 @@ class VerifierProcess:
         try:
             self._connection.send((text, prompt, answers))
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                ended = self._child.pid
                 self._restart()
-                return Verdict(None, f"timeout: prompt {prompt.index} was still being scored", True)
+                done = f"its verifier process {ended} was ended, and another one started"
+                return Verdict(None, f"timeout: prompt {prompt.index} was still being scored; {done}", True)
             return self._connection.recv()
         except (EOFError, ConnectionError):
             try:
                 death = f"died with exit status {self._child.wait(timeout=STOP_TIMEOUT_S)}"
             except subprocess.TimeoutExpired:
                 death = "hung up"
+            ended = self._child.pid
             self._restart()
-            return Verdict(None, f"crash: the verifier process {death} on prompt {prompt.index}")
+            done = f"{death} on prompt {prompt.index}; another one was started"
+            return Verdict(None, f"crash: the verifier process {ended} {done}")
 
     def _restart(self) -> None:
         begun = time.monotonic()
@@ -137,14 +142,14 @@ def _exit_with_parent() -> None:
     """Leave when the parent is gone, also in the middle of a verifier that never returns."""
     parent = os.getppid()
     while os.getppid() == parent:
-        time.sleep(ORPHAN_POLL_S)
+        NEVER.wait(ORPHAN_POLL_S)
     os._exit(1)
 
 
 def serve(connection: Connection) -> None:
     """The child: load the terms, then answer texts with verdicts until the parent closes the connection."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    mark_from_environment()
+    mark_from_environment("verifiers")
     # math-verify warns once that its time limits are off, which is the point.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     path, specs = connection.recv()

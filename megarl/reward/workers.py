@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from megarl.reward.service import both, services_of
 from megarl.reward.verifiers import check_answer, load_terms, reads_answers, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
 
+logger = logging.getLogger(__name__)
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
 MAX_WORKER_RESTARTS = 2
@@ -82,9 +85,9 @@ class Scorer:
         self._verifiers = VerifierProcess(specs, import_path) if len(self._services) < len(specs) else None
         self._busy_s = 0.0
 
-    def ready(self) -> bool:
-        """Answers once the scorer is up."""
-        return True
+    def ready(self) -> int:
+        """Answers once the scorer is up, with its process."""
+        return os.getpid()
 
     def score_task(
         self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float, answers: bool
@@ -137,7 +140,7 @@ class RewardWorkers:
         self._sequences = section.sequences
         self._timeout_s = section.timeout_s
         self._local = Scorer(specs, model_path, sys.path) if local else None
-        self._actors = [] if local else _start_actors(specs, model_path, section.workers)
+        self._actors, self._processes = ([], []) if local else _start_actors(specs, model_path, section.workers)
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
@@ -187,12 +190,24 @@ class RewardWorkers:
         rounds = -(-len(references) // len(self._actors))
         deadline_s = rounds * (self._timeout_s + TASK_GRACE_S)
         try:
-            return ray.get(references, timeout=deadline_s)
+            verdicts = ray.get(references, timeout=deadline_s)
+            self._say_replaced(ray.get([actor.ready.remote() for actor in self._actors], timeout=TASK_GRACE_S))
+            return verdicts
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(
                 f"phase reward: {len(references)} tasks on {len(self._actors)} workers gave no answer "
                 f"within {deadline_s:.0f} s"
             ) from error
+
+    def _say_replaced(self, processes: list[int]) -> None:
+        """Ray starts a worker again without a word, and gives it its tasks once more."""
+        for number, (before, now) in enumerate(zip(self._processes, processes, strict=True)):
+            if now != before:
+                logger.warning(
+                    "phase reward: the process %d of reward worker %d was lost; process %d took its place and did its tasks "
+                    "(at most %d times)", before, number, now, MAX_WORKER_RESTARTS,
+                )  # fmt: skip
+        self._processes = processes
 
     def _busy_remotely(self) -> float:
         import ray
@@ -229,8 +244,9 @@ class RewardWorkers:
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
-def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> list[Any]:
-    """Ray actors that have answered once, so that a reward that does not load shows when the run starts."""
+def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> tuple[list[Any], list[int]]:
+    """Ray actors and their processes, which have answered once, so that a reward that does not load shows when the run
+    starts."""
     import ray
 
     # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
@@ -238,7 +254,6 @@ def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: i
     named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(num_workers)]
     actors = [remote.options(runtime_env=one).remote(list(specs), model_path, sys.path) for one in named]
     try:
-        ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
+        return actors, ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(f"phase reward: no worker was up within {TASK_GRACE_S:.0f} s") from error
-    return actors

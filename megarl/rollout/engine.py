@@ -25,7 +25,7 @@ from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
-from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.watchdog.stacks import mark_from_environment
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ DEATH_POLL_S = 0.25
 # vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
 QUANTIZATIONS = {"fp8": "fp8_per_block"}
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
-# Of a worker: whether another process failed before it, and what happened.
-Failure = tuple[bool, str]
+# Of a worker: whether another process failed before it, what happened, and whether that was a deadline.
+Failure = tuple[bool, str, bool]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RolloutEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        mark_from_environment()
+        mark_from_environment("actor")
         self._settings = settings
         self._engine: AsyncLLM | None = None
         self._groups: dict[int, Group] = {}  # by position, in the order of their requests
@@ -266,7 +266,7 @@ class RolloutEngine:
             raise
         except Exception as error:  # vLLM hands a worker's exception over as text
             self._dirty = f"the sync of version {manifest.version} failed"
-            kind = SyncAborted if isinstance(error, SyncAborted) else SyncError
+            kind = type(error) if isinstance(error, SyncError) else SyncError
             raise kind(_root_cause(error)) from error
         received = time.perf_counter()
         # Before generation goes on, which is what makes its completions those of the new version.
@@ -511,13 +511,13 @@ def _log_errors(lines: int = 8) -> str:
 
 
 def _reports(answers: Sequence[dict[str, float] | Failure], version: int) -> list[dict[str, float]]:
-    """Figures of workers that took a version. Raises SyncError where one failed, with what was first, or took another one;
-    SyncAborted where all that failed did so because another process had.
+    """Figures of workers that took a version. Raises SyncError where one failed, with what was first, or took another one,
+    SyncLate where that was a deadline; SyncAborted where all that failed did so because another process had.
     """
     failures = [answer for answer in answers if isinstance(answer, (tuple, list))]
     if failures:
-        aborted, reason = min(failures)
-        raise (SyncAborted if aborted else SyncError)(reason)
+        aborted, reason, late = min(failures)
+        raise (SyncAborted if aborted else SyncLate if late else SyncError)(reason)
     figures = [dict(answer) for answer in answers if isinstance(answer, dict)]
     taken = [one.pop("version") for one in figures]
     if not taken or set(taken) != {version}:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from megarl.watchdog.stacks import mark_from_environment
 
 BACKEND = "megarl"
@@ -10,7 +12,8 @@ BACKEND = "megarl"
 def register() -> None:
     """Make `weight_transfer_config={"backend": "megarl"}` a valid choice, and have the watchdog find this process. Safe to
     call more than once."""
-    mark_from_environment()
+    # An engine's own processes: its core, and its workers where there are several.
+    mark_from_environment("" if multiprocessing.parent_process() is None else multiprocessing.current_process().name)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +28,12 @@ from megarl.rollout.nodes import one_machine
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.requests import ClockOffset, EngineReport
 from megarl.rollout.store import GroupStore, StoredPayload
-from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.publish import EngineFacts
 from megarl.sync.transport import REPORT_WAITS
 from megarl.telemetry.work import advance, begin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,8 @@ class EnginePool:
         for index in self._at_fault(refused, restarted):
             self._refusals[index] = self._refusals.get(index, 0) + 1
             if self._refusals[index] > self._recipe.weight_sync.retries:
-                failure = failure or SyncError(f"{self._engines[index].name}, phase weight_sync: {refused[index]}")
+                kind = SyncLate if isinstance(refused[index], SyncLate) else SyncError
+                failure = failure or kind(f"{self._engines[index].name}, phase weight_sync: {refused[index]}")
         if failure is not None:  # not before the others have taken what they can take
             raise failure
         return tuple(again), self._figures()
@@ -377,10 +381,18 @@ class EnginePool:
                     f"(rollout.max_restarts = {limit}); cause: {cause}"
                 ) from cause
             engine.restarts += 1
+            logger.warning(
+                "%s is lost in phase %s and started again (restart %d of rollout.max_restarts = %d): %s",
+                engine.name, phase, engine.restarts, limit, cause,
+            )  # fmt: skip
+            begun = time.monotonic()
             try:
-                return engine.finish_start(engine.begin_start(self._version))
+                engine.finish_start(engine.begin_start(self._version))
             except (EngineDied, RolloutError) as error:
                 cause = error
+                continue
+            logger.warning("%s runs again after %.0f s", engine.name, time.monotonic() - begun)
+            return
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         """A token id outside the vocabulary ends vLLM's engine process, so it must not get there."""

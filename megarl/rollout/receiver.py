@@ -37,7 +37,7 @@ from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
 from megarl.sync.in_place import words_of
-from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
 
@@ -82,7 +82,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._spare = SpareMemory()
         self._repack_s = 0.0
-        self.report: dict[str, float] | tuple[bool, str] = {}
+        self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect."""
@@ -90,7 +90,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     def start_weight_update(self) -> None:
         """`update_weights` does all, so that no half-open session can outlive a failure. Until then no report of an earlier
         version can be taken for one of this."""
-        self.report = (False, "took no weights")
+        self.report = (False, "took no weights", False)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""
@@ -104,10 +104,10 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except SyncError as error:
-            self.report = (isinstance(error, SyncAborted), str(error))
+            self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
         except Exception as error:
             logger.exception("a worker took no weights")
-            self.report = (False, f"{type(error).__name__}: {error}")
+            self.report = (False, f"{type(error).__name__}: {error}", False)
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:

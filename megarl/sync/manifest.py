@@ -23,6 +23,10 @@ class SyncError(RuntimeError):
     """Weights that did not arrive as they were sent."""
 
 
+class SyncLate(SyncError, TimeoutError):
+    """Weights, or an answer about them, that did not come by a deadline; also on ranks that are told of it."""
+
+
 class SyncAborted(SyncError):
     """A sync that ended because another process failed; what happened is said by that one."""
 

@@ -24,7 +24,7 @@ from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
 from megarl.sync.in_place import Pieces, own_box, piece_checksum, share, words_of
-from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, WeightManifest, sync_plan, sync_stream
+from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
@@ -392,30 +392,32 @@ class WeightSync:
             value = step()
         except Exception as caught:  # raised below, once the others know
             error = caught
-        failure = None if error is None else (isinstance(error, SyncAborted), f"{type(error).__name__}: {error}")
+        failure = None if error is None else (isinstance(error, SyncAborted), _said(error), isinstance(error, TimeoutError))
         answers = self._gather((value, failure))
         failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
-            _, text, rank = min(failures, key=lambda one: (one[0], one[2]))
-            raise SyncError(f"{call} failed on rank {rank}: {text}") from error
+            _, text, late, rank = min(failures, key=lambda one: (one[0], one[3]))
+            raise (SyncLate if late else SyncError)(f"{call} failed on rank {rank}: {text}") from error
         return [value for value, _ in answers]
 
     def _from_first(self, step: Callable[[], Value]) -> Value:
-        """What a step gives on rank 0, on every rank. Its failure is raised there as it is, and as SyncError elsewhere."""
-        box: list[Any] = [None, None]
+        """What a step gives on rank 0, on every rank. Its failure is raised there as it is, and as SyncError elsewhere,
+        SyncLate where a deadline has passed."""
+        box: list[Any] = [None, None, False]
         error: Exception | None = None
         with span("wait_engines"):  # there rank 0 waits for them, and here all others for it
             if self._rank == 0:
                 try:
                     box[0] = step()
                 except Exception as caught:  # raised below, once the others know
-                    error, box[1] = caught, f"{type(caught).__name__}: {caught}"
+                    error, box[1], box[2] = caught, _said(caught), isinstance(caught, TimeoutError)
             if self._group is not None:
                 dist.broadcast_object_list(box, src=0, group=self._group)
-        if error is not None:
-            raise error
-        if box[1] is not None:
-            raise SyncError(f"weight_sync ended on rank 0: {box[1]}")
+            # Raised in here: it is engines that a rank has waited for in vain.
+            if error is not None:
+                raise error
+            if box[1] is not None:
+                raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
@@ -434,6 +436,10 @@ def _leaders(facts: Sequence[EngineFacts], engines: Sequence[int]) -> tuple[int,
     for engine in sorted(engines):
         first.setdefault(facts[engine].node, engine)
     return tuple(first[one.node] if engine in engines else engine for engine, one in enumerate(facts))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def memcpy_bytes_per_s(buckets: torch.Tensor) -> float:

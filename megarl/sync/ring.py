@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megarl.platform import current as platform
-from megarl.sync.manifest import SyncAborted, SyncError, WeightManifest
+from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
 from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
@@ -288,7 +288,7 @@ class RingReceiver:
         if not wait_until(lambda: not len(self._missing(bucket)), self._waits * self._timeout_s, self._look):
             late = f"trainer rank {', '.join(map(str, self._missing(bucket)))}"
             who = late if self._leader is None else f"engine {self._leader}, which leads,"
-            raise (SyncError if self._leader is None else SyncAborted)(
+            raise (SyncLate if self._leader is None else SyncAborted)(
                 f"take: bucket {bucket} of {len(self._sources)} has nothing from {who} within "
                 f"{self._waits} times weight_sync.timeout_s = {self._timeout_s:g}"
             )

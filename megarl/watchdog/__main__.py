@@ -16,4 +16,9 @@ if __name__ == "__main__":
         # Mostly the ranks have ended before it was there.
         print(f"watchdog: cannot look at the ranks of this node ({error}): nobody watches them", file=sys.stderr, flush=True)
         sys.exit(0)
-    watcher.watch()
+    try:
+        watcher.watch()
+    except BaseException as error:
+        # The rank that started it says so, and starts another one.
+        watcher.say_last(error)
+        raise

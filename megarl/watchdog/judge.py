@@ -10,6 +10,8 @@ RUNNING, STOPPED, GONE, ENDED = "running", "stopped", "gone", "ended"
 # Spans in which a rank waits for other ranks. In those for engines and rewards rank 0 waits for them, and others for it.
 FOR_RANKS = ("wait_ranks", "wait_pipeline", "wait_gradients", "wait_layers", "wait_data")
 FOR_OTHERS = {"wait_engines": "the rollout engines", "wait_rewards": "the reward workers"}
+# How the names of their processes begin.
+NAMES = {"wait_engines": "engine-", "wait_rewards": "reward-worker-"}
 FILE_PHASES = ("start", "load_checkpoint", "checkpoint")
 
 
@@ -147,8 +149,9 @@ def judge(table: Sequence[Standing], deadlines: Deadlines, others: Sequence[Othe
         said = [f"{whom} did not answer rank 0, {_at(first)}"]
         if not first.note:  # else their own deadline has passed, which it names
             said[0] += f"; {_rule(first, deadlines)}"
-    # Whoever waits for the work of a step has nothing to do, and stands somewhere all the same.
-    wrong = [one for one in others if one.state == STOPPED] or ([] if found else [one for one in others if one.call])
+    # Those that nobody waits for have nothing to do, and stand somewhere all the same.
+    asked = [] if found else [one for one in others if one.name.startswith(NAMES[first.span or ""])]
+    wrong = [one for one in others if one.state == STOPPED] or [one for one in asked if one.call]
     said += [str(one) for one in wrong]
     waited = [f"rank {one.rank} {one.silent_s:.1f} s{_in(one)}" for one in there if one is not first and one not in found]
     if waited:

@@ -9,6 +9,8 @@ from megarl.watchdog.judge import Deadlines
 
 # What a rank is told: that it hangs, with a folder for what it knows; then, or from itself, that this is over.
 TOLD, OVER = b"h", b"o"
+# Or that some rank of its node has ended: one that has lost a peer need not wait to be told of a hang.
+ENDING = b"e"
 RECORDER = "flight-recorder-"
 
 
@@ -38,6 +40,10 @@ class WatcherSettings:
     master: tuple[str, int] | None = None
     listener: int | None = None
     """File of node 0's socket, where there are several nodes."""
+    words: int | None = None
+    """File for what it has to say when it ends too early."""
+    replaces: bool = False
+    """One before it has ended too early."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -24,6 +24,7 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 WAITS = (
     "torch/distributed/distributed_c10d.py", "/threading.py", "/queue.py", "/selectors.py", "/subprocess.py", "/socket.py",
     "multiprocessing/connection.py", "ray/_private/worker.py", "concurrent/futures/thread.py", "/asyncio/runners.py",
+    "zmq/sugar/poll.py",
 )  # fmt: skip
 WAIT_WORDS = (".wait(", ".poll(", ".recv(", ".get(", ".join(", "run_task_loop", "barrier(", ".synchronize(", ".acquire(")
 
@@ -54,10 +55,10 @@ def watched_environment(name: str, own: Mapping[str, str] = os.environ) -> dict[
     return {MARK: f"{token}/{name}"} if token else {}
 
 
-def mark_from_environment() -> None:
-    """Let the watcher find this process, if it has a name."""
+def mark_from_environment(part: str = "") -> None:
+    """Let the watcher find this process, if it has a name; `part`: what it is of what has the name."""
     if MARK in os.environ and _file is None:
-        mark(os.environ[MARK])
+        mark(" ".join([os.environ[MARK], part]).strip())
 
 
 def mark(name: str) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from megarl.watchdog.judge import (
     overdue,
     where,
 )
-from megarl.watchdog.settings import OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
+from megarl.watchdog.settings import ENDING, OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
 from megarl.watchdog.stacks import busy_call, marked_processes, read_stacks, threads
 from megarl.watchdog.wire import OtherWatchers
 
@@ -42,6 +43,8 @@ PAUSE_S = 5.0
 END_S = 2.0
 # How long a disk may take for the stacks.
 FILES_S = 20.0
+# Bytes; a pipe takes them without a reader.
+LAST_WORDS = 4000
 # How long what a killed rank leaves may take to end by itself.
 LEFT_S = 10.0
 
@@ -92,6 +95,13 @@ class Watcher:
         self._ranks = [_Rank(one) for one in settings.ranks]
         self._wire = OtherWatchers(settings)
         self._awake_since = self._looked = time.monotonic()
+        self._some_ended = False
+
+    def say_last(self, error: BaseException) -> None:
+        """Leave word of what ends this process, to the rank that has started it."""
+        if self._settings.words is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._settings.words, "".join(traceback.format_exception(error)).encode()[-LAST_WORDS:])
 
     def watch(self) -> None:
         """To the end of this node's ranks."""
@@ -118,6 +128,10 @@ class Watcher:
             if one.state == GONE and not rank.is_missed:
                 rank.is_missed = True
                 _say(missed(one))
+        if not self._some_ended and any(one.state in (ENDED, GONE) for one in table):
+            self._some_ended = True
+            for rank in self._ranks:
+                rank.tell(ENDING)
         return table
 
     def _decide(self) -> None:

@@ -27,6 +27,8 @@ class OtherWatchers:
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._token, self._follows = settings.token, settings.master is not None
+        # The watchers of other nodes, which have lost the one before it, judge over their own ranks.
+        self._lost_others = settings.listener is not None and settings.replaces
         self._tables: dict[int, tuple[float, list[Standing]]] = {}  # and when they came
         self._dumped: dict[int, tuple[list[Standing], list[OtherProcess]]] = {}
         self._followers: dict[int, socket.socket] = {}
@@ -52,8 +54,8 @@ class OtherWatchers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this one, which is not node 0's, has lost that: it knows its own ranks alone."""
-        return self._follows and self._master is None
+        """Whether this one knows its own ranks alone: it is not node 0's and has lost that, or is in place of that."""
+        return self._lost_others or (self._follows and self._master is None)
 
     def tell(self, table: list[Standing]) -> None:
         """Where this node's ranks stand, to node 0."""
