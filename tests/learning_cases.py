@@ -23,6 +23,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__aggregation": "sequence_mean",
     },
     "CISPO": {"algorithm__advantage": "grpo", "algorithm__policy_loss": {"kind": "cispo"}},
+    "DAPO": {
+        "algorithm__advantage": "grpo",
+        "algorithm__policy_loss": {"kind": "clip", "low": 0.2, "high": 0.28},
+        "algorithm__dynamic_sampling": {"max_rounds": 3},
+        "algorithm__overlong": {"buffer": 2, "penalty": 0.01},
+    },
     "PPO": {
         "algorithm__advantage": "gae",
         "algorithm__gae": {"discount": 1.0, "smoothing": 0.95},
