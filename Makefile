@@ -8,7 +8,7 @@ TINY := models/tiny-qwen3
 RUN := quickstart-$(shell date +%Y%m%d-%H%M%S)
 MEGATRON_019 := .venv-megatron-0.19
 
-.PHONY: setup quickstart test test-nightly test-megatron-0.19 lint format
+.PHONY: setup quickstart test test-nightly test-learning test-megatron-0.19 lint format
 
 setup:
 	@bash launch/setup.sh
@@ -39,6 +39,10 @@ test: setup
 test-nightly: setup
 	@bash launch/setup.sh --tests
 	$(PYTEST) -m 'nightly and not gpu'
+
+# Policies that have to improve: some 20 minutes.
+test-learning: setup
+	$(PYTEST) -s -m learning
 
 # The engine and platform tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
 # directory of its own, ahead of .venv on the path of the tests and of every rank that they start. Of the layout matrix it

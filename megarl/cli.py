@@ -180,13 +180,16 @@ def evaluate(
     from megarl.data.model_files import model_directory
 
     loaded = _load(source if run is None else str(run / "recipe.yaml"), overrides or [], fetch=model_directory)
+    from ray.exceptions import RayError
+
     from megarl.evaluation.command import evaluate as answer
     from megarl.evaluation.command import report as described
+    from megarl.placement import PlacementError
     from megarl.rollout.failure import RolloutError
 
     try:
         found = answer(loaded, model, run)
-    except (ValueError, RolloutError) as error:
+    except (ValueError, RolloutError, PlacementError, TimeoutError, RayError) as error:
         _fail(f"error: {error}")
     typer.echo(described(loaded, found, as_json))
 

@@ -165,11 +165,14 @@ class Pipeline:
             self._keep_actor()
         return self.figures | self.guard.take_figures()
 
-    def evaluate(self, step: int) -> Any:
-        """Measure the weights that the engines have on the held-out prompts: an Evaluation on rank 0, None elsewhere."""
+    def evaluate(self, step: int, leaves: Callable[[], bool]) -> Any:
+        """Measure the weights that the engines have on the held-out prompts: an Evaluation on rank 0, None elsewhere. Where
+        the run `leaves`, which is asked on all ranks before each round, None everywhere."""
         judged, more = Judged(), True
         with self.clock.phase("evaluation"):
             while more:
+                if leaves():
+                    return None
                 answer: Any = None
                 if self.rank == 0:
                     answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self.parts.rewards, step, self._resync)

@@ -309,12 +309,16 @@ def run_steps(
 
     evaluations = MetricsWriter(run.evaluations) if rank == 0 and recipe.evaluation is not None else None
     if evaluations is not None:
-        evaluations.truncate_after(done)
+        evaluations.truncate_after(-1 if checkpoint is None else done)
+        run.forget_evaluation_tables(-1 if checkpoint is None else done)
 
     def evaluate(step: int) -> dict[str, Any]:
         """Its figures, on rank 0."""
-        found = pipeline.evaluate(step)
+        found = pipeline.evaluate(step, preemption.agreed)
         if evaluations is None or recipe.evaluation is None:
+            return {}
+        if found is None:
+            progress.note(f"after step {step}: no evaluation, as the run is to leave")
             return {}
         found.write(run.evaluation_table(step))
         progress.note(f"after step {step}: {found.said(recipe.evaluation)}")
@@ -348,13 +352,13 @@ def run_steps(
                 save(before)
             raise preemption.left(done, recipe.run.steps, str(run.checkpoints)) from None
         done = number
+        engines = pipeline.parts.rollouts.take_times() if rank == 0 else []  # of the step, not of an evaluation
         if recipe.evaluates_after(number):
             figures |= evaluate(number)
         times = clock.take()
         with clock.phase("metrics"):  # counted in the next step's line
             ranks = gather_to_all(times.by_span())
             if rank == 0:
-                engines = pipeline.parts.rollouts.take_times()
                 busy_s = [one.busy_s for one in engines]
                 figures |= pipeline.parts.prompts.figures()
                 figures |= start_s | measures.of(times, ranks, pipeline.sizes, busy_s, figures)

@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [],
         "decoder_sparse_step": 1, "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
-    "deepseek-ai/DeepSeek-V3-bf16": {
+    "unsloth/DeepSeek-V3-bf16": {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
         "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "q_lora_rank": 1536,
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3,

@@ -102,16 +102,30 @@ def test_a_state_of_other_rows_is_refused(files):
         stream(files, [(4, 1.0)]).restore({"position": 0, "parts": [saved["parts"][0] | {"checksum": 1}]})
 
 
+def test_a_reward_that_is_just_enough_passes():
+    one = Curriculum(CurriculumSection(low=0.0, high=1.0, pass_reward=0.9, revisit=1))
+    one.learn(0, np.full(4, 0.9, np.float32))
+    assert one.rates == {0: 1.0}
+
+
+def test_a_position_of_before_mixtures_is_taken_up(files):
+    one, other = stream(files, [(5, 1.0)]), stream(files, [(5, 1.0)])
+    one.take(7)
+    other.restore(7)
+    assert [prompt.index for prompt in other.take(6)] == [7, 8, 9, 10, 11, 12]
+    assert other.state() == one.state() | {"position": 13, "parts": [one.state()["parts"][0] | {"walked": 13, "taken": 13}]}
+
+
 def test_a_row_out_of_bounds_is_passed_over_and_comes_back():
     one = Curriculum(CurriculumSection(low=0.25, high=0.75, pass_reward=0.5, revisit=2))
     turns = {}
     for row, rewards in ((0, [0.4, 0.1]), (1, [0.5, 0.0]), (2, [1.0, 2.0]), (3, [])):
-        one.learn(row, rewards)
+        one.learn(row, np.array(rewards, np.float32))
         turns[row] = [one.passes_over(row) for _ in range(7)]
     out = [True, True, False, True, True, False, True]
     assert turns == {0: out, 1: [False] * 7, 2: out, 3: [False] * 7}
     assert one.rates == {0: 0.0, 1: 0.5, 2: 1.0} and one.num_in_bounds == 1
-    one.learn(2, [0.0, 1.0])
+    one.learn(2, np.array([0.0, 1.0], np.float32))
     assert not one.passes_over(2)
 
 

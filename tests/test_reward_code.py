@@ -147,6 +147,7 @@ def test_the_last_block_is_the_code():
     assert code_of("no block") == "no block"
     assert code_of("a\n```\nx = 1\n```\nb\n```python\ny = 2\nz = 3\n```\n```") == "y = 2\nz = 3\n"
     assert code_of("```json\n{}\n```\n  ```Py\nx\n  ```") == "x\n"
+    assert code_of("```python3.11\nx\n```\nprints\n```\nx 1\n```") == "x\n"
     assert code_of("```python\ncut off") == "```python\ncut off"
 
 

@@ -25,7 +25,7 @@ from megarl.engine.offload import Shelf
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.sync import in_place
-from megarl.sync.in_place import Home, Pieces, share
+from megarl.sync.in_place import Home, Pieces, has_room, private_bytes, share
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import RingSender
 from tests.rollout_cases import Publisher, save_model
@@ -203,8 +203,9 @@ def test_an_engine_that_was_given_up_takes_nothing_of_what_it_read(models: tuple
     publisher.close()
 
 
-def shared(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32, ranks: int = 1) -> str | None:
-    return share(parameters, list(parameters), dtype, ranks)
+def shared(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> str | None:
+    names = list(parameters)
+    return None if private_bytes(parameters, names, dtype) is None else share(parameters, names)
 
 
 def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None:
@@ -225,12 +226,30 @@ def test_what_cannot_be_read_in_place_is_said_to_be_so(monkeypatch: pytest.Monke
     assert shared(parameters, torch.bfloat16) is None, "it has to be cast"
     assert shared(MappingProxyType(parameters)) is None, "it may be made anew at each look"
     assert shared(parameters | {"c": torch.zeros(4, device="meta")}) is None
-    assert shared(parameters, ranks=1 << 60) is None, "there is no room for all ranks"
+    assert not has_room(1 << 60) and has_room(1)
     monkeypatch.setattr(in_place, "FILES_SHARE", 1 << 60)
     assert shared(parameters) is None, "too many files"
     assert not parameters["a"].is_shared()
     monkeypatch.undo()
     assert shared(parameters) is not None
+
+
+def test_where_there_is_no_room_for_all_ranks_weights_travel_in_buckets(models: tuple[Path, Path]) -> None:
+    publisher = Publisher(models[0], engines=1, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout())
+    asked: list[int] = []
+
+    def none(num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.sync.publish.has_room", none)
+        figures = publisher.publish(1, models[0], engines)
+    assert figures["sync/in_place"] == 0.0 and engines.versions == [1]
+    assert asked == [private_bytes(shards := publisher.shards(models[0]), list(shards), torch.float32)]
+    engines.close()
+    publisher.close()
 
 
 def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None:

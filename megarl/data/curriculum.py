@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megarl.recipe.data_sections import CurriculumSection
 
 
@@ -27,10 +29,11 @@ class Curriculum:
         self._passed_over[row] = (times + 1) % (self._section.revisit + 1)
         return times < self._section.revisit
 
-    def learn(self, row: int, rewards: list[float]) -> None:
-        """The rewards of a group of completions to the row's prompt; one without any says nothing."""
-        if rewards:
-            self.rates[row] = sum(reward >= self._section.pass_reward for reward in rewards) / len(rewards)
+    def learn(self, row: int, rewards: np.ndarray) -> None:
+        """The rewards of a group of completions to the row's prompt, float32; without any they say nothing."""
+        if len(rewards):
+            # In the rewards' own precision: 0.9 in float32 is below 0.9 in float64.
+            self.rates[row] = float((rewards >= np.float32(self._section.pass_reward)).mean())
 
     @property
     def num_in_bounds(self) -> int:

@@ -43,11 +43,11 @@ class PromptStream:
             for number, source in enumerate(data.prompts.parts):
                 rows = load_rows(source, seed, data, f"{key}.parts.{number}", bad)
                 # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
-                self._parts.append(_Part(data, rows, [seed, number, 1], tokenizer, num_tokens, judge, bad))
+                self._parts.append(_Part(data, rows, [seed, number, 1], tokenizer, num_tokens, judge, bad, key))
         else:
             self._weights = (1.0,)
             rows = load_rows(data.prompts, seed, data, key, bad)
-            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad))
+            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad, key))
         self.position = 0
         self.num_bad_rows = bad.count
 
@@ -81,7 +81,7 @@ class PromptStream:
             own = slice(number * group, (number + 1) * group)
             part, row = prompt.origin
             if (curriculum := self._parts[part].curriculum) is not None:
-                curriculum.learn(row, rewards[own][valid[own]].tolist())
+                curriculum.learn(row, rewards[own][valid[own]])
 
     def figures(self) -> dict[str, float]:
         """What is known of the data, for the metrics of a step."""
@@ -102,8 +102,11 @@ class PromptStream:
         """The exact position, as plain values."""
         return {"position": self.position, "parts": [part.state() for part in self._parts]}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any] | int) -> None:
         """Go on where `state` was taken. Raises ValueError where the rows are not those that it was taken of."""
+        if isinstance(state, int):  # of a checkpoint from before mixtures: prompts of the one source
+            self.position = self._parts[0].walked = self._parts[0].taken = state
+            return
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
@@ -130,6 +133,7 @@ class _Part:
         num_tokens: int | None,
         judge: Callable[[Prompt], None],
         bad: BadRows,
+        key: str,
     ) -> None:
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
@@ -152,11 +156,11 @@ class _Part:
             self.rows.append(Row(question, row.answer, row.fields, row.prompt, row.where))
             self._token_ids.append(np.asarray(token_ids, dtype=np.int32))
         if not self.rows and not self.num_dropped:
-            raise ValueError(f"data.prompts has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
+            raise ValueError(f"{key} has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
         if not self.rows:
             raise ValueError(
                 f"data.max_prompt_tokens is {data.max_prompt_tokens}, but the shortest of the {len(lengths)} "
-                f"prompts has {min(lengths)} tokens; raise it to that at least"
+                f"prompts of {key} has {min(lengths)} tokens; raise it to that at least"
             )
         self._order = np.arange(len(self.rows))
         self._checksum = 0  # of all token ids, in order

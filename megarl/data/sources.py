@@ -203,13 +203,18 @@ def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[t
 
     path = Path(source.path)
     try:
-        if (path / "dataset_dict.json").is_file():
+        saved = next((file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()), None)
+        if saved and source.name is not None:
+            raise ValueError(f"save_to_disk wrote it, which keeps one configuration: leave {key}.name out")
+        if saved == "dataset_dict.json":
             splits = datasets.load_from_disk(source.path)
             if source.split not in splits:
                 raise ValueError(f"no split {source.split!r}, it has {sorted(splits)} ({key}.split)")
             found = splits[source.split]
-        elif (path / "state.json").is_file():
+        elif saved:
             found = datasets.load_from_disk(source.path)
+            if found.split is not None and str(found.split) != source.split:
+                raise ValueError(f"no split {source.split!r}, it is {str(found.split)!r} ({key}.split)")
         else:
             found = datasets.load_dataset(source.path, source.name, split=source.split)
     except (OSError, ValueError) as error:

@@ -69,7 +69,8 @@ def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> di
     `state`. Collective. Raises ValueError where the checkpoint lacks a role."""
     for role, engine in engines.items():
         if not (Path(checkpoint) / role).is_dir():
-            raise ValueError(f"{checkpoint} holds no {role}: it was written by a run whose {role} did not move")
+            way = "remove reference.refresh_every, or start another run" if role == "reference" else "start another run"
+            raise ValueError(f"{checkpoint} holds no {role}: it was written by a run whose {role} did not move; {way}")
         with _whole(engine):
             _load(Path(checkpoint) / role, engine)
     return dict(torch.load(Path(checkpoint) / _STATE, weights_only=True))

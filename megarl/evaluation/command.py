@@ -16,6 +16,8 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluation.held_out import Evaluation, HeldOut, Judged, held_out_data
 from megarl.family import ModelShape
+from megarl.placement import EnginePlace
+from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.reward.service import check_services
 from megarl.reward.verifiers import check_answer, load_terms
@@ -42,7 +44,9 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         judge, known = partial(check_answer, load_terms(recipe.verifiers)), ModelShape.from_directory(directory).vocab
         stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=known, judge=judge)
         held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
-        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed)
+        stops = stop_token_ids(str(directory), tokenizer)
+        places = engine_places(recipe, platform.num_devices)
+        rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, places=places)
         stack.callback(rollouts.shutdown)
         rollouts.start()
         rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=False)
@@ -53,6 +57,20 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         return held_out.result(judged)
 
 
+def engine_places(recipe: Recipe, num_devices: int | None) -> tuple[EnginePlace, ...]:
+    """As many of the recipe's engines as fit this machine's devices, on which no trainer rank is; where there are only
+    cores, all of them. Raises ValueError where none fits."""
+    workers = recipe.rollout.layout.workers
+    devices = recipe.rollout.engines * workers if num_devices is None else num_devices
+    fitting = min(recipe.rollout.engines, devices // workers)
+    if not fitting:
+        raise ValueError(
+            f"an engine takes {workers} devices (rollout.tensor x pipeline x data), and this machine has {devices}; "
+            f"override them, as rollout.tensor={devices}"
+        )
+    return tuple(EnginePlace(0, tuple(range(number * workers, (number + 1) * workers))) for number in range(fitting))
+
+
 def report(recipe: Recipe, found: Evaluation, as_json: bool) -> str:
     """What the command prints."""
     assert recipe.evaluation is not None
@@ -61,6 +79,7 @@ def report(recipe: Recipe, found: Evaluation, as_json: bool) -> str:
         finite = {key: value if math.isfinite(value) else None for key, value in figures.items()}
         return json.dumps(finite, indent=2)
     masked, left_out = figures["evaluation/num_masked"], figures["evaluation/num_left_out"]
+    unused = figures["evaluation/num_dropped"] + figures["evaluation/num_bad_rows"]
     lines = [
         found.said(recipe.evaluation),
         f"completions of {figures['evaluation/completion_length_mean']:.1f} tokens, "
@@ -68,6 +87,7 @@ def report(recipe: Recipe, found: Evaluation, as_json: bool) -> str:
     ]
     lines += [f"{masked:.0f} completions could not be scored and count for nothing"] if masked else []
     lines += [f"{left_out:.0f} prompts left out, which are among the training prompts"] if left_out else []
+    lines += [f"{unused:.0f} prompts left out, longer than data.max_prompt_tokens or bad rows"] if unused else []
     return "\n".join(lines)
 
 

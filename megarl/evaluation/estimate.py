@@ -46,7 +46,7 @@ def pass_at(rewards: Sequence[np.ndarray], k: int, pass_reward: float) -> Estima
     bias (Chen 2021, arXiv 2107.03374, equation 1). Prompts with fewer than k completions count for nothing."""
     found = []
     for one in rewards:
-        total, right = len(one), int((one >= pass_reward).sum())
+        total, right = len(one), int((one >= one.dtype.type(pass_reward)).sum())
         if total >= k:
             found.append(1.0 - math.comb(total - right, k) / math.comb(total, k))
     return over_prompts(found)
@@ -67,7 +67,7 @@ def majority(rewards: Sequence[np.ndarray], answers: Sequence[Sequence[str | Non
         votes: dict[str, list[bool]] = defaultdict(list)
         for value, answer in zip(values, given, strict=True):
             if answer is not None:
-                votes[answer].append(bool(value >= pass_reward))
+                votes[answer].append(bool(value >= values.dtype.type(pass_reward)))
         most = max(map(len, votes.values()), default=0)
         winners = [sum(passed) / len(passed) for passed in votes.values() if len(passed) == most]
         found.append(sum(winners) / len(winners) if winners else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ class Evaluation:
     lengths: np.ndarray  # int [all completions]
     truncated: np.ndarray  # bool [all completions]
     num_left_out: int
+    num_dropped: int
+    num_bad_rows: int
 
     def estimates(self, section: EvaluationSection) -> dict[str, Estimate]:
         """By name, the mean reward first."""
@@ -59,6 +62,8 @@ class Evaluation:
         return figures | {
             "evaluation/num_prompts": len(self.prompts),
             "evaluation/num_left_out": self.num_left_out,
+            "evaluation/num_dropped": self.num_dropped,
+            "evaluation/num_bad_rows": self.num_bad_rows,
             "evaluation/num_masked": int(sum(np.isnan(one).sum() for one in self.rewards)),
             "evaluation/completion_length_mean": float(self.lengths.mean()),
             "evaluation/truncated_share": float(self.truncated.mean()),
@@ -112,7 +117,8 @@ class HeldOut:
                 f"evaluation.prompts: all {len(every)} are among the training prompts, and nothing is held out; "
                 "give others, or another seed to a generator"
             )
-        self.num_left_out = len(every) - len(kept)
+        self.num_left_out, self.num_dropped = len(every) - len(kept), asked.num_dropped
+        self.num_bad_rows = asked.num_bad_rows
         self.prompts = kept[: self.section.max_prompts]
         # As many sequences at a time as a step has, for which the engines' memory and rollout.timeout_s are meant.
         self._at_a_time = max(1, recipe.num_sequences // self.section.completions)
@@ -147,7 +153,8 @@ class HeldOut:
         assert judged.num_prompts == len(self.prompts), "there are more"
         truncated = np.array([reason == "length" for reason in judged.reasons])
         lengths = np.concatenate(judged.lengths)
-        return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, self.num_left_out)
+        counts = self.num_left_out, self.num_dropped, self.num_bad_rows
+        return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, *counts)
 
 
 def held_out_data(recipe: Recipe) -> DataSection:
@@ -156,5 +163,6 @@ def held_out_data(recipe: Recipe) -> DataSection:
     return recipe.data.model_copy(update={"prompts": recipe.evaluation.prompts, "curriculum": None})
 
 
-def _content(prompt: Prompt) -> tuple[int, ...]:
-    return tuple(int(token) for token in prompt.token_ids)
+def _content(prompt: Prompt) -> bytes:
+    """What tells prompts apart, in little memory: training sets are large."""
+    return hashlib.blake2b(np.asarray(prompt.token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()

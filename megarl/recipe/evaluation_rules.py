@@ -19,6 +19,9 @@ def evaluation(recipe: Recipe) -> Violations:
         if asked > section.completions:
             rule = f"pass@k needs k completions of a prompt, and evaluation.completions is {section.completions}"
             yield Violation(f"evaluation.pass_at.{number}", asked, rule, str(section.completions))
+    if section.completions > recipe.num_sequences:
+        rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
+        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
     if section.temperature == 0 and section.completions > 1:
         rule = "without chance all completions of a prompt are the same (evaluation.temperature is 0)"
         yield Violation("evaluation.completions", section.completions, rule, "1")

@@ -9,6 +9,7 @@ from megarl.recipe.recipe import Recipe
 from megarl.recipe.reward_sections import CodeRewardSection, PatternRewardSection, SchemaRewardSection
 from megarl.recipe.violation import Violation
 
+SANDBOX_S = 1.0  # for a completion, with room: 0.15 s where nothing else runs
 Violations = Iterator[Violation]
 
 
@@ -38,7 +39,8 @@ def code_has_time(recipe: Recipe) -> Violations:
     """Code that loops runs into its own limit, and scores 0; the deadline of the task would mask it, and all behind it."""
     parts = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
     section = recipe.phases.reward
-    needed = section.sequences * sum(parts)
+    needed = section.sequences * (sum(parts) + SANDBOX_S)
     if parts and section.timeout_s < needed:
-        rule = f"{section.sequences} sequences of a task (phases.reward.sequences) may run for {sum(parts):g} s each"
+        each = f"{sum(parts):g} s each, and {SANDBOX_S:g} s for the sandbox"
+        rule = f"{section.sequences} sequences of a task (phases.reward.sequences) may run for {each}"
         yield Violation("phases.reward.timeout_s", section.timeout_s, rule, f"{needed:g}, or fewer sequences")

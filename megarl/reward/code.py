@@ -14,7 +14,7 @@ from megarl.reward.sandbox import Limits, Program, refusal, run_programs
 
 # Language and lines of a fenced block; of any language, as the end of one must not be taken for the start of another.
 BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-LANGUAGES = ("", "python", "python3", "py")
+PYTHON = re.compile(r"py|python[\d.]*", re.IGNORECASE)
 FORMS = (
     "Python code with an assert or a call, a list of such codes, a list of {input, output} objects, or an object with the "
     "lists inputs and outputs"
@@ -55,9 +55,12 @@ def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], Judged]
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of Python or of no named language; all of the text where there is none."""
-    blocks = [lines for language, lines in BLOCK.findall(text) if language.lower() in LANGUAGES]
-    return blocks[-1] if blocks else text
+    """The last fenced block of Python, else the last one of no named language, as others often hold what the code prints;
+    all of the text where there is neither."""
+    found = BLOCK.findall(text)
+    python = [lines for language, lines in found if PYTHON.fullmatch(language)]
+    unnamed = [lines for language, lines in found if not language]
+    return (python or unnamed or [text])[-1]
 
 
 def programs_of(code: str, prompt: Prompt) -> list[Program]:

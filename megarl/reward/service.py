@@ -7,7 +7,6 @@ A request is one JSON document, `{"samples": [{"prompt", "completion", "answer",
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from megarl.reward.verifiers import names
 # What became of a completion: judged at once or after another request; or masked, because the service gave no answer after
 # all retries, did not take the request, gave an answer that is no number, or was not done at the deadline.
 REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
+LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 
@@ -106,8 +106,8 @@ class Service:
         return [self._verdict(value, reason) for value in values]
 
     def _verdict(self, value: Any, reason: str) -> Verdict:
-        # A JSON true is an int to Python, and a number too large for a float is one, too.
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308 or not math.isfinite(value):
+        # A JSON true is an int to Python; rewards are kept in float32, and NaN is not below anything.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
             return self._masked("unusable", Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed"))
         return Verdict({self._name: float(value)}, reasons={self._name: reason})
 
@@ -175,7 +175,7 @@ def both(one: Verdict, other: Verdict) -> Verdict:
     if one.said is None or other.said is None:
         failed = one if one.said is None else other
         return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons)
-    return Verdict(one.said | other.said, reasons=reasons, answer=one.answer or other.answer)
+    return Verdict(one.said | other.said, reasons=reasons, answer=other.answer if one.answer is None else one.answer)
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:

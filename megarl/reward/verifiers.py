@@ -146,6 +146,10 @@ def _no_json(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
+def _whole(text: str) -> str | None:
+    return text.strip() or None
+
+
 def _last_number(text: str) -> str | None:
     found = numbers(text)
     return str(found[-1].normalize()) if found else None
@@ -165,12 +169,12 @@ def _named_answer(pattern: str) -> Reader | None:
 
     def read(text: str) -> str | None:
         matches = list(expression.finditer(text))
-        return (matches[-1]["answer"] or "").strip() if matches else None
+        return ((matches[-1]["answer"] or "").strip() or None) if matches else None
 
     return read
 
 
-READERS: dict[str, Reader] = {"exact": str.strip, "last_number": _last_number, "math_verify": _expression}
+READERS: dict[str, Reader] = {"exact": _whole, "last_number": _last_number, "math_verify": _expression}
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
 # no time limit of its own, so it may only run where a deadline is kept.

@@ -90,26 +90,34 @@ def piece_checksum(words: np.ndarray, version: int, number: int) -> int:
     return checksum(np.ascontiguousarray(words), version, number)
 
 
-def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype, ranks: int) -> str | None:
-    """Bring the parameters of these names into shared memory, where they are not yet, and say where: what `Home` takes.
+def private_bytes(parameters: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype) -> int | None:
+    """How much of the parameters of these names has to be moved into shared memory, so that they can be read in place.
 
-    None where they cannot be read in place: in another number format than `dtype`, or made anew whenever they are asked for
-    (a mapping that is no dict), not in the host's memory, more storages than files may be open, or too large for the room
-    in shared memory that this one of `ranks` may take.
+    None where they cannot: in another number format than `dtype`, or made anew whenever they are asked for (a mapping that
+    is no dict), not in the host's memory, or more storages than files may be open.
     """
     if not isinstance(parameters, dict):
         return None
     matrices = {name: _matrix(parameters[name]) for name in names}
     if any(one.dtype != dtype or one.device.type != "cpu" or one.stride(1) != 1 for one in matrices.values()):
         return None
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in matrices.values()}
-    private = sum(storage.nbytes() for storage in storages.values() if not storage.is_shared())
-    # A page that is not there any more when it is written to would end this process.
-    room = os.statvfs(ROOT)
-    if ranks * private > room.f_bavail * room.f_frsize:
-        return None
+    storages = _storages(matrices)
     if len(storages) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE:
         return None
+    return sum(storage.nbytes() for storage in storages.values() if not storage.is_shared())
+
+
+def has_room(num_bytes: int) -> bool:
+    """Whether shared memory can take so much more: a page that is not there when it is written to would end a process."""
+    room = os.statvfs(ROOT)
+    return num_bytes <= room.f_bavail * room.f_frsize
+
+
+def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
+    """Bring the parameters of these names into shared memory, where they are not yet, and say where: what `Home` takes.
+    Only where `private_bytes` and `has_room` have allowed it."""
+    matrices = {name: _matrix(parameters[name]) for name in names}
+    storages = _storages(matrices)
     numbers = {key: number for number, key in enumerate(storages)}
     files = []
     for storage in storages.values():
@@ -120,6 +128,10 @@ def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str], dtype: t
         name: (numbers[one.untyped_storage()._cdata], one.storage_offset(), one.stride(0)) for name, one in matrices.items()
     }
     return json.dumps({"process": os.getpid(), "files": files, "places": places})
+
+
+def _storages(matrices: Mapping[str, torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {one.untyped_storage()._cdata: one.untyped_storage() for one in matrices.values()}
 
 
 class Home:

@@ -23,7 +23,7 @@ from megarl.reshard.order import copy_order
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
-from megarl.sync.in_place import Pieces, own_box, piece_checksum, share, words_of
+from megarl.sync.in_place import Pieces, has_room, own_box, piece_checksum, private_bytes, share, words_of
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
@@ -151,8 +151,7 @@ class WeightSync:
         the rank or the engine that failed and why; rank 0 raises what `engines` raised.
         """
         self._engines, self._begun = engines, time.perf_counter()
-        homes = self._together("weight_sync: begin", lambda: self._home(parameters))
-        self._homes = tuple(home for home in homes if home is not None) if None not in homes else ()
+        self._homes = self._find_homes(parameters)
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
         figures: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
@@ -220,8 +219,22 @@ class WeightSync:
         self._sender = PointToPointSender(self._streams, self._rank, store, on_device, self._parts)
         return settings.host, store.port
 
-    def _home(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        """Where this rank's parameters are read in place; None where they have to be written into buckets."""
+    def _find_homes(self, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """Where the parameters of each rank are read in place; none where they have to be written into buckets. All ranks
+        move theirs into shared memory, or none does: there is room for all of them."""
+        private = self._together("weight_sync: begin", lambda: self._private_bytes(parameters))
+        total = sum(one for one in private if one is not None)
+        if None in private or (total and not self._from_first(lambda: has_room(total))):
+            return ()
+        return tuple(self._together("weight_sync: share", lambda: share(parameters, self._sent_names())))
+
+    def _sent_names(self) -> list[str]:
+        """This rank's parameters that some worker reads."""
+        sent = self._plan.source_parameter[self._plan.source_rank == self._rank]
+        return [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
+
+    def _private_bytes(self, parameters: Mapping[str, torch.Tensor]) -> int | None:
+        """What this rank would have to move; None where buckets are the way."""
         self._check_names(parameters)
         settings = self._settings
         if settings.transport != "shared_memory" or settings.mode != "reshard" or settings.quantization is not None:
@@ -230,9 +243,7 @@ class WeightSync:
             pieces.table_bytes > NUM_BUCKETS * s.capacity for pieces, s in zip(self._in_place, self._streams, strict=True)
         ):
             return None
-        sent = self._plan.source_parameter[self._plan.source_rank == self._rank]
-        names = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
-        return share(parameters, names, settings.dtype, self._layout.ranks)
+        return private_bytes(parameters, self._sent_names(), settings.dtype)
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())

@@ -300,12 +300,12 @@ class RingReceiver:
         self._ring.read[self._engine] = _mark(self._session, bucket + 1)
 
     def sums(self, sources: np.ndarray, count: int) -> np.ndarray:
-        """The checksums of what is read in place, uint64 [count], once all of its ranks have made theirs. Raises SyncError
+        """The checksums of what is read in place, uint64 [count], once all of its ranks have made theirs. Raises SyncLate
         at the deadline."""
         ring, mark = self._ring, _mark(self._session, 1)
         if not wait_until(lambda: bool((ring.written[sources] >= mark).all()), ENGINE_WAITS * self._timeout_s, self._look):
             late = ", ".join(map(str, sources[ring.written[sources] < mark]))
-            raise SyncError(
+            raise SyncLate(
                 f"sums: no checksums from trainer rank {late} within {ENGINE_WAITS} times "
                 f"weight_sync.timeout_s = {self._timeout_s:g}"
             )

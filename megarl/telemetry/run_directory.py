@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from megarl.recipe import Recipe, recipe_yaml
 
@@ -69,6 +70,12 @@ class RunDirectory:
         """What each held-out prompt was answered after a step."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
+    def forget_evaluation_tables(self, step: int) -> None:
+        """Remove those of later steps, which a resumed run makes again."""
+        for file in self.path.glob("evaluations/step-*.jsonl"):
+            if file.stem > self.evaluation_table(max(step, 0)).stem or step < 0:
+                file.unlink()
+
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
         """The checkpoint to resume from; None for a new run.
 
@@ -86,7 +93,7 @@ class RunDirectory:
         if checkpoint is None and resume is Resume.ALWAYS:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
-            old, new = yaml.safe_load(self.recipe.read_text()), yaml.safe_load(recipe_yaml(recipe))
+            old, new = _with_defaults(yaml.safe_load(self.recipe.read_text())), yaml.safe_load(recipe_yaml(recipe))
             for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNT:
                 if _at(old, key) != _at(new, key):
                     way = "a resumed run keeps it, another one starts under another run.name"
@@ -117,6 +124,14 @@ class RunDirectory:
     @property
     def _has_metrics(self) -> bool:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+
+def _with_defaults(content: Any) -> Any:
+    """A recipe as it was written, with the keys that have come since; as it is, where it is none of this version."""
+    try:
+        return yaml.safe_load(recipe_yaml(Recipe.model_validate(content)))
+    except ValidationError:
+        return content
 
 
 def _at(content: Any, key: str) -> Any:

@@ -1,0 +1,141 @@
+"""Does each algorithm learn? A tiny policy from chance on, three seeds each, and what that took.
+
+    python benchmarks/learning.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--json PATH] [--write] [--check]
+
+The runs are those of tests/learning_cases.py: a random model of two layers (fp32, one rank, one vLLM engine), 128
+completions of 8 tokens a step in two updates, 60 steps. The reward is the share of digits that are odd where the answer to
+the question is odd, and even where it is even: one in twenty by chance. `learned` is the mean reward of the last five steps,
+`goal at` the first step whose reward is 0.9.
+
+`--write` puts the table and the curves into docs/results.md and docs/learning.png.
+
+Targets (with --check, exit 1 when missed): each run ends at 0.9 or more, from below 0.15, within five minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests' recipes
+
+from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, STEPS, learning_recipe, write_data  # noqa: E402
+from tests.runs import train_on_ranks  # noqa: E402
+
+MOST_S = 300.0
+RESULTS, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "learning.png"
+HEADER = "| algorithm | first step | learned, by seed | goal at step, by seed | seconds a run |"
+
+
+def run(folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
+    """One run, from the start of its engine to its end."""
+    name, recipe = learning_recipe(folder, algorithm, seed)
+    begun = time.perf_counter()
+    train_on_ranks(recipe)
+    seconds = time.perf_counter() - begun
+    lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward/mean"] for line in lines]
+    goal = next((step for step, reward in enumerate(rewards, 1) if reward >= GOAL), None)
+    return {"algorithm": algorithm, "seed": seed, "rewards": rewards, "learned": fmean(rewards[-LAST:]), "goal_at": goal,
+            "seconds": seconds}  # fmt: skip
+
+
+def holds(one: dict[str, Any]) -> bool:
+    """Whether a run reaches the targets."""
+    return one["rewards"][0] < CHANCE and one["learned"] >= GOAL and one["seconds"] < MOST_S
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """A row for each algorithm."""
+    rows = [HEADER, "| --- | --- | --- | --- | --- |"]
+    for algorithm in dict.fromkeys(one["algorithm"] for one in runs):
+        own = [one for one in runs if one["algorithm"] == algorithm]
+        first = fmean(one["rewards"][0] for one in own)
+        learned, goals = (", ".join(f"{one[key]:{form}}" if one[key] else "-" for one in own)
+                          for key, form in (("learned", ".2f"), ("goal_at", "d")))  # fmt: skip
+        rows.append(f"| {algorithm} | {first:.2f} | {learned} | {goals} | {fmean(one['seconds'] for one in own):.0f} |")
+    return rows
+
+
+def draw(runs: list[dict[str, Any]]) -> None:
+    """The curves, a small plot for each algorithm and a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(one["algorithm"] for one in runs))
+    rows = -(-len(names) // 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2.4 * rows), sharex=True, sharey=True, squeeze=False)
+    for place, plot in enumerate(axes.flat):
+        if place >= len(names):
+            plot.axis("off")
+            continue
+        for one in runs:
+            if one["algorithm"] == names[place]:
+                plot.plot(range(1, len(one["rewards"]) + 1), one["rewards"], linewidth=1.2, label=f"seed {one['seed']}")
+        plot.axhline(GOAL, color="grey", linewidth=0.6, linestyle=":")
+        plot.set_title(names[place], fontsize=9)
+        plot.tick_params(labelsize=7)
+    axes[0][0].legend(fontsize=7)
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("mean reward", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=110)
+
+
+def write(runs: list[dict[str, Any]]) -> None:
+    """The table and the picture, between the marks of docs/results.md."""
+    draw(runs)
+    text = RESULTS.read_text(encoding="utf-8")
+    start, end = "<!-- learning -->\n", "<!-- end of learning -->"
+    before, rest = text.split(start)
+    RESULTS.write_text(before + start + "\n".join(table(runs)) + "\n" + end + rest.split(end)[1], encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    names = arguments.algorithms.split(",")
+    if unknown := [name for name in names if name not in ALGORITHMS]:
+        parser.error(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        for name in names:
+            for seed in map(int, arguments.seeds.split(",")):
+                runs.append(run(Path(folder), name, seed))
+                one = runs[-1]
+                print(f"{name}, seed {seed}: {one['rewards'][0]:.2f} to {one['learned']:.2f} in {STEPS} steps, "
+                      f"{one['seconds']:.0f} s", flush=True)  # fmt: skip
+    print("\n".join(table(runs)))
+    if arguments.json is not None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        config = {"algorithms": names, "seeds": arguments.seeds, "steps": STEPS}
+        content = {"commit": commit, "device": device, "config": config, "runs": runs}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    if arguments.write:
+        write(runs)
+    reached = sum(map(holds, runs))
+    print(f"learning: {reached} of {len(runs)} runs end at {GOAL} or more from below {CHANCE}, within {MOST_S:.0f} s")
+    return 1 if arguments.check and reached < len(runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
