@@ -48,7 +48,7 @@ def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge,
         "data__on_bad_row": "skip",
         "data__curriculum": {"low": 0.3, "high": 0.7, "pass_reward": 0.2, "revisit": 1},
         "reward": reward,
-        "phases__reward": {"sequences": 4, "timeout_s": 120.0},
+        "phases__reward": {"sequences": 4, "timeout_s": 130.0},
         "rollout__replay": str(rollouts),
         "run__checkpoint_every": MIDDLE,
     }

@@ -1,6 +1,7 @@
 """Code in a sandbox: it scores what it passes, runs into limits that are named, and leaves nothing behind."""
 
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -25,7 +26,13 @@ from tests.test_reward_workers import model, payload  # noqa: F401
 
 MIB = 1 << 20
 LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
-EMPTY = Program("import os; assert os.listdir('.') == ['program.py'] and os.listdir('/tmp') == ['program.py']")
+# /tmp is the working directory, unless this environment lies below it.
+BELOW_TMP = {
+    Path(os.path.realpath(prefix)).parts[2] for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/tmp/")
+}
+EMPTY = Program(
+    f"import os; assert os.listdir('.') == ['program.py'] and set(os.listdir('/tmp')) == {BELOW_TMP or {'program.py'}}"
+)
 SQUARES = "def square(x):\n    return x * x\n"
 ANSWER = json.dumps(["assert square(2) == 4", "assert square(3) == 9", "assert square(0.5) == 0.5"])
 
@@ -220,8 +227,8 @@ def test_a_kernel_that_refuses_is_named(monkeypatch):
 def test_a_task_has_time_for_code_that_loops(tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     part = {"kind": "code", "timeout_s": 4.0}
-    broken = edited(("reward", [part]), ("phases.reward", {"sequences": 16}))
-    with pytest.raises(RecipeError, match=r"phases.reward.timeout_s = 60.0: 16 sequences .* nearest: 64"):
+    broken = edited(("reward", [part]), ("phases.reward", {"sequences": 13}))
+    with pytest.raises(RecipeError, match=r"phases.reward.timeout_s = 60.0: 13 sequences .* nearest: 65"):
         load_recipe(write(tmp_path, broken))
-    recipe = load_recipe(write(tmp_path, edited(("reward", [part]), ("phases.reward", {"sequences": 15}))))
+    recipe = load_recipe(write(tmp_path, edited(("reward", [part]), ("phases.reward", {"sequences": 12}))))
     assert recipe.verifiers[0].kind == "code"

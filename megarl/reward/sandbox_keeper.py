@@ -148,7 +148,8 @@ def _build_root(readable: Sequence[str]) -> None:
         _bind(opened, root + path, is_folder=False)
     for folder in ("/proc", HOME):
         os.makedirs(root + folder, exist_ok=True)
-    os.symlink(HOME, f"{root}/tmp")
+    if not os.path.lexists(f"{root}/tmp"):  # the environment may be below it
+        os.symlink(HOME, f"{root}/tmp")
     _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.chdir(root)
     _checked("pivot_root", LIBC.pivot_root(b".", b"."))
