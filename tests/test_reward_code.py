@@ -27,9 +27,8 @@ from tests.test_reward_workers import model, payload  # noqa: F401
 MIB = 1 << 20
 LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
 # /tmp is the working directory, unless this environment lies below it.
-BELOW_TMP = {
-    Path(os.path.realpath(prefix)).parts[2] for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/tmp/")
-}
+PREFIXES = [Path(os.path.realpath(prefix)).parts for prefix in (sys.prefix, sys.base_prefix)]
+BELOW_TMP = {parts[2] for parts in PREFIXES if parts[1] == "tmp"}
 EMPTY = Program(
     f"import os; assert os.listdir('.') == ['program.py'] and set(os.listdir('/tmp')) == {BELOW_TMP or {'program.py'}}"
 )
