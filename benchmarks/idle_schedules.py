@@ -1,6 +1,6 @@
 """What a static padded schedule costs on long-tail lengths, against a token budget: useful tokens an hour, and idle time.
 
-    python benchmarks/idle_schedules.py [--steps 3] [--hidden 256] [--sequences 64] [--json PATH] [--check]
+    python benchmarks/idle_schedules.py [--steps 3] [--hidden 256] [--sequences 128] [--json PATH] [--check]
 
 Two data-parallel ranks (fp32, one thread each, a random model) train twice on the same replayed rollouts, whose completions
 have log-normal lengths: most are short, a few take all that is allowed. `static`: 8 sequences a micro-batch, each padded to
@@ -155,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is left out")
     parser.add_argument("--hidden", type=int, default=256, help="of the model, a multiple of 64")
-    parser.add_argument("--sequences", type=int, default=64, help="a step, a multiple of 32")
+    parser.add_argument("--sequences", type=int, default=128, help="a step, a multiple of 32")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)

@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--json PATH] [--write] [--check]
 
 The runs are those of tests/learning_cases.py: a random model of two layers (fp32, one rank, one vLLM engine), 128
-completions of 8 tokens a step in two updates, 60 steps. The reward is the share of digits that are odd where the answer to
+completions of 8 tokens a step in two updates, 120 steps. The reward is the share of digits that are odd where the answer to
 the question is odd, and even where it is even: one in twenty by chance. `learned` is the mean reward of the last five steps,
 `goal at` the first step whose reward is 0.9.
 
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' recipes
 
-from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, STEPS, learning_recipe, write_data  # noqa: E402
+from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, STEPS, learning_recipe, rewards_of, write_data  # noqa: E402
 from tests.runs import train_on_ranks  # noqa: E402
 
 MOST_S = 300.0
@@ -44,7 +44,7 @@ def run(folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
     train_on_ranks(recipe)
     seconds = time.perf_counter() - begun
     lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward/mean"] for line in lines]
+    rewards = rewards_of(lines)
     goal = next((step for step, reward in enumerate(rewards, 1) if reward >= GOAL), None)
     return {"algorithm": algorithm, "seed": seed, "rewards": rewards, "learned": fmean(rewards[-LAST:]), "goal_at": goal,
             "seconds": seconds}  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.runs import tiny_recipe, tiny_run
 
-STEPS = 60
+STEPS = 120
 LAST = 5  # steps whose mean reward says what was learned
 GOAL, CHANCE = 0.9, 0.15
 TWO_UPDATES = {"mini_batch": 64, "micro_batch": {"max_tokens": 2048}}
@@ -45,6 +45,11 @@ def write_data(folder: Path) -> None:
     tiny_run(folder, layers=2)
     rows = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
+    """The mean reward of all that was sampled in each step: dynamic sampling trains on the groups that differ alone."""
+    return [line.get("reward/sampled_mean", line["reward/mean"]) for line in lines]
 
 
 def learning_recipe(folder: Path, algorithm: str, seed: int) -> tuple[str, Path]:

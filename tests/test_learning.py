@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, learning_recipe, write_data
+from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, learning_recipe, rewards_of, write_data
 from tests.runs import figures, train_on_ranks
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
@@ -25,6 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reward_rises_from_chance(folder: Path, algorithm: str, seed: int) -> None:
     name, recipe = learning_recipe(folder, algorithm, seed)
     train_on_ranks(recipe)
-    rewards = [line["reward/mean"] for line in figures(folder, name)]
+    rewards = rewards_of(figures(folder, name))
     print(f"{algorithm}, seed {seed}:", *(f"{reward:.2f}" for reward in rewards[::5]))
     assert rewards[0] < CHANCE and fmean(rewards[-LAST:]) >= GOAL, rewards
