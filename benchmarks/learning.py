@@ -1,13 +1,11 @@
 """Does each algorithm learn? A tiny policy from chance on, three seeds each, and what that took.
 
-    python benchmarks/learning.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--json PATH] [--write] [--check]
+    python benchmarks/learning.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--json PATH] [--picture PNG] [--check]
 
 The runs are those of tests/learning_cases.py: a random model of two layers (fp32, one rank, one vLLM engine), 128
 completions of 8 tokens a step in two updates, 120 steps. The reward is the share of digits that are odd where the answer to
 the question is odd, and even where it is even: one in twenty by chance. `learned` is the mean reward of the last five steps,
 `goal at` the first step whose reward is 0.9.
-
-`--write` puts the table and the curves into docs/results.md and docs/learning.png.
 
 Targets (with --check, exit 1 when missed): each run ends at 0.9 or more, from below 0.15, within five minutes.
 """
@@ -33,7 +31,6 @@ from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, STEPS, learning
 from tests.runs import train_on_ranks  # noqa: E402
 
 MOST_S = 300.0
-RESULTS, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "learning.png"
 HEADER = "| algorithm | first step | learned, by seed | goal at step, by seed | seconds a run |"
 
 
@@ -67,7 +64,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def draw(runs: list[dict[str, Any]]) -> None:
+def draw(runs: list[dict[str, Any]], picture: Path) -> None:
     """The curves, a small plot for each algorithm and a line for each seed."""
     import matplotlib
 
@@ -91,16 +88,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("mean reward", fontsize=8)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
-
-
-def write(runs: list[dict[str, Any]]) -> None:
-    """The table and the picture, between the marks of docs/results.md."""
-    draw(runs)
-    text = RESULTS.read_text(encoding="utf-8")
-    start, end = "<!-- learning -->\n", "<!-- end of learning -->"
-    before, rest = text.split(start)
-    RESULTS.write_text(before + start + "\n".join(table(runs)) + "\n" + end + rest.split(end)[1], encoding="utf-8")
+    figure.savefig(picture, dpi=110)
 
 
 def main() -> int:
@@ -108,7 +96,7 @@ def main() -> int:
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--picture", type=Path, help="draw the curves there")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     names = arguments.algorithms.split(",")
@@ -130,8 +118,8 @@ def main() -> int:
         config = {"algorithms": names, "seeds": arguments.seeds, "steps": STEPS}
         content = {"commit": commit, "device": device, "config": config, "runs": runs}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
-    if arguments.write:
-        write(runs)
+    if arguments.picture is not None:
+        draw(runs, arguments.picture)
     reached = sum(map(holds, runs))
     print(f"learning: {reached} of {len(runs)} runs end at {GOAL} or more from below {CHANCE}, within {MOST_S:.0f} s")
     return 1 if arguments.check and reached < len(runs) else 0
