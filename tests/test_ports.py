@@ -17,9 +17,9 @@ def test_processes_at_the_same_time_get_ports_of_their_own() -> None:
     ]
     try:
         first, second = ({int(port) for port in one.stdout.readline().split()} for one in asked if one.stdout is not None)
+        own = {unused_port() for _ in range(BLOCK)}  # while they are there: a block is free again when its process has ended
     finally:
         for one in asked:
             one.communicate("\n", timeout=60)
-    own = {unused_port() for _ in range(BLOCK)}
     assert min(len(first), len(second), len(own)) > BLOCK // 2
     assert not first & second and not own & (first | second)
