@@ -28,7 +28,7 @@ from megarl.recipe.sections import (
     WeightSyncSection,
 )
 from megarl.recipe.telemetry_sections import TelemetrySection
-from megarl.recipe.watchdog_section import WatchdogSection
+from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
 from megarl.reshard.boxes import Layout
 from megarl.schedule.schedule import Schedule
 
@@ -175,6 +175,19 @@ class Recipe(Section):
         if section is None:
             return False
         return step in (0, self.run.steps) or (section.every > 0 and step % section.every == 0)
+
+    @property
+    def standing_s(self) -> tuple[float, float]:
+        """How long a rank may stand in one place, in seconds: in the first step of a start, and in later ones."""
+        section, trainer = self.watchdog, self.trainer
+        # Others wait for a rank that compiles, in a later step too where the first had no work for a function.
+        least = (trainer.compile_timeout_s + trainer.collective_timeout_s) / 2 if trainer.compile else 0.0
+        first, step = section.first_step_s, section.step_s
+        if first is None:
+            first = max(FIRST_STEP_SHARE * trainer.collective_timeout_s, least)
+        if step is None:
+            step = min(first, max(STEP_SHARE * trainer.collective_timeout_s, least))
+        return first, step
 
     def path(self, role: str) -> str:
         """The model that a role starts from."""

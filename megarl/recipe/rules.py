@@ -26,6 +26,7 @@ from megarl.recipe import (
     reward_rules,
     rollout_rules,
     telemetry_rules,
+    watchdog_rules,
     wire_rules,
 )
 from megarl.recipe.checkpoint import Fetch, ModelNotFound, find_model, model_shape
@@ -36,7 +37,6 @@ from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is
 from megarl.recipe.reward_sections import FunctionRewardSection
 from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
-from megarl.recipe.watchdog_section import watchdog_deadlines
 from megarl.reshard.boxes import Layout
 from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
 from megarl.schedule.legal import violations
@@ -495,7 +495,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _replay,
     _warmup,
     _compile_deadline,
-    watchdog_deadlines,
+    watchdog_rules.deadlines,
     feature_rules.fp8,
     feature_rules.device_transport,
     feature_rules.read_by_nothing,
