@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from megarl.reshard.boxes import Layout
 from tests.engine_cases import objective_of, small_batch, start
 from tests.feature_cases import Feature, build, cut, digest
 
-GOOD, BAD_LOSS, BAD_GRADIENT, BAD_WEIGHT = "good", "loss", "gradient", "weight"
+GOOD, BAD_LOSS, BAD_GRADIENT, BAD_LAYER, BAD_WEIGHT = "good", "loss", "gradient", "layer", "weight"
 WRONG_SAMPLE = 7
 
 
@@ -31,6 +33,21 @@ def wrong_objective(kind: str) -> Any:
         return loss + math.inf, sums
 
     return objective
+
+
+@contextmanager
+def wrong_layer(trained: Engine) -> Iterator[None]:
+    """The backward pass of the first layer makes no numbers of the gradient of one sequence's micro-batch."""
+    trail = trained._trail
+    assert trail is not None
+
+    def spoil(module: Any, inputs: Any, output: Any) -> None:
+        if WRONG_SAMPLE in trail._samples:
+            output[0].register_hook(lambda gradient: gradient * math.nan)
+
+    hook = trained.models[0].decoder.layers[0].register_forward_hook(spoil)
+    yield
+    hook.remove()
 
 
 def state(trained: Engine) -> tuple[bytes, bytes, int]:
@@ -56,7 +73,8 @@ def update_through(
             weight.data[:1] = math.nan
         wrong = kind in (BAD_LOSS, BAD_GRADIENT)
         objective = wrong_objective(kind) if wrong else objective_of("actor", 100)
-        updates.append(trained.update(batch, mini_batch, objective))
+        with wrong_layer(trained) if kind == BAD_LAYER and place.pipeline_rank == 0 else nullcontext():
+            updates.append(trained.update(batch, mini_batch, objective))
         if kind == BAD_WEIGHT:
             said = trained.broken_weights()
             assert said == f"rank {layout.ranks - 1}: decoder.final_layernorm.weight", said

@@ -14,7 +14,7 @@ from megarl.engine.engine import Update
 from megarl.engine.finite import wrong_samples
 from megarl.reshard.boxes import Layout
 from tests.feature_cases import Feature
-from tests.finite_cases import BAD_GRADIENT, BAD_LOSS, BAD_WEIGHT, GOOD, WRONG_SAMPLE, update_through
+from tests.finite_cases import BAD_GRADIENT, BAD_LAYER, BAD_LOSS, BAD_WEIGHT, GOOD, WRONG_SAMPLE, update_through
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -26,21 +26,24 @@ LAYOUTS = [Layout(data=2), Layout(pipeline=2), *(pytest.param(layout, marks=pyte
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_update_with_a_number_that_is_not_finite_leaves_no_trace(layout: Layout, tmp_path: Path) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3"))
-    kinds = [GOOD, BAD_LOSS, BAD_GRADIENT, BAD_WEIGHT, GOOD]
+    kinds = [GOOD, BAD_LOSS, BAD_GRADIENT, BAD_LAYER, BAD_WEIGHT, GOOD]
     through = run_ranks(update_through, layout.ranks, directory, layout, kinds, Feature())
     beside = run_ranks(update_through, layout.ranks, directory, layout, [GOOD, GOOD], Feature())
     for (updates, states, _), (good, undisturbed, _) in zip(through, beside, strict=True):
-        assert [update.refused is not None for update in updates] == [False, True, True, True, False]
+        assert [update.refused is not None for update in updates] == [False, True, True, True, True, False]
         assert not any(update.skipped for update in updates), "no loss scale is to blame"
-        assert states[1] == states[2] == states[3] == states[4] == undisturbed[1] != states[0]
-        assert states[5] == undisturbed[2] and updates[4] == good[1]
+        assert all(state == undisturbed[1] != states[0] for state in states[1:6])
+        assert states[6] == undisturbed[2] and updates[5] == good[1]
         assert [update.refused for update in updates] == [update.refused for update in through[0][0]], "on every rank"
-    loss, gradient, weight = (update.refused or "" for update in through[0][0][1:4])
+    loss, gradient, layer, weight = (update.refused or "" for update in through[0][0][1:5])
     ranks = range(layout.ranks)
     assert f"the loss of micro-batch {_where(loss)[0]} (samples {_where(loss)[1]}) of data-parallel rank" in loss
     assert loss.endswith("is inf") and str(WRONG_SAMPLE) in _where(loss)[1].split(", ")
     assert "gradients are not finite: " in gradient and any(f"rank {rank}: " in gradient for rank in ranks)
     assert "decoder.layers.0." in gradient
+    where = f"; since micro-batch {_where(loss)[0]} (samples {_where(loss)[1]}) of data-parallel rank"
+    assert gradient.count("since") == 1 and where in gradient and gradient.endswith("from the loss")
+    assert layer.count("since") == 1 and where in layer and layer.endswith("from the backward pass of pipeline stage 0")
     assert "the loss of micro-batch" in weight and "is nan" in weight
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.engine.backward_trail import BackwardTrail
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
 from megarl.engine.finite import (
     GradientNotFinite,
@@ -114,6 +115,7 @@ class Engine:
         self.optimizer: Any = None
         self.adapters: dict[str, Adapter] = {}
         self._is_last_run = True
+        self._trail: BackwardTrail | None = None
         self._weights_to_gather = False
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
@@ -187,6 +189,7 @@ class Engine:
             override_opt_param_scheduler=True,
         )
         refuse_broken_norm(self.optimizer)
+        self._trail = BackwardTrail(self.models, self.place)
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = self._finalize
@@ -236,13 +239,14 @@ class Engine:
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
         """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
         MOST_SKIPPED_UPDATES in a row were none."""
-        assert self.optimizer is not None, f"the {self.role} has no optimizer"
+        assert self.optimizer is not None and self._trail is not None, f"the {self.role} has no optimizer"
         assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            self._trail.start()
             stored, executed = self._run(
                 batch,
                 mini_batch,
@@ -252,7 +256,7 @@ class Engine:
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             with span("optimizer"):
-                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
+                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored], mini_batch)
         self._weights_to_gather = True
         self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
@@ -293,7 +297,7 @@ class Engine:
         loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
         return loss, (MicroLoss(micro.samples, loss.detach()), sums)
 
-    def _step_optimizer(self, losses: Sequence[MicroLoss]) -> tuple[bool, float, str | None]:
+    def _step_optimizer(self, losses: Sequence[MicroLoss], mini_batch: MiniBatch) -> tuple[bool, float, str | None]:
         """Whether it stepped, the gradient norm, and why it did not where numbers are to blame that no loss scale mends. The
         same on every rank."""
         # Before the gradients: a loss scale would come down in vain.
@@ -303,9 +307,15 @@ class Engine:
         try:
             succeeded, grad_norm, _ = self.optimizer.step()
         except GradientNotFinite:
+            assert self._trail is not None, "it is made with the optimizer"
             gradients = ((name, weight.main_grad) for name, weight in self._trained() if hasattr(weight, "main_grad"))
             found = describe_tensors(broken_tensors(gradients))
-            return False, 0.0, f"gradients are not finite: {found or 'their norm overflows'}"
+            since = self._trail.describe(mini_batch)
+            return (
+                False,
+                0.0,
+                "; ".join(filter(None, [f"gradients are not finite: {found or 'their norm overflows'}", since])),
+            )
         return succeeded, float(grad_norm) if succeeded else 0.0, None
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
@@ -388,11 +398,15 @@ class Engine:
         if micro.routing is not None:
             assert self.router_replay is not None
             self.router_replay.expect(self.chunks.index(model), micro.routing)
+        if self._trail is not None:
+            self._trail.enter(micro.samples)
         offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
         with nullcontext() if offload is None else offload.forward():
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
         if model is self.chunks[-1]:  # then it has been through the whole stage
             ran.append(micro)
+        if self._trail is not None:
+            self._trail.leave(self.chunks.index(model), output)
 
         def last(output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:  # forward only
