@@ -55,6 +55,7 @@ from megarl.rollout.cluster import ClusterError, join_cluster  # noqa: E402
 from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.nodes import Stage, check_local_device, set_stage  # noqa: E402
 from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
+from megarl.rollout.watchers import nodes_beside, watched_nodes  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
@@ -101,7 +102,10 @@ def train(recipe: Recipe, resume: Resume) -> None:
         trace = recipe.run.trace
         settled = DeviceSync(recipe.telemetry, platform.synchronize)
         waits_s = _longest_engine_wait_s(recipe), _longest_reward_wait_s(recipe)
-        watch = stack.enter_context(watched(Limits.of(recipe), *waits_s, directory.path, places[layouts["actor"]]))
+        beside = nodes_beside(int(os.environ.get("GROUP_WORLD_SIZE", "1"))) if rank == 0 else []
+        watch = stack.enter_context(
+            watched(Limits.of(recipe), *waits_s, directory.path, places[layouts["actor"]], bool(beside))
+        )
         clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans", on_end=settled,
                            beat=watch.beat)  # fmt: skip
         stack.enter_context(recording(clock))
@@ -113,6 +117,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(found)
+            stack.enter_context(watched_nodes(watch.elsewhere, beside))
             with ASKED.nothing_begun():
                 parts = build_parts(recipe, role_places, control, directory, stage, stack)
             _bind(recipe, stage, rank)

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.exit_status import HUNG
 from tests.networks import Network, two_networks
 from tests.runs import figures, tiny_recipe
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -35,7 +36,7 @@ SLOW_BYTES_PER_S = 1 << 20
 UPDATE_BYTES = 8 << 20
 # Of the seconds of an engine's processor for a rollout of 200 tokens; it needs next to none for anything else in a step.
 ROLLOUT_S = 0.5
-# A machine of its own in name and shared memory, of which what is left there is written down.
+# A machine of its own in name, processes and shared memory, of which what is left there is written down.
 MACHINE = """
 hostname "$0" && mount --bind "$HOSTS" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 99
 bash "$TREE/launch/torchrun.sh" "$@"
@@ -73,7 +74,7 @@ class Side:
 
 
 @contextmanager
-def job(folder: Path, recipe: Path) -> Iterator[list[Side]]:
+def job(folder: Path, recipe: Path, **settings: str) -> Iterator[list[Side]]:
     """The two sides of a job, of which nothing is left at the end."""
     with two_networks() as networks:
         hosts = "".join(f"{network.address} node{number}\n" for number, network in enumerate(networks))
@@ -88,8 +89,9 @@ def job(folder: Path, recipe: Path) -> Iterator[list[Side]]:
                 environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
                 environment |= {"NUM_NODES": "2", "NODE_RANK": str(number), "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "node0"}
                 environment |= {"TREE": str(ROOT), "FOLDER": str(folder), "HOSTS": str(folder / "hosts")}
-                environment |= {"TMPDIR": str(temporary)}
+                environment |= {"TMPDIR": str(temporary)} | settings
                 command = ["nsenter", "-t", str(network.holder), "-n", "unshare", "--mount", "--uts"]
+                command += ["--pid", "--fork", "--kill-child", "--mount-proc"]
                 with (folder / f"output-{name}").open("wb") as output:
                     process = subprocess.Popen(
                         [*command, "bash", "-c", MACHINE, name, str(recipe)],
@@ -114,13 +116,13 @@ def wait_until(sides: list[Side], event: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def assert_ended(sides: list[Side], status: int) -> None:
+def assert_ended(sides: list[Side], *statuses: int) -> None:
     """Both end, and nothing is left of either."""
     end = time.monotonic() + END_S
     while any(side.process.poll() is None for side in sides) and time.monotonic() < end:
         time.sleep(0.05)
     shown = "\n".join(f"{side.name} {side.process.poll()}: {side.output[-6000:]}" for side in sides)
-    assert [side.process.poll() for side in sides] == [status, status], shown
+    assert [side.process.poll() for side in sides] == list(statuses), shown
     for side in sides:
         assert side.left == "", f"{side.name} has left {side.left}"
         assert side.network.emptied(LEFT_S), f"{side.name} has left processes"
@@ -146,7 +148,7 @@ def write_recipe(folder: Path, name: str, **changes: object) -> Path:
 
 def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
     with job(folder, write_recipe(folder, "whole", trainer__collective_timeout_s=240)) as sides:
-        assert_ended(sides, 0)
+        assert_ended(sides, 0, 0)
     assert [line["step"] for line in figures(folder, "whole")] == [1, 2, 3]
 
 
@@ -193,8 +195,29 @@ def test_a_cut_cable_ends_both_sides_and_each_names_phase_and_peer(folder: Path,
     with job(folder, write_recipe(folder, phase, **changes)) as sides:
         until(folder, sides)
         sides[1].network.switch("down")
-        assert_ended(sides, 1)
+        assert_ended(sides, 1, 1)
         for rank, side in enumerate(sides):
             peer = 1 - rank
             named = rf"on rank {rank}, in phase {phase}: .* machine of rank {peer} at {sides[peer].network.address} "
             assert re.search(named, side.output), side.output
+
+
+def test_of_a_machine_with_engines_alone_the_one_that_does_not_go_on_is_named(folder: Path) -> None:
+    recipe = tiny_recipe(
+        folder, "beside", False, 1, 1, 1, 3, rollout__placement="separate", rollout__max_new_tokens=200, rollout__tensor=2,
+        rollout__timeout_s=150, data__prompts__path=str(folder / "prompts.jsonl"), trainer__collective_timeout_s=120,
+        phases__actor_update__micro_batch={"max_tokens": 256},
+    )  # fmt: skip
+    with job(folder, recipe, TRAINER_NODES="1") as sides:
+        metrics = folder / "runs" / "beside" / "metrics.jsonl"
+        wait_until(sides, lambda: metrics.exists() and metrics.read_text().endswith("\n"))
+        before = sides[1].engine_seconds()
+        wait_until(sides, lambda: sides[1].engine_seconds() > before + ROLLOUT_S)
+        (core,) = [one for one in map(psutil.Process, sides[1].network.processes()) if "EngineCore" in one.name()]
+        core.suspend()
+        assert_ended(sides, HUNG, 0)
+    assert re.search(r"engine-0 EngineCore \(process \d+\) is stopped \(SIGSTOP\)", sides[0].output), sides[0].output
+    (written,) = (folder / "runs" / "beside").glob("hang-2-rollout")
+    names = sorted(file.name for file in written.glob("*.txt"))
+    assert "rank-00000.txt" in names and any(name.startswith("engine-0-EngineCore-") for name in names), names
+    assert any(name.startswith("engine-0-actor-") and "most recent call" in (written / name).read_text() for name in names)

@@ -187,7 +187,7 @@ def test_a_watcher_that_ends_too_early_is_said_with_its_last_words_and_replaced(
     ear, mouth = os.pipe()
     long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
     ranks = (WatchedRank(0, "", os.getpid(), beats.file, mouth),)
-    settings = WatcherSettings("run", 0, 1, ranks, replace(long, step_s=cast(float, "soon")), 5.0, "word")
+    settings = WatcherSettings("run", 0, ranks, replace(long, step_s=cast(float, "soon")), 5.0, "word")
     said = ""
 
     def times(pattern):
@@ -266,7 +266,7 @@ def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
     server = socket.create_server(("127.0.0.1", 0))
     address = server.getsockname()
     deadlines = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
-    settings = WatcherSettings("run", 0, 2, (WatchedRank(0, "", 1, 2, 3),), deadlines, 5.0, "word", None, server.detach())
+    settings = WatcherSettings("run", 0, (WatchedRank(0, "", 1, 2, 3),), deadlines, 5.0, "word", None, server.detach())
     assert WatcherSettings.load(settings.dump()) == settings
     first = OtherWatchers(settings)
     stranger = OtherWatchers(replace(settings, node=1, master=address, listener=None, token="other"))

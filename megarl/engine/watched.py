@@ -42,6 +42,8 @@ class Watch:
 
     def __init__(self, token: str, rank: int, stacks_s: float) -> None:
         self._rank, self._stacks_s = rank, stacks_s
+        self.elsewhere: WatcherSettings | None = None
+        """On rank 0: for a watcher on a node without ranks, where there are any."""
         self.beats = Beats()
         mark(f"{token}/rank-{rank:05d}")
         self._ear, self.mouth = os.pipe()
@@ -104,14 +106,16 @@ class Watch:
 
 
 @contextmanager
-def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place: Place) -> Iterator[Watch]:
+def watched(
+    limits: Limits, engines_s: float, rewards_s: float, run: Path, place: Place, nodes_beside: bool = False
+) -> Iterator[Watch]:
     """Within this a process on each node watches its ranks; see the package. Collective of all ranks. `engines_s` and
-    `rewards_s`: as in `Deadlines`."""
+    `rewards_s`: as in `Deadlines`; `nodes_beside`, on rank 0: whether the job has nodes without ranks."""
     token, listener = "", None
     node, num_nodes = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if place.rank == 0:
         token = secrets.token_hex(TOKEN_BYTES)
-        listener = _listener() if num_nodes > 1 else None
+        listener = _listener() if num_nodes > 1 or nodes_beside else None
     address = None if listener is None else listener.getsockname()[:2]
     token, address = broadcast_from_first((token, address))
     watch = Watch(token, place.rank, limits.stacks_s)
@@ -122,10 +126,12 @@ def watched(limits: Limits, engines_s: float, rewards_s: float, run: Path, place
         ranks = tuple(one for where, one in everywhere if where == node)
         deadlines = Deadlines(limits.first_step_s, limits.step_s, limits.files_s, engines_s, rewards_s)
         settings = WatcherSettings(
-            str(run.absolute()), node, num_nodes, ranks, deadlines, limits.stacks_s, token,
+            str(run.absolute()), node, ranks, deadlines, limits.stacks_s, token,
             None if node == 0 else address, None if listener is None else listener.fileno(),
         )  # fmt: skip
         watcher = WatcherProcess(settings)
+        if nodes_beside:
+            watch.elsewhere = replace(settings, ranks=(), master=address, listener=None)
     before = os.environ.get(MARK)
     os.environ[MARK] = f"{token}/child of rank {place.rank}"
     try:

@@ -32,7 +32,6 @@ class WatcherSettings:
 
     run: str
     node: int
-    num_nodes: int
     ranks: tuple[WatchedRank, ...]
     deadlines: Deadlines
     stacks_s: float

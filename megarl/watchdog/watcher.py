@@ -88,7 +88,8 @@ class Dump:
 
 
 class Watcher:
-    """Watches until the ranks of this node have ended, or hang."""
+    """Watches until the ranks of this node have ended, or hang. On a node without ranks, which never judges, until node 0's
+    have."""
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings, self._run = settings, Path(settings.run)
@@ -108,7 +109,7 @@ class Watcher:
         while True:
             time.sleep(POLL_S)
             table = self._look()
-            if all(one.state in (ENDED, GONE) for one in table):
+            if self._is_over(table):
                 break
             self._wire.tell(table)
             if self._wire.orders():
@@ -117,6 +118,10 @@ class Watcher:
                 return self._decide()
         if any(one.state == GONE for one in table):
             self._tidy()
+
+    def _is_over(self, table: list[Standing]) -> bool:
+        """Whether the ranks of this node have ended; where it has none, those of node 0."""
+        return all(one.state in (ENDED, GONE) for one in table) if self._ranks else self._wire.judges
 
     def _look(self) -> list[Standing]:
         now = time.monotonic()
@@ -152,6 +157,8 @@ class Watcher:
         orders = self._wire.wait_for_orders(self._settings.stacks_s + LEFT_S)
         if orders:
             verdict, folder = Verdict(**orders[-1]["verdict"]), Path(orders[-1]["folder"])
+        elif not self._ranks:
+            return
         else:  # node 0 has gone in the middle of it
             verdict = judge(own.table, self._settings.deadlines, own.others)
             folder = folder_of(self._run, verdict)
