@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import cast
 
 import pytest
@@ -23,10 +23,11 @@ from megarl.rollout.failure import EngineSilent
 from megarl.sync.manifest import SyncError, SyncLate
 from megarl.telemetry import PhaseClock, starts
 from megarl.watchdog.beats import Beats, BeatsReader
-from megarl.watchdog.judge import Deadlines, OtherProcess, Standing
+from megarl.watchdog.judge import Deadlines, OtherProcess, Standing, Verdict
 from megarl.watchdog.limits import Limits
 from megarl.watchdog.settings import ENDING, WatchedRank, WatcherSettings
 from megarl.watchdog.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment
+from megarl.watchdog.watcher import Watcher
 from megarl.watchdog.wire import OtherWatchers
 from tests.recipe_cases import edited, make_folder, write
 
@@ -286,3 +287,38 @@ def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
     assert stranger.is_alone and not first.is_alone and not second.is_alone
     another = OtherWatchers(replace(settings, listener=socket.create_server(("127.0.0.1", 0)).detach(), replaces=True))
     assert another.is_alone, "the others have lost the one that it is in place of, and judge over their own ranks"
+
+
+def test_a_node_without_ranks_gives_its_stacks_and_ends_what_it_holds_when_node_0_says_so(sleeper, tmp_path):
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
+    settings = WatcherSettings(str(tmp_path), 0, (), long, DEADLINE_S, f"{os.getpid():x}", None, server.detach())
+    first = OtherWatchers(settings)
+    follower = Watcher(replace(settings, node=3, master=address, listener=None))
+    watching = threading.Thread(target=follower.watch, daemon=True)
+    watching.start()
+    _poll(lambda: 3 in first._followers)
+    assert first.tables() == [] and watching.is_alive(), "a node without ranks is never late"
+    first.order({"do": "dump"})
+    _, (found,) = first.dumped(DEADLINE_S)
+    assert (found.name, found.pid, found.state) == ("engine-0", sleeper.pid, "running") and "nap" in str(found.call)
+    verdict = Verdict(2, "rollout", None, ("engine-0 hangs",))
+    first.order({"do": "end", "folder": str(tmp_path / "hang"), "verdict": asdict(verdict)})
+    watching.join(DEADLINE_S)
+    assert not watching.is_alive() and marked_processes(f"{os.getpid():x}") == {}
+    assert [file.name for file in (tmp_path / "hang").iterdir()] == [f"engine-0-{sleeper.pid}.txt"]
+    assert "in nap" in (tmp_path / "hang" / f"engine-0-{sleeper.pid}.txt").read_text()
+
+
+def test_a_watcher_of_a_node_without_ranks_ends_with_node_0s(sleeper):
+    server = socket.create_server(("127.0.0.1", 0))
+    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
+    follower = Watcher(WatcherSettings("run", 3, (), long, 5.0, f"{os.getpid():x}", server.getsockname()))
+    connection, _ = server.accept()
+    watching = threading.Thread(target=follower.watch, daemon=True)
+    watching.start()
+    connection.close()
+    watching.join(DEADLINE_S)
+    assert not watching.is_alive() and sleeper.poll() is None, "it harms nobody"
+    server.close()
