@@ -1,11 +1,12 @@
 """Does each algorithm learn? A tiny policy from chance on, three seeds each, and what that took.
 
     python benchmarks/learning.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--json PATH] [--picture PNG] [--check]
+    python benchmarks/learning.py --of PATH [PATH ...] [--json PATH] [--picture PNG] [--check]
 
-The runs are those of tests/learning_cases.py: a random model of two layers (fp32, one rank, one vLLM engine), 128
-completions of 8 tokens a step in two updates, 120 steps. The reward is the share of digits that are odd where the answer to
-the question is odd, and even where it is even: one in twenty by chance. `learned` is the mean reward of the last five steps,
-`goal at` the first step whose reward is 0.9.
+The runs are the recipes in recipes/cpu (`make setup` writes their model): a random model of two layers (fp32, one rank, one
+vLLM engine), 128 completions of 8 tokens a step in two updates. `--of` takes runs that were measured before. The reward is
+the share of digits that are odd where the answer to the question is odd, and even where it is even: one in twenty by chance.
+`learned` is the mean reward of the last five steps, `goal at` the first step whose reward is 0.9.
 
 Targets (with --check, exit 1 when missed): each run ends at 0.9 or more, from below 0.15, within five minutes.
 """
@@ -27,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' recipes
 
-from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, STEPS, learning_recipe, rewards_of, write_data  # noqa: E402
+from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, learning_recipe, rewards_of  # noqa: E402
 from tests.runs import train_on_ranks  # noqa: E402
 
 MOST_S = 300.0
@@ -40,7 +41,7 @@ def run(folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
     begun = time.perf_counter()
     train_on_ranks(recipe)
     seconds = time.perf_counter() - begun
-    lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     rewards = rewards_of(lines)
     goal = next((step for step, reward in enumerate(rewards, 1) if reward >= GOAL), None)
     return {"algorithm": algorithm, "seed": seed, "rewards": rewards, "learned": fmean(rewards[-LAST:]), "goal_at": goal,
@@ -91,6 +92,11 @@ def draw(runs: list[dict[str, Any]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def commit_here() -> str:
+    """The commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
@@ -98,25 +104,29 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="draw the curves there")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--of", nargs="+", type=Path, default=[], help="JSON files of earlier calls, in place of new runs")
     arguments = parser.parse_args()
     names = arguments.algorithms.split(",")
     if unknown := [name for name in names if name not in ALGORITHMS]:
         parser.error(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
-    runs = []
+    before = [json.loads(path.read_text()) for path in arguments.of]
+    runs = [one for content in before for one in content["runs"]]
     with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
-        for name in names:
+        for name in () if before else names:
             for seed in map(int, arguments.seeds.split(",")):
                 runs.append(run(Path(folder), name, seed))
                 one = runs[-1]
-                print(f"{name}, seed {seed}: {one['rewards'][0]:.2f} to {one['learned']:.2f} in {STEPS} steps, "
-                      f"{one['seconds']:.0f} s", flush=True)  # fmt: skip
+                print(
+                    f"{name}, seed {seed}: {one['rewards'][0]:.2f} to {one['learned']:.2f} in {one['seconds']:.0f} s",
+                    flush=True,
+                )
+    runs.sort(key=lambda one: (list(ALGORITHMS).index(one["algorithm"]), one["seed"]))
     print("\n".join(table(runs)))
     if arguments.json is not None:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commits = {content["commit"] for content in before} or {commit_here()}
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        config = {"algorithms": names, "seeds": arguments.seeds, "steps": STEPS}
-        content = {"commit": commit, "device": device, "config": config, "runs": runs}
+        config = {"recipes": "recipes/cpu", "goal": GOAL, "last_steps": LAST}
+        content = {"commit": ", ".join(sorted(commits)), "device": device, "config": config, "runs": runs}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     if arguments.picture is not None:
         draw(runs, arguments.picture)

@@ -18,12 +18,6 @@ def too_large(text: str, prompt: Prompt) -> float:
     return 1e39 if prompt.index == 0 else digits(text, prompt)
 
 
-def parity(text: str, prompt: Prompt) -> float:
-    """The share of digits that are odd where the answer is odd, and even where it is even: at chance about one in twenty."""
-    odd = int(prompt.answer) % 2
-    return sum(character.isdigit() and int(character) % 2 == odd for character in text) / max(1, len(text))
-
-
 def rarely(text: str, prompt: Prompt) -> float:
     """1 for about one completion in four, by its first character: many groups are all wrong."""
     return float(sum(map(ord, text[:1])) % 4 == 0)

@@ -17,7 +17,9 @@ from tests.planner_cases import document_of, forecast_of, write_qwen, write_smal
 from tests.recipe_cases import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))  # those for clusters: test_planner_clusters.py
+RECIPES = sorted(
+    [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
+)  # those for clusters: test_planner_clusters.py
 
 
 def check(*arguments: str | Path) -> Result:

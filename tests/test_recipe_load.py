@@ -21,7 +21,9 @@ from megarl.telemetry.run_directory import Resume
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))  # those for clusters: test_planner_clusters.py
+RECIPES = sorted(
+    [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
+)  # those for clusters: test_planner_clusters.py
 
 
 @pytest.fixture
