@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from megarl.preemption import Preempted
 from megarl.recipe import Recipe, RecipeError, parse_recipe
 from megarl.telemetry.refusals import refusals
 from megarl.telemetry.sinks import relay
 from megarl.telemetry.sinks.relay import Relay, Sinks, open_sinks
 from megarl.telemetry.sinks.sink import Memory, flat, numbers
 from megarl.telemetry.sinks.tensorboard_sink import markdown
+from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import mlflow_client, mlflow_points, sample_row, tensorboard_points, wandb_points, wandb_records
 
@@ -40,8 +42,8 @@ class Kept:
     def samples(self, step: int, rows: Any) -> None:
         self.given.append((step, len(rows)))
 
-    def close(self, complete: bool) -> None:
-        self.given.append(complete)
+    def close(self, end: str) -> None:
+        self.given.append(end)
 
 
 def relay_to(sink: Kept, folder: Path, new: bool = True, kind: str = "wandb") -> Relay:
@@ -54,8 +56,8 @@ def test_a_sink_that_fails_is_said_once_and_counted_and_the_others_get_everythin
     with caplog.at_level(logging.WARNING), sinks:
         for step in (1, 2, 3):
             sinks.write(step, {"reward/mean": step / 2}, [sample_row(step, 0)] if step == 2 else [])
-    assert broken.given == [(2, 1.0), (2, 1), True]
-    assert whole.given == [(1, 0.5), (2, 1.0), (2, 1), (3, 1.5), True]
+    assert broken.given == [(2, 1.0), (2, 1), COMPLETE]
+    assert whole.given == [(1, 0.5), (2, 1.0), (2, 1), (3, 1.5), COMPLETE]
     assert sinks.figures() == {"telemetry/sink_failures": 2} and sinks.figures() == {"telemetry/sink_failures": 0}
     (warning,) = caplog.messages
     assert "telemetry.sinks.0 (wandb): step 1: figures not written: OSError: no space left on device" in warning
@@ -101,16 +103,17 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
     with Sinks([Relay("telemetry.sinks.0", "wandb", Memory(tmp_path / "wandb.json", True), open_late)]) as sinks:
         for step in (1, 2):
             sinks.write(step, {"reward/mean": 0.0}, [])
-    assert kept.given == [(2, 0.0), True]
+    assert kept.given == [(2, 0.0), COMPLETE]
     assert sinks.figures() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
-def test_an_end_by_an_error_is_told_to_the_sink(tmp_path):
+@pytest.mark.parametrize(("error", "end"), [(KeyError("it fails"), FAILED), (Preempted("it goes on later", 75), REQUEUED)])
+def test_an_end_before_the_last_step_is_told_to_the_sink(tmp_path, error, end):
     kept = Kept()
-    with pytest.raises(KeyError), Sinks([relay_to(kept, tmp_path)]) as sinks:
+    with pytest.raises(type(error)), Sinks([relay_to(kept, tmp_path)]) as sinks:
         sinks.write(1, {"reward/mean": 0.0}, [])
-        raise KeyError("the run fails")
-    assert kept.given == [(1, 0.0), False]
+        raise error
+    assert kept.given == [(1, 0.0), end]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("wandb", [4, 5]), ("tensorboard", [3, 4, 5])])

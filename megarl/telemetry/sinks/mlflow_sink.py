@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from megarl.recipe.telemetry_sections import MlflowSinkSection
 from megarl.telemetry.sinks.sink import Row, Start, flat, numbers
+from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 
 FOLDER = "mlflow"
 # What a server takes in one call, and of one value (3.17).
@@ -62,5 +63,5 @@ class MlflowSink:
         table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
         self._client.log_text(self._id, json.dumps(table), f"samples/step-{step:06d}.json")
 
-    def close(self, complete: bool) -> None:
-        self._client.set_terminated(self._id, status="FINISHED" if complete else "FAILED")
+    def close(self, end: str) -> None:
+        self._client.set_terminated(self._id, status={COMPLETE: "FINISHED", REQUEUED: "KILLED", FAILED: "FAILED"}[end])

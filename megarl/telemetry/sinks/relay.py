@@ -15,9 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megarl.preemption import Preempted
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_sections import SinkSection
 from megarl.telemetry.sinks.sink import FOLDER, Memory, Row, Sink, Start
+from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 512  # calls that wait for a sink; further ones are left out
@@ -35,7 +37,7 @@ class Relay:
         """`key` is the sink's in the recipe, for what is said of it."""
         self._key, self._kind, self._memory, self._open_sink = key, kind, memory, open_sink
         self._behind = 0 if kind in REWINDS else memory.step
-        self._calls: queue.Queue[tuple[int, str, Call] | bool] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[tuple[int, str, Call] | str] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._failures = 0
         self._has_warned = False
@@ -59,10 +61,10 @@ class Relay:
             failures, self._failures = self._failures, 0
         return failures
 
-    def end(self, complete: bool) -> None:
+    def end(self, end: str) -> None:
         """No call comes after this one. Does not wait."""
         try:
-            self._calls.put_nowait(complete)
+            self._calls.put_nowait(end)
         except queue.Full:
             self._fail(f"its end left out: {MOST_WAITING} calls wait for it")
 
@@ -77,7 +79,7 @@ class Relay:
             self._sink = self._open_sink()
         except Exception as error:  # whatever a service's library raises: the run goes on, and it is said and counted
             self._fail(f"not opened: {type(error).__name__}: {error}")
-        while not isinstance(taken := self._calls.get(), bool):
+        while not isinstance(taken := self._calls.get(), str):
             step, what, call = taken
             try:
                 if self._sink is None:
@@ -123,8 +125,9 @@ class Sinks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        end = COMPLETE if kind is None else REQUEUED if issubclass(kind, Preempted) else FAILED
         for relay in self._relays:
-            relay.end(complete=kind is None)
+            relay.end(end)
         deadline = time.monotonic() + (CLOSE_S if kind is None else HURRY_S)
         for relay in self._relays:
             relay.wait(max(0.0, deadline - time.monotonic()))

@@ -23,8 +23,8 @@ class Sink(Protocol):
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Write the sample table of a step, as its file in `samples/` has it."""
 
-    def close(self, complete: bool) -> None:
-        """Write what is held back; `complete`: the run has done all its steps."""
+    def close(self, end: str) -> None:
+        """Write what is held back; `end` of the run: COMPLETE, all its steps; REQUEUED, to go on later; or FAILED."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class TensorboardSink:
         self._writer.add_text("samples", markdown(rows), step)
         self._writer.flush()
 
-    def close(self, complete: bool) -> None:
+    def close(self, end: str) -> None:
         self._writer.close()
 
 

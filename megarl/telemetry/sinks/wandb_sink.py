@@ -13,6 +13,7 @@ import wandb
 
 from megarl.recipe.telemetry_sections import WandbSinkSection
 from megarl.telemetry.sinks.sink import Row, Start, numbers
+from megarl.telemetry.starts import COMPLETE
 
 # Nobody has asked to send code, the console, the packages, or what machine this is.
 QUIET: dict[str, Any] = {
@@ -58,8 +59,8 @@ class WandbSink:
         data = [[_cell(value) for value in row.values()] for row in rows]
         self._run.log({"samples": wandb.Table(columns=[*rows[0]], data=data)}, step=step)
 
-    def close(self, complete: bool) -> None:
-        self._run.finish(exit_code=0 if complete else 1)
+    def close(self, end: str) -> None:
+        self._run.finish(exit_code=0 if end == COMPLETE else 1)
 
 
 def _cell(value: Any) -> Any:
