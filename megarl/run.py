@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 import warnings
 from contextlib import ExitStack
@@ -40,6 +39,7 @@ from megarl.engine.watched import Watch, watched  # noqa: E402
 from megarl.evaluation.held_out import HeldOut, held_out_data  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
+from megarl.ledger import Ledger  # noqa: E402
 from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
@@ -59,24 +59,20 @@ from megarl.rollout.watchers import nodes_beside, watched_nodes  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.sync.transport import REPORT_WAITS  # noqa: E402
-from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, read_metrics, starts, work  # noqa: E402
+from megarl.telemetry import PhaseClock, ProgressLine, starts, work  # noqa: E402
 from megarl.telemetry.clock import recording  # noqa: E402
 from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
 from megarl.telemetry.devices import Devices  # noqa: E402
-from megarl.telemetry.engine_trace import EngineTraces  # noqa: E402
 from megarl.telemetry.records import Records, recorded  # noqa: E402
 from megarl.telemetry.refusals import refusals  # noqa: E402
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
 from megarl.telemetry.samples import SampleTable  # noqa: E402
 from megarl.telemetry.step_figures import StepFigures  # noqa: E402
-from megarl.telemetry.totals import run_totals, totals_lines  # noqa: E402
-from megarl.telemetry.trace import TraceWriter, clock_offsets  # noqa: E402
 from megarl.watchdog.limits import Limits  # noqa: E402
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
-CLOCK_READINGS = 5
 
 
 def train(recipe: Recipe, resume: Resume) -> None:
@@ -291,7 +287,7 @@ def run_steps(
     watch: Watch,
 ) -> None:
     """From the first step, or from behind the checkpoint, to the last. Raises Preempted where the run is told to leave."""
-    rank, clock, moving, samples = pipeline.rank, pipeline.clock, pipeline.parts.moving, pipeline.parts.samples
+    clock, moving = pipeline.clock, pipeline.parts.moving
     done = 0
     if checkpoint is not None:
         with clock.phase("load_checkpoint"):
@@ -301,100 +297,47 @@ def run_steps(
         progress.resumed(done)
     with clock.phase("weight_sync"):
         pipeline.sync(pipeline.version)
-    trace = None if recipe.run.trace == "none" else _open_trace(run, rank)
-    engine_traces = EngineTraces(run.path) if trace is not None else None
-    metrics = MetricsWriter(run.metrics) if rank == 0 else None
-    if metrics is not None:
-        metrics.truncate_after(done)
+    ledger = Ledger(recipe, run, pipeline, progress, records, measures, None if checkpoint is None else done)
 
     def save(state: dict[str, Any]) -> None:
         with clock.phase("checkpoint"):  # counted in the next step's line
             save_checkpoint(run.checkpoints, state["step"], moving, state)
         preemption.saved = state["step"]
 
-    evaluations = MetricsWriter(run.evaluations) if rank == 0 and recipe.evaluation is not None else None
-    if evaluations is not None:
-        evaluations.truncate_after(-1 if checkpoint is None else done)
-        run.forget_evaluation_tables(-1 if checkpoint is None else done)
-
-    def evaluate(step: int) -> dict[str, Any]:
-        """Its figures, on rank 0."""
-        found = pipeline.evaluate(step, preemption.agreed)
-        if evaluations is None or recipe.evaluation is None:
-            return {}
-        if found is None:
-            progress.note(f"after step {step}: no evaluation, as the run is to leave")
-            return {}
-        found.write(run.evaluation_table(step))
-        progress.note(f"after step {step}: {found.said(recipe.evaluation)}")
-        figures = found.figures(recipe.evaluation)
-        evaluations.write(step, figures | {"sync/version": pipeline.version})
-        return figures
+    def leave(state: dict[str, Any] | None) -> Preempted:
+        """With that `state` of done steps saved, unless it is or there is none."""
+        if state is not None and done > 0 and preemption.saved != done:
+            save(state)
+        return preemption.left(done, recipe.run.steps, str(run.checkpoints))
 
     if done == 0 and recipe.evaluates_after(0):
-        evaluate(0)
-    started = clock.take()  # the start of a run belongs to no step
-    start_s = {"run/start_s": started.seconds}
-    if trace is not None:
-        trace.write_part("start", started)
+        ledger.evaluated(0, pipeline.evaluate(0, preemption.agreed))
+    ledger.started(clock.take())
     for number in range(done + 1, recipe.run.steps + 1):
         watch.begin(number)
         with clock.phase("agree"):  # a rank that comes late to a step is waited for here
-            leave = preemption.agreed()
-        if leave:
-            if preemption.saved != done and done > 0:
-                save(pipeline.state(done))
-            raise preemption.left(done, recipe.run.steps, str(run.checkpoints))
+            told = preemption.agreed()
+        if told:
+            raise leave(pipeline.state(done))
         preemption.begin(number)
         settled.begin(number)
         before = pipeline.state(done) if preemption.abandons else None
         try:
-            with records.step(number):
+            with ledger.profiled(number):
                 figures = pipeline.step(number)
         except Abandoned as left:
-            assert before is not None
-            if not left.moved and preemption.saved != done and done > 0:
-                save(before)
-            raise preemption.left(done, recipe.run.steps, str(run.checkpoints)) from None
+            raise leave(None if left.moved else before) from None
         done = number
-        engines = pipeline.parts.rollouts.take_times() if rank == 0 else []  # of the step, not of an evaluation
+        engines = pipeline.parts.rollouts.take_times() if pipeline.rank == 0 else []  # of the step, not of an evaluation
         if recipe.evaluates_after(number):
-            figures |= evaluate(number)
+            figures |= ledger.evaluated(number, pipeline.evaluate(number, preemption.agreed))
         times = clock.take()
         with clock.phase("metrics"):  # counted in the next step's line
-            ranks = gather_to_all(times.by_span())
-            if rank == 0:
-                busy_s = [one.busy_s for one in engines]
-                figures |= pipeline.parts.prompts.figures()
-                figures |= start_s | measures.of(times, ranks, pipeline.sizes, busy_s, figures)
-                start_s = {}
-                if engine_traces is not None:
-                    engine_traces.write(number, times.start, engines)
-            # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
-            line = {} if metrics is None else metrics.write(number, figures | records.figures())
-            records.write(number, line, [] if samples is None else samples.rows)
-            if trace is not None:
-                trace.write(number, times)
-            progress.step(number, figures)
+            ledger.step(number, times, engines, figures)
         every = recipe.run.checkpoint_every
         if number == recipe.run.steps or (every and number % every == 0):
             save(pipeline.state(number))
-    if trace is not None:
-        trace.write_part("end", clock.take())
-    if metrics is not None:
-        print("\n".join(totals_lines(run_totals(read_metrics(run.metrics)))), flush=True)
-    for written in (metrics, evaluations, trace):
-        if written is not None:
-            written.close()
-
-
-def _open_trace(run: RunDirectory, rank: int) -> TraceWriter:
-    """This rank's file of the trace, on rank 0's clock. Collective."""
-    readings = []
-    for _ in range(CLOCK_READINGS):
-        gather_to_all(None)
-        readings.append(time.time())
-    return TraceWriter(run.path, rank, host_name(), clock_offsets(gather_to_all(readings))[rank])
+    ledger.close(clock.take())
 
 
 def _longest_engine_wait_s(recipe: Recipe) -> float:

@@ -18,11 +18,16 @@ GENERATING = 0  # the lane that shows when an engine had requests at all
 class Times(Protocol):
     """What an engine says of its requests; see `megarl/rollout/requests.py`. Its times are of its own clock."""
 
-    engine: int
-    host: str
-    offset_s: float
-    busy: Sequence[tuple[float, float]]
-    requests: Sequence[tuple[str, int, float, float, float, float, int, int]]
+    @property
+    def engine(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def offset_s(self) -> float: ...
+    @property
+    def busy(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
 
 
 class EngineTraces:
