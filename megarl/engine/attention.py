@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +13,19 @@ from torch import Tensor, nn
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
 
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What megarl's own attention is told of a micro-batch. To megatron-core it is one sequence, whose every token has an
+    angle of its own (`DecoderModel._preprocess`): its rotation would go through sequence after sequence in Python."""
+
+    bounds: tuple[int, ...] = ()
+    # Of each part between bounds the rows that it sees in front of its own; empty where each part is a whole sequence.
+    continues: tuple[tuple[int, int], ...] = ()
+
 
 # Queries that share one mask. More of them cost memory, fewer cost calls.
 BLOCK = 256
@@ -62,13 +75,19 @@ class PackedAttention(nn.Module):
         # query [tokens, heads, head_dim], key [tokens, groups, head_dim], value [tokens, groups, value_dim]
         # -> [tokens, heads * value_dim]
         assert packed_seq_params is not None, "every micro-batch of megarl is packed"
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        own = isinstance(packed_seq_params, Packing)
+        bounds = packed_seq_params.bounds if own else packed_seq_params.cu_seqlens_q.tolist()
         value_dim = value.shape[-1]
         if value_dim < query.shape[-1]:
             # torch's blocked attention wants one width; any other would write out the square of each sequence.
             value = F.pad(value, (0, query.shape[-1] - value_dim))
         if self.context_group.size() > 1:
             outputs = self._over_context(query, key, value, bounds)
+        elif own and packed_seq_params.continues:
+            outputs = [
+                self._attend(query[start:stop], *(_behind(part, start, stop, prompt) for part in (key, value)))
+                for start, stop, prompt in zip(bounds, bounds[1:], packed_seq_params.continues, strict=False)
+            ]
         else:
             outputs = [
                 self._attend(query[start:stop], key[start:stop], value[start:stop])
@@ -112,6 +131,12 @@ class PackedAttention(nn.Module):
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask)
         return out.squeeze(0).transpose(0, 1)
+
+
+def _behind(part: Tensor, start: int, stop: int, prompt: tuple[int, int]) -> Tensor:
+    """A sequence's rows of keys or values: those of its prompt and its own."""
+    first, last = prompt
+    return torch.cat([part[first:last], part[start:stop]]) if last > first else part[start:stop]
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:

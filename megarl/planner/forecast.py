@@ -121,8 +121,9 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     """The forecast of one phase under `schedule`, which need not be the job's own."""
     role, lengths = job.role(schedule.phase), job.lengths.totals
     cost = Cost.of(role.shape)
-    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups)
-    found = quality(plan, lengths, cost)
+    prompts = [length - completion for length, completion in zip(lengths, job.lengths.completions, strict=True)]
+    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, prompts)
+    found = quality(plan, lengths, cost, prompts)
     pairs = zip(lengths, job.lengths.completions, strict=True)
     once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
     # A backward pass takes twice the operations of a forward pass.
