@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,16 +84,12 @@ class PackedAttention(nn.Module):
             value = F.pad(value, (0, query.shape[-1] - value_dim))
         if self.context_group.size() > 1:
             outputs = self._over_context(query, key, value, bounds)
-        elif own and packed_seq_params.continues:
-            outputs = [
-                self._attend(query[start:stop], *(_behind(part, start, stop, prompt) for part in (key, value)))
-                for start, stop, prompt in zip(bounds, bounds[1:], packed_seq_params.continues, strict=False)
-            ]
         else:
-            outputs = [
-                self._attend(query[start:stop], key[start:stop], value[start:stop])
-                for start, stop in zip(bounds, bounds[1:], strict=False)
-            ]
+            # Not slice by slice: each slice's backward pass would write zeros for all other tokens of the micro-batch.
+            queries, keys, values = (part.split(np.diff(bounds).tolist()) for part in (query, key, value))
+            if own and packed_seq_params.continues:
+                keys, values = (_behind_prompts(parts, bounds, packed_seq_params.continues) for parts in (keys, values))
+            outputs = [self._attend(*parts) for parts in zip(queries, keys, values, strict=True)]
         return torch.cat(outputs)[..., :value_dim].flatten(1)
 
     def _over_context(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Tensor]:
@@ -133,10 +130,13 @@ class PackedAttention(nn.Module):
         return out.squeeze(0).transpose(0, 1)
 
 
-def _behind(part: Tensor, start: int, stop: int, prompt: tuple[int, int]) -> Tensor:
-    """A sequence's rows of keys or values: those of its prompt and its own."""
-    first, last = prompt
-    return torch.cat([part[first:last], part[start:stop]]) if last > first else part[start:stop]
+def _behind_prompts(parts: Sequence[Tensor], bounds: Sequence[int], continues: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Rows of keys or values that each part sees: those of the prompt that it continues, and its own."""
+    by_start = dict(zip(bounds, parts, strict=False))
+    return [
+        torch.cat([by_start[start], part]) if stop > start else part
+        for part, (start, stop) in zip(parts, continues, strict=True)
+    ]
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
 from megarl.engine.router_replay import RouterReplay
-from megarl.engine.settings import data_parallel_config, optimizer_config
+from megarl.engine.settings import data_parallel_config, fuse, optimizer_config
 from megarl.engine.timers import MegatronTimers
 from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
@@ -169,6 +169,7 @@ class Engine:
         data = data_parallel_config(settings, precision)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
         self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
+        fuse(self.optimizer)
         warmup_updates = settings.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
