@@ -45,7 +45,7 @@ def add_scores(batch: Batch, scores: np.ndarray, weight: float) -> dict[str, flo
 
 
 def schedule_figures(
-    plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost
+    plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None
 ) -> dict[str, float]:
     """Planned against executed shapes of one phase, and what the plan is worth.
 
@@ -54,7 +54,7 @@ def schedule_figures(
     """
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
     executed = [shapes for rank in ranks for shapes in rank]
-    worth = quality(plan, lengths, cost)
+    worth = quality(plan, lengths, cost, prompts)
     figures: dict[str, float] = {
         "planned_micro_batches": len(planned) // plan.layout.data,
         "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),

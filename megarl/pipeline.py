@@ -288,6 +288,7 @@ class Pipeline:
             seed=self.recipe.run.seed * 1_000_003 + number,
             cost=self.costs[role],
             groups=batch.groups.tolist(),
+            prompts=batch.prompt_lengths.tolist(),
         )
 
     def _samples(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
@@ -333,7 +334,8 @@ class Pipeline:
                 )
             for mini_batch, shapes in zip(planned, ran, strict=True):
                 compare(mini_batch, data_rank, shapes)
-        self.figures |= schedule_figures(plan, ranks, batch.lengths.tolist(), self.costs[ROLE_OF[plan.phase]])
+        cost, lengths, prompts = self.costs[ROLE_OF[plan.phase]], batch.lengths.tolist(), batch.prompt_lengths.tolist()
+        self.figures |= schedule_figures(plan, ranks, lengths, cost, prompts)
 
     def _advantages(self, batch: Batch) -> None:
         """Every rank computes them for every sequence: the same sum in the same order under every layout."""

@@ -23,9 +23,10 @@ class Case:
     longest: int
     cost: Cost
     groups: list[int] | None
+    prompts: list[int] | None = None
 
     def plan(self) -> Plan:
-        return plan_phase(self.schedule, self.lengths, self.layout, self.seed, self.cost, self.groups)
+        return plan_phase(self.schedule, self.lengths, self.layout, self.seed, self.cost, self.groups, self.prompts)
 
 
 @st.composite
@@ -55,6 +56,9 @@ def cases(draw: st.DrawFn, capped: bool) -> Case:
     groups = [sample // group_size for sample in range(count)]
     generator.shuffle(groups)
     step = layout.micro_batch_multiple * layout.sequence_multiple
+    shortest = [min(length for length, own in zip(lengths, groups, strict=True) if own == group) for group in groups]
+    prompts = [random.Random(group).randint(1, most) for group, most in zip(groups, shortest, strict=True)]
+    shared = layout.context == 1 and draw(st.booleans())
     in_flight = layout.pipeline > 1 and layout.virtual_pipeline == 1 and update and draw(st.booleans())
     schedule = Schedule(
         phase=draw(st.sampled_from(["actor_update", "critic_update"])) if update else "critic_value",
@@ -63,8 +67,8 @@ def cases(draw: st.DrawFn, capped: bool) -> Case:
         mini_batch=size if update else None,
         epochs=draw(st.integers(1, 2)) if update else 1,
         max_micro_batches_in_flight=draw(st.integers(1, layout.pipeline - 1)) if in_flight else None,
+        share_prompts=shared,
     )
     cost = Cost(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 1.0, 30.0])))
-    return Case(
-        schedule, lengths, layout, draw(st.integers(0, 2**31)), longest, cost, groups if draw(st.booleans()) else None
-    )
+    known = groups if shared or draw(st.booleans()) else None
+    return Case(schedule, lengths, layout, draw(st.integers(0, 2**31)), longest, cost, known, prompts if shared else None)

@@ -1,10 +1,12 @@
 """Packed attention against the plain formula: windows, values narrower than keys, the last rows of a sequence."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from megarl.engine.attention import BLOCK, PackedAttention
+from megarl.engine.attention import BLOCK, PackedAttention, Packing
 
 
 class _OneRank:
@@ -94,3 +96,22 @@ def test_narrow_values_do_not_write_out_the_square():
     parts = random_parts(length, length, value_dim=4)
     square = length * length * 8  # bytes, of one head
     assert kept_bytes(lambda: attention(0)(*parts, packed_seq_params=_Packing([length]))) < square / 8
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_completions_continue_one_prompt(window):
+    """As if each had the prompt for itself, and the prompt gets the gradient of all of them."""
+    bounds, continues = (0, 7, 10, 14, 15), ((0, 0), (0, 7), (0, 7), (0, 0))
+    parts = random_parts(15, 15)
+    packing = Packing(bounds=bounds, continues=continues)
+    found = attention(window)(*parts, packed_seq_params=packing)
+    expected = []
+    for (start, stop), (first, last) in zip(pairwise(bounds), continues, strict=True):
+        query, key, value = parts
+        seen = [torch.cat([part[first:last], part[start:stop]]) for part in (key, value)]
+        expected.append(plain(query[start:stop], *seen, window))
+    expected = torch.cat(expected).flatten(1)
+    assert_close(found, expected)
+    weights = torch.randn_like(found)
+    gradients = [torch.autograd.grad((one * weights).sum(), parts) for one in (found, expected)]
+    assert_close(*gradients)

@@ -266,6 +266,14 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "phases.critic_update.max_micro_batches_in_flight": "critic's 1 pipeline stage holds 1 at most anyway remove",
         },
     ),
+    "prompts that context ranks have in parts": (
+        edited(
+            ("critic.layout", {"context": 2}),
+            ("phases.critic_update.share_prompts", True),
+            ("phases.actor_update.share_prompts", True),
+        ),
+        {"phases.critic_update.share_prompts": "critic.layout.context = 2 ranks share each sequence false"},
+    ),
     "virtual pipelines that cut nothing": (
         edited(
             ("actor.layout", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 3}),

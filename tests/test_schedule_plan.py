@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.boxes import Layout
-from megarl.schedule import Cost, MiniBatch, Plan, Schedule, plan_phase, violations, worst_case_micro_batches
+from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, plan_phase, violations, worst_case_micro_batches
 from tests.schedule_cases import Case, cases
 
 FEW_CASES = settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +42,7 @@ def check_order(case: Case, mini_batch: MiniBatch) -> None:
     ran = tuple(sample for rank in mini_batch.micro_batches for one in rank for sample in one.samples)
     assert mini_batch.order == ran and sorted(ran) == sorted(mini_batch.samples)
     assert tuple(ran[position] for position in mini_batch.inverse) == mini_batch.samples
-    if case.schedule.sequences is not None:
+    if case.schedule.sequences is not None and not case.schedule.share_prompts:
         assert ran == mini_batch.samples
 
 
@@ -68,11 +68,27 @@ def check_slots(case: Case, mini_batch: MiniBatch) -> None:
     chunks = 2 * layout.context * (layout.tensor if layout.sequence_parallel else 1) if layout.context > 1 else 1
     shares = layout.tensor * layout.context if layout.sequence_parallel else 1
     for one in (one for rank in mini_batch.micro_batches for one in rank):
-        assert one.tokens == sum(case.lengths[sample] for sample in one.samples)
+        spared = check_sharing(case, one)
+        assert one.tokens == sum(case.lengths[sample] for sample in one.samples) - spared
         filled = sum(case.lengths[sample] + -case.lengths[sample] % chunks for sample in one.samples)
+        filled -= spared
         assert one.slots == filled + -filled % shares
         if case.schedule.max_tokens is not None:
             assert one.slots <= case.schedule.max_tokens
+
+
+def check_sharing(case: Case, one: MicroBatch) -> int:
+    """The samples of a group lie side by side and share their prompt. Returns the tokens that this leaves out."""
+    if not case.schedule.share_prompts:
+        assert one.sharing == ()
+        return 0
+    assert case.groups is not None and case.prompts is not None
+    held = [case.groups[sample] for sample in one.samples]
+    firsts = [number for number in range(len(held)) if number == 0 or held[number - 1] != held[number]]
+    assert len(firsts) == len(set(held))
+    assert one.sharing == tuple(held.count(held[first]) for first in firsts)
+    prompts = [case.prompts[sample] for sample in one.samples]
+    return sum(prompts) - sum(prompts[first] for first in firsts)
 
 
 def check_groups(case: Case, mini_batch: MiniBatch) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
 
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What megarl's own attention is told of a micro-batch. To megatron-core it is one sequence, whose every token has an
+    angle of its own (`DecoderModel._preprocess`): its rotation would go through sequence after sequence in Python."""
+
+    bounds: tuple[int, ...] = ()
+    # Of each part between bounds the rows that it sees in front of its own; empty where each part is a whole sequence.
+    continues: tuple[tuple[int, int], ...] = ()
+
 
 # Queries that share one mask. More of them cost memory, fewer cost calls.
 BLOCK = 256
@@ -62,7 +76,8 @@ class PackedAttention(nn.Module):
         # query [tokens, heads, head_dim], key [tokens, groups, head_dim], value [tokens, groups, value_dim]
         # -> [tokens, heads * value_dim]
         assert packed_seq_params is not None, "every micro-batch of megarl is packed"
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        own = isinstance(packed_seq_params, Packing)
+        bounds = packed_seq_params.bounds if own else packed_seq_params.cu_seqlens_q.tolist()
         value_dim = value.shape[-1]
         if value_dim < query.shape[-1]:
             # torch's blocked attention wants one width; any other would write out the square of each sequence.
@@ -70,10 +85,11 @@ class PackedAttention(nn.Module):
         if self.context_group.size() > 1:
             outputs = self._over_context(query, key, value, bounds)
         else:
-            outputs = [
-                self._attend(query[start:stop], key[start:stop], value[start:stop])
-                for start, stop in zip(bounds, bounds[1:], strict=False)
-            ]
+            # Not slice by slice: each slice's backward pass would write zeros for all other tokens of the micro-batch.
+            queries, keys, values = (part.split(np.diff(bounds).tolist()) for part in (query, key, value))
+            if own and packed_seq_params.continues:
+                keys, values = (_behind_prompts(parts, bounds, packed_seq_params.continues) for parts in (keys, values))
+            outputs = [self._attend(*parts) for parts in zip(queries, keys, values, strict=True)]
         return torch.cat(outputs)[..., :value_dim].flatten(1)
 
     def _over_context(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Tensor]:
@@ -112,6 +128,15 @@ class PackedAttention(nn.Module):
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask)
         return out.squeeze(0).transpose(0, 1)
+
+
+def _behind_prompts(parts: Sequence[Tensor], bounds: Sequence[int], continues: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Rows of keys or values that each part sees: those of the prompt that it continues, and its own."""
+    by_start = dict(zip(bounds, parts, strict=False))
+    return [
+        torch.cat([by_start[start], part]) if stop > start else part
+        for part, (start, stop) in zip(parts, continues, strict=True)
+    ]
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:

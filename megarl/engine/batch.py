@@ -62,7 +62,7 @@ class PackedMicroBatch:
     samples: tuple[int, ...]
     input_ids: Tensor  # [1, slots / context]
     position_ids: Tensor  # [1, slots / context]
-    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where dummy tokens follow
+    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where dummy tokens follow, or for a shared prompt
     padding: int  # dummy tokens of all context ranks
     context: int  # ranks that share it
     longest: int
@@ -72,6 +72,8 @@ class PackedMicroBatch:
     completion_lengths: tuple[int, ...]
     # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
     routing: Tensor | None = None
+    # Of each part between bounds the rows of the prompt that it continues, (0, 0) for none; empty where none is shared.
+    continues: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -85,6 +87,8 @@ class PackedMicroBatch:
 
     @property
     def num_sequences(self) -> int:
+        if self.continues:
+            return sum(stop > start for start, stop in self.continues)
         return len(self.bounds) - 1 - bool(self.padding and self.context == 1)
 
 
@@ -105,8 +109,14 @@ def pack(
     With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict a completion token,
     and everything [completion tokens] is [sequences].
 
+    Where the plan shares prompts, each stands before the completions that continue it: parts of their own, whose positions
+    count on from the prompt's.
+
     With `choices`, the layers with experts and the experts a token, the experts that the rollout chose are laid out as well.
     """
+    if micro_batch.sharing:
+        assert layout.context == 1 and not ends_alone and choices is None, "refused in the recipe"
+        return _pack_shared(batch, micro_batch, device)
     tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
     for sample_id in micro_batch.samples:
         sample = batch.samples[sample_id]
@@ -148,6 +158,63 @@ def pack(
         targets=on_device(np.concatenate(targets)),
         completion_lengths=tuple(len(part) for part in targets),
         routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
+    )
+
+
+def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
+    """Each prompt once, the completions that continue it behind it. Raises ValueError where a group has several prompts."""
+    tokens, positions, heads, targets, lengths, continues, start = [], [], [], [], [0], [], 0
+    samples, longest = iter(micro_batch.samples), 0
+    for size in micro_batch.sharing:
+        run = [next(samples) for _ in range(size)]
+        prompt, first = batch.samples[run[0]].prompt_ids, start
+        tokens.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        start += len(prompt)
+        lengths.append(start)
+        continues.append((0, 0))
+        for number in run:
+            sample = batch.samples[number]
+            if not np.array_equal(sample.prompt_ids, prompt):
+                raise ValueError(
+                    f"samples {run[0]} and {number} are of one group and have unlike prompts, which "
+                    "phases.*.share_prompts cannot run as one; set it to false"
+                )
+            completion = sample.completion.token_ids
+            tokens.append(completion)
+            positions.append(len(prompt) + np.arange(len(completion)))
+            # The first token is predicted by the prompt's last row, the others by the rows before them.
+            rows = start - 1 + np.arange(len(completion))
+            rows[:1] = first + len(prompt) - 1
+            heads.append(rows)
+            targets.append(completion)
+            start += len(completion)
+            lengths.append(start)
+            continues.append((first, first + len(prompt)))
+            longest = max(longest, len(prompt) + len(completion))
+    if behind := micro_batch.slots - start:
+        tokens.append(np.zeros(behind))
+        positions.append(np.arange(behind))
+        lengths.append(micro_batch.slots)
+        continues.append((0, 0))
+
+    def on_device(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+
+    head_positions = on_device(heads)
+    return PackedMicroBatch(
+        samples=micro_batch.samples,
+        input_ids=on_device(tokens).unsqueeze(0),
+        position_ids=on_device(positions).unsqueeze(0),
+        bounds=torch.tensor(lengths, dtype=torch.int32, device=device),
+        padding=behind,
+        context=1,
+        longest=max(longest, behind),
+        head_positions=head_positions,
+        heads=torch.arange(len(head_positions), device=device),
+        targets=on_device(targets),
+        completion_lengths=tuple(len(part) for part in targets),
+        continues=tuple(continues),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.engine.attention import Packing
 from megarl.engine.backward_trail import BackwardTrail
 from megarl.engine.batch import Batch, PackedMicroBatch, pack
 from megarl.engine.finite import (
@@ -31,12 +32,12 @@ from megarl.engine.finite import (
 from megarl.engine.freeze import freeze, keep_gradients_through_recompute
 from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
-from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_shards, named_shards
+from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_shards, named_shards, spec_name
 from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
 from megarl.engine.router_replay import RouterReplay
-from megarl.engine.settings import data_parallel_config, optimizer_config
+from megarl.engine.settings import data_parallel_config, fuse, optimizer_config
 from megarl.engine.timers import MegatronTimers
 from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
@@ -170,6 +171,7 @@ class Engine:
         data = data_parallel_config(settings, precision)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
         self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
+        fuse(self.optimizer)
         warmup_updates = settings.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -388,13 +390,7 @@ class Engine:
         """One micro-batch through a chunk of this stage: its output, and what megatron-core does with it on the last one."""
         micro = next(micro_batches)
         self.models[-1].head_positions = micro.head_positions  # no other chunk has a head
-        packing = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro.bounds,
-            cu_seqlens_kv=micro.bounds,
-            max_seqlen_q=micro.longest,
-            max_seqlen_kv=micro.longest,
-        )
+        packing = self._packing(micro)
         if micro.routing is not None:
             assert self.router_replay is not None
             self.router_replay.expect(self.chunks.index(model), micro.routing)
@@ -418,6 +414,21 @@ class Engine:
             return loss * (num_micro_batches * self.place.layout.data), sums
 
         return output, last
+
+    def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
+        """A micro-batch as the attention of this role's layers wants it described."""
+        own = spec_name(self.shape) == "local" and micro.context == 1
+        if micro.continues and not own:
+            raise ValueError(
+                f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
+                "phases.*.share_prompts to false"
+            )
+        bounds = micro.bounds[[0, -1]] if own else micro.bounds
+        sizes = dict(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        sizes |= dict(max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
+        if own:
+            return Packing(**sizes, bounds=tuple(micro.bounds.tolist()), continues=micro.continues)
+        return PackedSeqParams(**sizes)
 
     def gather_weights(self) -> None:
         """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
-from megarl.engine.attention import PackedAttention
+from megarl.engine.attention import PackedAttention, Packing
 from megarl.engine.gemma import ACTIVATIONS, SandwichLayer, WindowedSelfAttention, scale_embedding
 from megarl.engine.latent_attention import latent_attention
 from megarl.engine.layers import RMSNorm, ValueHead
@@ -49,6 +49,14 @@ class DecoderModel(GPTModel):
     """
 
     head_positions: Tensor | None = None
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        # megatron-core makes the angles of positions 0, 1, 2, ...; here each token gets its position's.
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if not isinstance(packed_seq_params, Packing):
+            return found
+        embedded, angles, *more = found
+        return embedded, angles[kwargs["position_ids"][0]], *more
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # hidden_states [slots, 1, hidden], of sequence parallelism [slots / tensor, 1, hidden]

@@ -78,3 +78,12 @@ def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_s
         use_distributed_optimizer=True,
         overlap_param_gather=optimizer.overlap_parameters,
     )
+
+
+def fuse(optimizer: Any) -> None:
+    """Where megatron-core took torch's Adam, as it does without Transformer Engine and Apex: one pass over a weight and its
+    moments in place of ten. A rank without trainable weights has none."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(getattr(one, "optimizer", None), torch.optim.Adam):
+            for group in one.optimizer.param_groups:
+                group |= {"fused": True, "foreach": False}

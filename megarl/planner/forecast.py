@@ -121,15 +121,17 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     """The forecast of one phase under `schedule`, which need not be the job's own."""
     role, lengths = job.role(schedule.phase), job.lengths.totals
     cost = Cost.of(role.shape)
-    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups)
-    found = quality(plan, lengths, cost)
+    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, job.lengths.prompts)
+    found = quality(plan, lengths, cost, job.lengths.prompts)
     pairs = zip(lengths, job.lengths.completions, strict=True)
     once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
     # A backward pass takes twice the operations of a forward pass.
     flops = once * 3 * schedule.epochs if is_update(schedule) else once
     seconds = None
     if job.tflops is not None:
-        seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
+        # Where prompts are shared, fewer tokens run than sequences have. The head's part is taken to shrink with them.
+        ran = found.tokens / (sum(lengths) * schedule.epochs)
+        seconds = flops * ran / (job.ranks * job.tflops * 1e12 * found.efficiency)
     return PhaseForecast(
         schedule,
         role,

@@ -260,5 +260,5 @@ class Recipe(Section):
             )
         if isinstance(section, UpdatePhaseSection):
             in_flight = section.max_micro_batches_in_flight
-            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, in_flight)
-        return Schedule(phase, rule.sequences, cap)
+            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, in_flight, section.share_prompts)
+        return Schedule(phase, rule.sequences, cap, share_prompts=section.share_prompts)

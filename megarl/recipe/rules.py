@@ -248,6 +248,21 @@ def _in_flight(recipe: Recipe, phase: str) -> Violations:
         yield Violation(key, count, rule, str(stages - 1) if stages > 1 else f"remove {key}")
 
 
+def _share_prompts(recipe: Recipe, phase: str) -> Violations:
+    """Where a prompt's rows cannot serve the completions of its group."""
+    section, role = recipe.phase_section(phase), ROLE_OF[phase]
+    if section is None or not section.share_prompts:
+        return
+    context = recipe.layout_section(role).context
+    reasons = {
+        f"{cut_by(recipe, role)}.layout.context = {context} ranks share each sequence": context > 1,
+        "a reward model reads each sequence to its end": role == "reward_model",
+        "actor.router_replay repeats what each sequence's prompt chose": role == "actor" and recipe.actor.router_replay,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield Violation(f"phases.{phase}.share_prompts", True, reason, "false")
+
+
 def _virtual_pipeline_counts(recipe: Recipe, phase: str) -> Violations:
     """A virtual pipeline runs micro-batches by its stages; every batch must come out as a multiple of them."""
     section, role = recipe.phase_section(phase), ROLE_OF[phase]
@@ -520,5 +535,6 @@ PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _cap,
     _mini_batch,
     _in_flight,
+    _share_prompts,
     _virtual_pipeline_counts,
 )

@@ -336,6 +336,9 @@ class RewardPhaseSection(Section):
 class ForwardPhaseSection(Section):
     micro_batch: MicroBatchSection
     """How the batch is cut into forward passes."""
+    share_prompts: bool = False
+    """Run a prompt once for the completions of its group that lie in one micro-batch, not once for each. On engines of
+    megarl's own attention: on CPUs, and on GPUs for the families that Transformer Engine has no layers for."""
 
 
 class UpdatePhaseSection(Section):
@@ -348,6 +351,8 @@ class UpdatePhaseSection(Section):
     max_micro_batches_in_flight: Positive | None = None
     """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
     stage hold one for each stage. Less memory, a longer bubble."""
+    share_prompts: bool = False
+    """As of a forward phase. Gradients are those of prompts that each completion has for itself."""
 
 
 class PhasesSection(Section):

@@ -40,6 +40,7 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
     schedule, layout = recipe.schedule(phase), recipe.layout(role)
     count = worst_case_micro_batches(schedule, recipe.num_sequences, layout, recipe.max_sequence_tokens)
     rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
+    rule += ", prompts shared" if schedule.share_prompts else ""
     cut = f"{recipe.num_sequences} (whole batch)"
     if phase in UPDATE_PHASES:
         assert schedule.mini_batch is not None, "an update phase has a mini-batch"

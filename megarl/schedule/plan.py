@@ -18,6 +18,7 @@ from megarl.schedule.cost import Cost
 from megarl.schedule.legal import violations
 from megarl.schedule.ranks import Work
 from megarl.schedule.schedule import Schedule, in_micro_batch, in_runs, padded
+from megarl.schedule.share import Shared, balance_shared
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,15 @@ class MicroBatch:
 
     `samples` are positions in the batch, ascending under `max_tokens` and in mini-batch order under `sequences`.
     `tokens` is their sum of lengths; `slots` adds the alignment padding and is what the engine executes.
+
+    Where prompts are shared, `sharing` says how many samples, one behind the other, have one prompt between them; `tokens`
+    counts it once. Empty: each sample brings its own.
     """
 
     samples: tuple[int, ...]
     tokens: int
     slots: int
+    sharing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,10 @@ def plan_phase(
     seed: int,
     cost: Cost = Cost(),  # noqa: B008 (frozen)
     groups: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan one phase for a batch whose sample i has `lengths[i]` tokens and belongs to the group with id `groups[i]`.
+    """Plan one phase for a batch whose sample i has `lengths[i]` tokens and belongs to the group with id `groups[i]`; the
+    first `prompts[i]` of its tokens are the group's prompt, which a schedule that shares prompts asks for.
 
     More than one mini-batch per epoch draws a new order of the samples for each epoch from `seed`, the phase and the
     epoch; a single one keeps batch order. Groups stay whole in a mini-batch where they are alike in size and fit.
@@ -92,11 +99,19 @@ def plan_phase(
     _refuse_impossible(schedule, lengths, layout)
     multiple, slots = layout.micro_batch_multiple, padded(lengths, layout)
     work = Work(slots, [cost.sequence(length) for length in slots])
+    shared = Shared.of(schedule, lengths, layout, groups, prompts)
     mini_batches = []
     for epoch in range(schedule.epochs):
         for samples in _draw_mini_batches(schedule, len(lengths), groups, f"{seed}/{schedule.phase}/{epoch}"):
-            ranks = _cut_by_count(schedule, samples, layout) or balance(schedule, samples, work, layout, cost)
-            micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, multiple) for own in rank) for rank in ranks)
+            ranks = _cut_by_count(schedule, samples, layout)
+            if ranks is None and shared is not None:
+                ranks = balance_shared(schedule, samples, shared, layout, cost)
+            elif ranks is None:
+                ranks = balance(schedule, samples, work, layout, cost)
+            if shared is None:
+                micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, multiple) for own in rank) for rank in ranks)
+            else:
+                micro_batches = tuple(tuple(_sharing(own, shared, multiple) for own in rank) for rank in ranks)
             in_flight = schedule.max_micro_batches_in_flight
             mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase, in_flight))
     return Plan(schedule.phase, tuple(mini_batches), layout)
@@ -129,6 +144,14 @@ def _cut_by_count(schedule: Schedule, samples: tuple[int, ...], layout: Layout) 
 def _micro_batch(samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], multiple: int) -> MicroBatch:
     filled = sum(map(slots.__getitem__, samples))
     return MicroBatch(tuple(samples), sum(map(lengths.__getitem__, samples)), -(-filled // multiple) * multiple)
+
+
+def _sharing(samples: Sequence[int], shared: Shared, multiple: int) -> MicroBatch:
+    """Sequences of one group side by side, groups in the order of their first one."""
+    runs = shared.runs(samples)
+    tokens = sum(map(shared.tokens, runs))
+    in_order = tuple(sample for run in runs for sample in run)
+    return MicroBatch(in_order, tokens, -(-tokens // multiple) * multiple, tuple(map(len, runs)))
 
 
 def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layout) -> None:

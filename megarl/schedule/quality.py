@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.schedule.cost import Cost, run_times
-from megarl.schedule.plan import Plan
+from megarl.schedule.plan import MicroBatch, Plan
 from megarl.schedule.schedule import padded
 
 
@@ -31,8 +31,8 @@ class Quality:
     efficiency: float
 
 
-def quality(plan: Plan, lengths: Sequence[int], cost: Cost) -> Quality:
-    """The figures of `plan` for the batch of `lengths` it was made for."""
+def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None) -> Quality:
+    """The figures of `plan` for the batch of `lengths`, and of `prompts` where it shares them, that it was made for."""
     costs = [cost.sequence(slots) for slots in padded([int(length) for length in lengths], plan.layout)]
     layout, every = (
         plan.layout,
@@ -43,7 +43,9 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost) -> Quality:
         useful += sum(cost.sequence(int(lengths[sample])) for sample in mini_batch.samples)
         rank_costs, times = [], []
         for rank in mini_batch.micro_batches:
-            cut = [sum(costs[sample] for sample in one.samples) for one in rank]
+            spared = [_spared(one, prompts, cost) for one in rank]
+            useful -= sum(spared)
+            cut = [sum(costs[sample] for sample in one.samples) - less for one, less in zip(rank, spared, strict=True)]
             rank_costs.append(sum(cut))
             times.append(run_times(cut, mini_batch.runs, layout, cost))
         highest, mean = highest + max(rank_costs), mean + sum(rank_costs) / layout.data
@@ -60,3 +62,13 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost) -> Quality:
         bubble_share=bubble / spent,
         efficiency=useful / (layout.data * slowest),
     )
+
+
+def _spared(micro_batch: MicroBatch, prompts: Sequence[int] | None, cost: Cost) -> float:
+    """Cost of the prompts that sequences of a micro-batch leave out, as another one has them."""
+    spared, first = 0.0, 0
+    for size in micro_batch.sharing:
+        assert prompts is not None, "a plan that shares prompts is rated with their lengths"
+        spared += (size - 1) * cost.sequence(int(prompts[micro_batch.samples[first]]))
+        first += size
+    return spared

@@ -14,7 +14,8 @@ class Schedule:
 
     `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
     data-parallel ranks; None (a forward phase) takes the whole batch. `max_micro_batches_in_flight` bounds the
-    micro-batches whose activations the first pipeline stage of an update holds; None is what 1F1B holds.
+    micro-batches whose activations the first pipeline stage of an update holds; None is what 1F1B holds. With
+    `share_prompts` the sequences of a group that lie in one micro-batch have their prompt in it once.
     """
 
     phase: str
@@ -23,6 +24,7 @@ class Schedule:
     mini_batch: int | None = None
     epochs: int = 1
     max_micro_batches_in_flight: int | None = None
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         if (self.sequences is None) == (self.max_tokens is None):
