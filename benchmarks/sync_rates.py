@@ -149,8 +149,7 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     while (values := connection.recv()) is not None:
         began, cpu = time.perf_counter(), time.process_time()
         for box in reader.boxes(WeightManifest.from_dict(values), engine):
-            rows, cols = box.content.shape
-            targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+            box.within(targets[box.parameter]).copy_(box.content)
         busy = time.perf_counter() - began - reader.figures.wait_s
         connection.send(time.process_time() - cpu if TRANSPORTS[sync.transport].messages else busy)
     reader.close()

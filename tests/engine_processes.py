@@ -175,8 +175,7 @@ def _take(
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     for number, box in enumerate(reader.boxes(manifest, engine)):
         _meet(fault, states.get(number, ""), network)
-        rows, cols = box.content.shape
-        parameters[box.parameter][box.row : box.row + rows, box.col : box.col + cols] = box.content
+        box.within(parameters[box.parameter]).copy_(box.content)
     return parameters
 
 

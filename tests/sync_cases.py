@@ -90,9 +90,7 @@ class ThreadEngines:
         parameters: Parameters = {}
         for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine)):
             self.before(engine, worker, boxes)
-            rows, cols = box.content.shape
-            parameter = parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan))
-            target = parameter[box.row : box.row + rows, box.col : box.col + cols]
+            target = box.within(parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
             assert torch.isnan(target).all(), f"{box.parameter} written twice"
             target.copy_(box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales)))
         return parameters

@@ -29,9 +29,7 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*arguments: Any, **options: Any) -> Any:
-            self._heard.append(
-                " ".join([name, *map(str, [*arguments, *options.values()])]) if name != "update_weights" else name
-            )
+            self._heard.append(" ".join([name, *map(str, [*arguments, *options.values()])]))
             if name == "call_utility_all_async":
                 return [[{"version": 3, "received_bytes": 8.0}]]
 
@@ -59,10 +57,7 @@ def test_an_engine_wakes_for_the_weights_first_and_answers_only_then(monkeypatch
         "sleep 2",
         "pause_scheduler_async wait True",
         "wake_up ['weights']",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "call_utility_all_async collective_rpc megarl_weight_report",
+        "call_utility_all_async collective_rpc megarl_take_weights None ({'version': 3}, 0)",
         "update_weight_version 3",
         "wake_up ['kv_cache']",
         "pause_scheduler_async abort True",

@@ -23,9 +23,12 @@ from hypothesis import strategies as st
 
 from megarl.engine.offload import Shelf
 from megarl.family import ModelShape
-from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard import megatron, vllm
+from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.engines import engine_plan
+from megarl.reshard.order import copy_order
 from megarl.sync import in_place
-from megarl.sync.in_place import Home, Pieces, has_room, private_bytes, share
+from megarl.sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import RingSender
 from tests.rollout_cases import Publisher, save_model
@@ -109,15 +112,17 @@ def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
     sync = case.publisher.sync
     pieces: Pieces = sync._in_place[0]
     number = data.draw(st.integers(0, len(pieces) - 1))
-    parameter, row, col, rows, cols = pieces.at_source(sync._plan, number)
-    element = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
+    place = pieces.at_source(sync._plan, number)
+    row = place.row + data.draw(st.integers(0, place.boxes - 1)) * place.step + data.draw(st.integers(0, place.rows - 1))
+    col = place.col + data.draw(st.integers(0, place.cols - 1))
     bit = 1 << data.draw(st.integers(0, 30))
     begin, seal = type(sync)._begin, type(sync)._seal
     right: Parameters = {}
 
     def begin_wrong(*arguments: Any) -> WeightManifest:
         right.update({name: tensor.clone() for name, tensor in case.shards.items()})
-        case.shards[parameter].view(torch.int32)[row + element[0], col + element[1]] ^= bit
+        weight = case.shards[place.parameter]
+        weight.view(torch.int32).view(weight.shape[0], -1)[row, col] ^= bit
         return begin(sync, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -218,8 +223,8 @@ def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None
     assert shared(parameters) == said, "it moves once"
     home = Home(said, 0, torch.float32)
     buffer[9] = -1.0
-    assert torch.equal(home.box("a", 1, 1, 2, 3), parameters["a"][1:3, 1:4])
-    assert torch.equal(home.box("b", 2, 0, 6, 1), buffer[34:40, None])
+    assert torch.equal(home.box(Place("a", 1, 1, 2, 3)), parameters["a"][1:3, 1:4])
+    assert torch.equal(home.box(Place("b", 2, 0, 6, 1)), buffer[34:40, None])
 
 
 def test_what_cannot_be_read_in_place_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +297,7 @@ def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> Non
     process.start()
     said = ours.recv()
     home = Home(said, 3, torch.float32)
-    assert bool((home.box("a", 0, 0, 4, 8) == 1).all())
+    assert bool((home.box(Place("a", 0, 0, 4, 8)) == 1).all())
     ours.send("let go")
     assert ours.recv() == "gone"
     with pytest.raises(SyncError, match="weights of trainer rank 3"):
@@ -301,7 +306,7 @@ def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> Non
     process.join(60)
     with pytest.raises(SyncError, match="no way to the weights of trainer rank 3 .*weight_sync.transport = gloo"):
         Home(said, 3, torch.float32)
-    assert bool((home.box("a", 0, 0, 4, 8) == 1).all()), "what is mapped stays"
+    assert bool((home.box(Place("a", 0, 0, 4, 8)) == 1).all()), "what is mapped stays"
 
 
 def test_a_file_that_has_the_number_of_another_one_is_not_taken_for_it() -> None:
@@ -318,23 +323,76 @@ def said_file(said: str) -> str:
     return f"/proc/{values['process']}/fd/{values['files'][0][0]}"
 
 
-@given(st.integers(1, 40), st.integers(1, 64), st.sampled_from([2, 4]))
-def test_pieces_cover_every_row_of_a_box_once(rows: int, cols: int, itemsize: int) -> None:
-    plan = Plan(np.array([rows, 3]), np.array([cols, 5]), np.array([0, 1]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "PIECE_BYTES", 256)
-        pieces = Pieces.of(plan, np.array([1, 0]), itemsize)  # type: ignore[arg-type]
-    covered = [
-        (int(copy), int(row) + one)
-        for copy, row, count in zip(pieces.copy, pieces.row, pieces.rows, strict=True)
-        for one in range(count)
-    ]
-    assert covered == [(1, row) for row in range(3)] + [(0, row) for row in range(rows)]
-    assert all(count == 1 or count * cols * itemsize <= 256 for count in pieces.rows[pieces.copy == 0])
-    assert pieces.source.tolist() == pieces.copy.tolist()
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([96, 700, 1 << 20]),
+)
+def test_pieces_bring_every_element_once_to_where_the_plan_has_it(
+    groups: int, queries: int, trainer: int, rollout: int, piece_bytes: int
+) -> None:
+    """Also where several boxes are one piece."""
+    size = {"hidden_size": 8, "head_dim": 4, "intermediate_size": 12, "vocab_size": 10}
+    heads = {"num_attention_heads": 2 * groups * queries, "num_key_value_heads": 2 * groups}
+    config = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False} | size | heads
+    shape, layout = ModelShape.from_config(config), Layout(tensor=trainer)
+    plan = engine_plan(shape, layout, RolloutLayout(rollout))
+    held = {
+        (rank, name): torch.arange(rows * cols).view(rows, cols) + 10_000 * (100 * rank + number)
+        for rank in range(trainer)
+        for number, (name, (rows, cols)) in enumerate(sorted(megatron.parameter_sizes(shape, layout, rank).items()))
+    }
+    for worker in range(rollout):
+        copies = copy_order(plan, worker, worker, rollout)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(in_place, "PIECE_BYTES", piece_bytes)
+            pieces = Pieces.of(plan, copies, 4)
+        sizes = vllm.parameter_sizes(shape, RolloutLayout(rollout), worker)
+        expected = {name: torch.full(size, -1) for name, size in sizes.items()}
+        for copy in copies.tolist():
+            rows, cols = int(plan.rows[copy]), int(plan.cols[copy])
+            source = held[int(plan.source_rank[copy]), plan.source_parameters[plan.source_parameter[copy]]]
+            target = expected[plan.destination_parameters[plan.destination_parameter[copy]]]
+            part = source[plan.source_row[copy] :, plan.source_col[copy] :][:rows, :cols]
+            target[plan.destination_row[copy] :, plan.destination_col[copy] :][:rows, :cols] = part
+        taken = {name: torch.full(size, -1) for name, size in sizes.items()}
+        for number, rank in enumerate(pieces.source.tolist()):
+            place, to = pieces.at_source(plan, number), pieces.at_destination(plan, number)
+            content = part_of(held[rank, place.parameter], place.row, place.col, place.size, place.step)
+            assert content.shape[:-1].numel() == 1 or content.numel() * 4 <= piece_bytes
+            target = part_of(taken[to.parameter], to.row, to.col, to.size, to.step)
+            assert bool((target == -1).all()), f"{to} is written twice"
+            target.copy_(content)
+        assert all(torch.equal(taken[name], expected[name]) for name in sizes)
+        if piece_bytes == 1 << 20 and trainer == 1:
+            owner = [plan.destination_parameters[plan.destination_parameter[copy]] for copy in pieces.copy.tolist()]
+            assert owner.count("model.layers.0.self_attn.qkv_proj.weight") == 3, (
+                "queries, keys and values, whatever the groups"
+            )
 
 
-class Plan(NamedTuple):
-    rows: np.ndarray
-    cols: np.ndarray
-    source_rank: np.ndarray
+def test_a_piece_has_one_checksum_however_its_elements_lie() -> None:
+    whole = np.arange(240, dtype=np.int16).reshape(4, 5, 12)
+    wide = np.zeros((4, 5, 20), dtype=np.int16)
+    wide[:, :, 3:15] = whole
+    high = np.zeros((4, 7, 12), dtype=np.int16)
+    high[:, 1:6] = whole
+    views = [whole, high[:, 1:6], wide[:, :, 3:15]]
+    assert [len(in_place.hashed_parts(one)) for one in views] == [1, 4, 1]
+    assert len({in_place.piece_checksum(in_place.hashed_parts(one), 3, 7) for one in views}) == 1
+    assert in_place.piece_checksum(list(high[:, 1:6]), 3, 7) != in_place.piece_checksum(list(high[:, 1:6])[::-1], 3, 7)
+    numbered = [in_place.piece_checksum(list(high[:, 1:6]), version, number) for version in (3, 4) for number in (7, 8)]
+    assert len(set(numbered)) == 4, "it is of this version and this piece"
+
+
+def test_weights_that_moved_are_looked_up_anew(case: Case) -> None:
+    """As after a checkpoint was loaded into new memory: nothing of what was kept is of them."""
+    homes = case.engines._manifest.homes
+    for name in case.shards:
+        case.shards[name] = case.shards[name].clone()
+    case.publish(1)
+    case.assert_taken(1)
+    assert case.engines._manifest.homes != homes and case.publisher.sync._is_kept(case.shards)

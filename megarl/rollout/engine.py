@@ -245,16 +245,11 @@ class RolloutEngine:
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
         """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent,
         SyncAborted where another process is why."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
         begun = time.perf_counter()
-        request = WeightTransferUpdateRequest({"manifest": manifest_values, "engine": self._settings.index})
         try:
-            await self._utility(engine.start_weight_update())
-            await self._utility(engine.update_weights(request))
-            await self._utility(engine.finish_weight_update())
-            workers = _reports(await self._utility(self._every_worker("megarl_weight_report")), manifest.version)
+            take = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
+            workers = _reports(await self._utility(take), manifest.version)
             report = {key: max(worker[key] for worker in workers) for key in workers[0]}
             report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
             await self._utility(engine.update_weight_version(str(manifest.version)))
@@ -363,10 +358,10 @@ class RolloutEngine:
         except ValueError as error:
             raise RolloutError(f"group {request.group}: {error}") from error
 
-    async def _every_worker(self, method: str) -> list[Any]:
+    async def _every_worker(self, method: str, *arguments: Any) -> list[Any]:
         """What each worker answers, by its number; `collective_rpc` gives those of the first data-parallel rank alone."""
         core: Any = self._alive().engine_core
-        ranks = await core.call_utility_all_async("collective_rpc", method)
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, arguments)
         return [answer for rank in ranks for answer in rank]
 
     def _name(self, request: GroupRequest, member: int) -> str:

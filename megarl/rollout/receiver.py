@@ -36,7 +36,7 @@ from megarl.rollout.cpu_workers import complete
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
-from megarl.sync.in_place import words_of
+from megarl.sync.in_place import as_words
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
@@ -180,7 +180,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         owner: str | None = None
         in_place: list[str] = []  # modules whose own parameters were written: no memory waits for them to be packed
         targets: dict[str, torch.Tensor] = {}
-        words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
+        words: dict[str, torch.Tensor] = {}  # the same as whole numbers: of the one that is read in place
         for box in boxes:
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
@@ -194,13 +194,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     blocks = -(-size[0] // BLOCK), -(-size[1] // BLOCK)
                     scales = self._target(module_name, name + SCALES, torch.float32, blocks)
                     targets[box.parameter + SCALES] = scales
-            rows, cols = box.content.shape
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
-                    words = {box.parameter: words_of(targets[box.parameter])}
-                np.copyto(words[box.parameter][box.row : box.row + rows, box.col : box.col + cols], box.words)
+                    words = {box.parameter: as_words(targets[box.parameter])}
+                np.copyto(box.within(words[box.parameter]).numpy(), box.words)
                 continue
-            targets[box.parameter][box.row : box.row + rows, box.col : box.col + cols].copy_(box.content)
+            box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
@@ -273,9 +272,14 @@ class WorkerReport:
         """Make up for what vLLM leaves out where an engine has several workers."""
         complete(self)
 
-    def megarl_weight_report(self) -> dict[str, float] | tuple[bool, str]:
-        """Version and figures of the last update; or whether another process failed before this one, and what happened."""
-        return self.weight_transfer_engine.report  # type: ignore[attr-defined]
+    def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
+        """Take a version, as vLLM's three calls would have it: each of them asks all of an engine's processes. Version and
+        figures; or whether another process failed before this one, and what happened."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights({"manifest": manifest, "engine": engine})
+        worker.finish_weight_update()
+        return worker.weight_transfer_engine.report
 
     def megarl_record_routing(self) -> None:
         """From here on the experts that tokens choose are kept until they are taken."""

@@ -5,9 +5,9 @@ The storages under the parameters are moved into shared memory at the first sync
 megatron-core's buffers and their views too, stays what it was. They are files without a name, that other processes of the
 machine open through `/proc`, and gone with the last process that maps them. Workers map them for reading alone.
 
-A box is copied in pieces, and the bytes of a piece are hashed right after they were copied. A rank hashes its own, and the
-worker compares at the end, before its engine takes the version. So whoever writes to a parameter while it is read is found:
-what was read before is not what is hashed, or what was hashed is not what the rank had.
+A box is copied in pieces, several small ones as one, and the bytes of a piece are hashed right after they were copied. A
+rank hashes its own, and the worker compares at the end, before its engine takes the version. So whoever writes to a
+parameter while it is read is found: what was read before is not what is hashed, or what was hashed is not what the rank had.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import resource
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ import torch
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.manifest import SyncError
 from megarl.sync.segment import ROOT
-from megarl.sync.stream import CHECKSUM_BYTES, checksum
+from megarl.sync.stream import CHECKSUM_BYTES, checksum_of_parts
 
 # What is hashed at a time: the copy has left it in the cache.
 PIECE_BYTES = 2 << 20
@@ -35,24 +36,69 @@ FILES_SHARE = 4
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
+class Place(NamedTuple):
+    """Where a piece lies in a local parameter: `rows` x `cols` elements from (row, col) on; of several boxes `boxes` such,
+    each `step` rows behind the one before."""
+
+    parameter: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    boxes: int = 1
+    step: int = 0
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """[rows, cols], or [boxes, rows, cols]."""
+        return (self.rows, self.cols) if self.boxes == 1 else (self.boxes, self.rows, self.cols)
+
+
+def part_of(matrix: torch.Tensor, row: int, col: int, size: Sequence[int], step: int) -> torch.Tensor:
+    """A view of size [rows, cols], or [boxes, rows, cols] with a box every `step` rows, from (row, col) of a matrix on.
+    Raises ValueError where the matrix ends before it."""
+    *boxes, rows, cols = size
+    last = row + rows + (step * (boxes[0] - 1) if boxes else 0)
+    if last > matrix.shape[0] or col + cols > matrix.shape[1]:
+        raise ValueError(f"a matrix of {tuple(matrix.shape)} has no rows up to {last} and columns up to {col + cols}")
+    if not boxes:
+        return matrix[row : row + rows, col : col + cols]
+    down, right = matrix.stride()
+    return matrix.as_strided(size, (step * down, down, right), matrix.storage_offset() + row * down + col * right)
+
+
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """The boxes of one destination in the order in which they are read, as int64 columns [pieces]: `rows` rows, from row
-    `row` on, of the copy number `copy` of the plan, which rank `source` holds."""
+    `row` on, of the copy number `copy` of the plan, which rank `source` holds.
+
+    Boxes that follow each other at even steps, in the rank's parameter and in the worker's, are one piece: Megatron keeps
+    the queries of one key-value group behind those of another, with keys and values between. So a piece is of `boxes` copies
+    from `copy` on, each `source_step` rows behind the one before at the rank, and `destination_step` at the worker.
+    """
 
     copy: np.ndarray
     row: np.ndarray
     rows: np.ndarray
     source: np.ndarray
+    boxes: np.ndarray
+    source_step: np.ndarray
+    destination_step: np.ndarray
 
     @classmethod
     def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> Pieces:
         """`copies` are positions in the plan, all to one destination; `itemsize` is bytes of an element."""
+        first, boxes, *steps = _even_steps(plan, copies, itemsize)
+        copies = copies[first]
         most = np.maximum(1, PIECE_BYTES // (plan.cols[copies] * itemsize))
-        counts = -(-plan.rows[copies] // most)
-        copy, most = np.repeat(copies, counts), np.repeat(most, counts)
-        row = (np.arange(len(copy)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
-        return cls(copy, row, np.minimum(most, plan.rows[copy] - row), plan.source_rank[copy])
+        counts = np.where(boxes > 1, 1, -(-plan.rows[copies] // most))
+        row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        copy, most, boxes, source_step, destination_step = (
+            np.repeat(column, counts) for column in (copies, most, boxes, *steps)
+        )
+        row = row * most
+        rows = np.where(boxes > 1, plan.rows[copy], np.minimum(most, plan.rows[copy] - row))
+        return cls(copy, row, rows, plan.source_rank[copy], boxes, source_step, destination_step)
 
     def __len__(self) -> int:
         return len(self.copy)
@@ -66,28 +112,80 @@ class Pieces:
         """Positions of the pieces that a rank holds."""
         return np.flatnonzero(self.source == rank)
 
-    def at_source(self, plan: ReshardPlan, number: int) -> tuple[str, int, int, int, int]:
-        """(parameter, row, column, rows, columns) of a piece in its rank's memory."""
+    def at_source(self, plan: ReshardPlan, number: int) -> Place:
+        """Where a piece is in its rank's memory."""
         copy = self.copy[number]
-        place = int(plan.source_row[copy] + self.row[number]), int(plan.source_col[copy])
         parameter = plan.source_parameters[plan.source_parameter[copy]]
-        return parameter, *place, int(self.rows[number]), int(plan.cols[copy])
+        return self._place(plan, number, parameter, plan.source_row[copy], plan.source_col[copy], self.source_step)
 
-    def at_destination(self, plan: ReshardPlan, number: int) -> tuple[str, int, int]:
-        """(parameter, row, column) of a piece in its worker's memory."""
+    def at_destination(self, plan: ReshardPlan, number: int) -> Place:
+        """Where a piece goes in its worker's memory."""
         copy = self.copy[number]
-        place = int(plan.destination_row[copy] + self.row[number]), int(plan.destination_col[copy])
-        return plan.destination_parameters[plan.destination_parameter[copy]], *place
+        parameter = plan.destination_parameters[plan.destination_parameter[copy]]
+        row, col = plan.destination_row[copy], plan.destination_col[copy]
+        return self._place(plan, number, parameter, row, col, self.destination_step)
+
+    def _place(self, plan: ReshardPlan, number: int, parameter: str, row: int, col: int, steps: np.ndarray) -> Place:
+        rows, cols = int(self.rows[number]), int(plan.cols[self.copy[number]])
+        first = int(row) + int(self.row[number])
+        return Place(parameter, first, int(col), rows, cols, int(self.boxes[number]), int(steps[number]))
+
+
+def _even_steps(plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> tuple[np.ndarray, ...]:
+    """(first, boxes, source step, destination step) of the runs of copies that are one piece, each as large as a piece may
+    be; `first` are positions in `copies`. A copy that is none of a run is one of its own."""
+    alike = ("source_rank", "source_parameter", "source_col", "destination_parameter", "destination_col", "rows", "cols")
+    same = np.ones(max(0, len(copies) - 1), dtype=bool)
+    for column in alike:
+        values = getattr(plan, column)[copies]
+        same &= values[1:] == values[:-1]
+    source, destination = np.diff(plan.source_row[copies]), np.diff(plan.destination_row[copies])
+    same &= (source > 0) & (destination > 0)
+    most = np.maximum(1, PIECE_BYTES // (plan.rows[copies] * plan.cols[copies] * itemsize)).tolist()
+    links = list(zip(same.tolist(), source.tolist(), destination.tolist(), strict=True))
+    runs: list[tuple[int, int, int, int]] = []
+    first = 0
+    while first < len(copies):
+        last, steps = first, (0, 0)
+        while last < len(links) and links[last][0] and last + 1 - first < most[first]:
+            if last > first and links[last][1:] != steps:
+                break
+            steps = links[last][1:]
+            last += 1
+        runs.append((first, last + 1 - first, *steps))
+        first = last + 1
+    return tuple(np.array(runs, dtype=np.int64).reshape(-1, 4).T)
+
+
+def as_words(content: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: numpy knows no bfloat16."""
+    return content.view(_WORDS[content.itemsize])
 
 
 def words_of(content: torch.Tensor) -> np.ndarray:
-    """The same memory as whole numbers: numpy knows no bfloat16."""
-    return content.view(_WORDS[content.itemsize]).numpy()
+    """The same for numpy."""
+    return as_words(content).numpy()
 
 
-def piece_checksum(words: np.ndarray, version: int, number: int) -> int:
-    """Of a piece [rows, columns], by its number among those of its destination."""
-    return checksum(np.ascontiguousarray(words), version, number)
+def hashed_parts(words: np.ndarray) -> list[np.ndarray]:
+    """A piece as parts whose bytes lie one behind the other. It is one where all of them do, or where no box's own do: these
+    have to be copied before they are hashed."""
+    if words.ndim == 3 and not words.flags.c_contiguous and words[0].flags.c_contiguous:
+        return list(words)
+    return [words]
+
+
+def piece_checksum(parts: Sequence[np.ndarray], version: int, number: int) -> int:
+    """Of a piece in `hashed_parts`, by its number among those of its destination. It is that of its elements in their order,
+    however they lie."""
+    return checksum_of_parts([np.ascontiguousarray(part) for part in parts], version, number)
+
+
+def identity(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Where the parameters of these names lie, and how. While somebody keeps views of them, so that nothing else can come to
+    lie there, whatever has the same identity is the same memory."""
+    own = [parameters[name] for name in names]
+    return [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in own]
 
 
 def private_bytes(parameters: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype) -> int | None:
@@ -144,20 +242,20 @@ class Home:
         files = [_mapped(values["process"], rank, *file).view(dtype) for file in values["files"]]
         self._places = {name: (files[file], offset, stride) for name, (file, offset, stride) in values["places"].items()}
 
-    def box(self, parameter: str, row: int, col: int, rows: int, cols: int) -> torch.Tensor:
-        """A box [rows, cols] of a local parameter."""
-        file, offset, stride = self._places[parameter]
-        return file.as_strided((rows, cols), (stride, 1), offset + row * stride + col)
+    def box(self, place: Place) -> torch.Tensor:
+        """A piece of a local parameter, [rows, cols] or [boxes, rows, cols]."""
+        file, offset, stride = self._places[place.parameter]
+        steps = (stride, 1) if place.boxes == 1 else (place.step * stride, stride, 1)
+        return file.as_strided(place.size, steps, offset + place.row * stride + place.col)
 
 
-def own_box(
-    parameters: Mapping[str, torch.Tensor], parameter: str, row: int, col: int, rows: int, cols: int
-) -> torch.Tensor:
-    """The same of a rank's own."""
-    box = _matrix(parameters[parameter])[row : row + rows, col : col + cols]
-    if tuple(box.shape) != (rows, cols):
-        raise ValueError(f"{parameter} of {tuple(parameters[parameter].shape)} has no box {rows} x {cols} at ({row}, {col})")
-    return box
+def own_box(parameters: Mapping[str, torch.Tensor], place: Place) -> torch.Tensor:
+    """The same of a rank's own. Raises ValueError for a parameter that is smaller."""
+    try:
+        return part_of(_matrix(parameters[place.parameter]), place.row, place.col, place.size, place.step)
+    except ValueError as error:
+        size = tuple(parameters[place.parameter].shape)
+        raise ValueError(f"{place.parameter} of {size} has not the size that the plan says: {error}") from error
 
 
 def _matrix(parameter: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,17 @@ from megarl.reshard.order import copy_order
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
-from megarl.sync.in_place import Pieces, has_room, own_box, piece_checksum, private_bytes, share, words_of
+from megarl.sync.in_place import (
+    Pieces,
+    has_room,
+    hashed_parts,
+    identity,
+    own_box,
+    piece_checksum,
+    private_bytes,
+    share,
+    words_of,
+)
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
@@ -124,7 +134,11 @@ class WeightSync:
             Pieces.of(self._plan, copy_order(self._plan, w, w, workers), settings.dtype.itemsize) for w in range(workers)
         ]
         self._own = [pieces.of_rank(rank) for pieces in self._in_place]
+        sent = self._plan.source_parameter[self._plan.source_rank == rank]  # this rank's parameters that some worker reads
+        self._sent = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
         self._homes: tuple[str, ...] = ()
+        # Of this rank's parameters in shared memory: their identity, what `share` said, and views of them.
+        self._kept: tuple[list[Any], str, list[list[list[np.ndarray]]]] = [], "", []
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
@@ -183,7 +197,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Give the transport back. Not a collective: it also runs on the way out of a failure."""
-        self._pieces = {}  # views of what is given back
+        self._pieces, self._kept = {}, ([], "", [])  # views of what is given back, and of what others may free
         self._sender.close()
 
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
@@ -222,16 +236,32 @@ class WeightSync:
     def _find_homes(self, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         """Where the parameters of each rank are read in place; none where they have to be written into buckets. All ranks
         move theirs into shared memory, or none does: there is room for all of them."""
-        private = self._together("weight_sync: begin", lambda: self._private_bytes(parameters))
-        total = sum(one for one in private if one is not None)
-        if None in private or (total and not self._from_first(lambda: has_room(total))):
+        begun = self._together("weight_sync: begin", lambda: self._begin_in_place(parameters))
+        total = sum(private for private, _ in begun if private is not None)
+        if any(private is None for private, _ in begun) or (total and not self._from_first(lambda: has_room(total))):
+            self._kept = [], "", []
             return ()
-        return tuple(self._together("weight_sync: share", lambda: share(parameters, self._sent_names())))
+        if not total:
+            return tuple(said for _, said in begun)
+        return tuple(self._together("weight_sync: share", lambda: self._keep(parameters)))
 
-    def _sent_names(self) -> list[str]:
-        """This rank's parameters that some worker reads."""
-        sent = self._plan.source_parameter[self._plan.source_rank == self._rank]
-        return [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
+    def _begin_in_place(self, parameters: Mapping[str, torch.Tensor]) -> tuple[int | None, str]:
+        """What this rank would have to move, None where buckets are the way; and where its parameters are, if all of them
+        are in shared memory."""
+        private = self._private_bytes(parameters)
+        if private != 0:
+            return private, ""
+        return private, self._kept[1] if self._is_kept(parameters) else self._keep(parameters)
+
+    def _keep(self, parameters: Mapping[str, torch.Tensor]) -> str:
+        """Bring this rank's parameters into shared memory, where they are not yet, and say where."""
+        said = share(parameters, self._sent)
+        self._kept = identity(parameters, self._sent), said, self._views(parameters)
+        return said
+
+    def _is_kept(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Whether they lie where they lay: the views keep anything else from lying there."""
+        return bool(self._kept[0]) and self._kept[0] == identity(parameters, self._sent)
 
     def _private_bytes(self, parameters: Mapping[str, torch.Tensor]) -> int | None:
         """What this rank would have to move; None where buckets are the way."""
@@ -243,7 +273,9 @@ class WeightSync:
             pieces.table_bytes > NUM_BUCKETS * s.capacity for pieces, s in zip(self._in_place, self._streams, strict=True)
         ):
             return None
-        return private_bytes(parameters, self._sent_names(), settings.dtype)
+        if isinstance(parameters, dict) and self._is_kept(parameters):
+            return 0
+        return private_bytes(parameters, self._sent, settings.dtype)
 
     def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
         odd = sorted(self._held ^ parameters.keys())
@@ -350,13 +382,12 @@ class WeightSync:
         assert isinstance(sender, RingSender), "only what shares memory is read in place"
         try:
             sender.begin(manifest)
-            for worker, (pieces, own) in enumerate(zip(self._in_place, self._own, strict=True)):
-                boxes = [own_box(parameters, *pieces.at_source(self._plan, number)) for number in own.tolist()]
-                sums = [
-                    piece_checksum(words_of(one), manifest.version, number)
-                    for one, number in zip(boxes, own.tolist(), strict=True)
-                ]
-                sender.seal(worker, own, sums, sum(one.nbytes + CHECKSUM_BYTES for one in boxes))
+            everyones = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
+            for worker, (own, views) in enumerate(zip(self._own, everyones, strict=True)):
+                numbers = own.tolist()
+                sums = [piece_checksum(one, manifest.version, number) for one, number in zip(views, numbers, strict=True)]
+                num_bytes = sum(part.nbytes for one in views for part in one)
+                sender.seal(worker, own, sums, num_bytes + CHECKSUM_BYTES * len(own))
             pack_s = time.perf_counter() - begun
             with span("wait_engines"):
                 sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], [len(p) for p in self._in_place])
@@ -364,6 +395,13 @@ class WeightSync:
             sender.abort()
             raise
         return Streamed(pack_s, sender.sent_bytes, dict(sender.lost))
+
+    def _views(self, parameters: Mapping[str, torch.Tensor]) -> list[list[list[np.ndarray]]]:
+        """By worker, the pieces that it reads of this rank's memory, in the parts that are hashed."""
+        return [
+            [hashed_parts(words_of(own_box(parameters, pieces.at_source(self._plan, number)))) for number in own.tolist()]
+            for pieces, own in zip(self._in_place, self._own, strict=True)
+        ]
 
     @torch.no_grad()
     def _pack(

@@ -15,7 +15,7 @@ from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
-from megarl.sync.in_place import Home, Pieces, piece_checksum, words_of
+from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.ring import RingReceiver
@@ -25,8 +25,8 @@ from megarl.sync.transport import Receiver
 
 class Box(NamedTuple):
     """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col); of FP8 blocks `scales` at the place of
-    their blocks. What is read in place is there as `words` too: whole numbers, for which numpy takes a fraction of the
-    time that torch does."""
+    their blocks. What is read in place may be several, [boxes, rows, cols], each `step` rows behind the one before. It is
+    there as `words` too: whole numbers, for which numpy takes a fraction of the time that torch does."""
 
     parameter: str
     row: int
@@ -34,6 +34,11 @@ class Box(NamedTuple):
     content: torch.Tensor
     scales: torch.Tensor | None = None
     words: np.ndarray | None = None
+    step: int = 0
+
+    def within(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Where the content belongs in all of the parameter, [rows, columns]."""
+        return part_of(matrix, self.row, self.col, self.content.shape, self.step)
 
 
 @dataclass
@@ -59,7 +64,8 @@ class StreamReader:
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
         self._pieces: Pieces
         self._homes: list[Home] = []
-        self._in_place: list[Box] = []  # what is read where it is
+        # What is read where it is, each with the parts that are hashed.
+        self._in_place: list[tuple[Box, list[np.ndarray]]] = []
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -103,16 +109,17 @@ class StreamReader:
             dtype = DTYPES[manifest.precision]
             self._homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
             for number, source in enumerate(pieces.source.tolist()):
-                content = self._homes[source].box(*pieces.at_source(self._plan, number))
-                self._in_place.append(Box(*pieces.at_destination(self._plan, number), content, None, words_of(content)))
+                content = self._homes[source].box(pieces.at_source(self._plan, number))
+                to, words = pieces.at_destination(self._plan, number), words_of(content)
+                box = Box(to.parameter, to.row, to.col, content, None, words, to.step)
+                self._in_place.append((box, hashed_parts(words)))
         figures.wait_s += time.perf_counter() - begun
         own = np.zeros(len(pieces), dtype=np.uint64)
-        for number, box in enumerate(self._in_place):
+        for number, (box, parts) in enumerate(self._in_place):
             yield box
             begun = time.perf_counter()
-            assert box.words is not None, "it was made above"
-            own[number] = piece_checksum(box.words, manifest.version, number)
-            figures.received_bytes += box.words.nbytes
+            own[number] = piece_checksum(parts, manifest.version, number)
+            figures.received_bytes += parts[0].nbytes * len(parts)
             end.release(number)
             figures.verify_s += time.perf_counter() - begun
         begun = time.perf_counter()

@@ -9,7 +9,7 @@ lie together, as a *part*: what travels in one message. A part ends with a table
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -168,7 +168,21 @@ class Stream:
 def checksum(content: np.ndarray, version: int, bucket: int) -> int:
     """A hash of every byte of a piece and its place, and of what the bytes are for: those of another version or bucket do
     not pass. xxh3 runs at the speed of memory."""
-    return xxhash.xxh3_64_intdigest(content.data, seed=(version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF)
+    return xxhash.xxh3_64_intdigest(content.data, seed=_seed(version, bucket))
+
+
+def checksum_of_parts(parts: Sequence[np.ndarray], version: int, bucket: int) -> int:
+    """The same of a piece whose bytes lie in several places."""
+    if len(parts) == 1:
+        return checksum(parts[0], version, bucket)
+    state = xxhash.xxh3_64(seed=_seed(version, bucket))
+    for part in parts:
+        state.update(part.data)
+    return state.intdigest()
+
+
+def _seed(version: int, bucket: int) -> int:
+    return (version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF
 
 
 def _cut(
