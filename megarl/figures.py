@@ -28,7 +28,18 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
         "tokens/completion": int(lengths.sum()),
         "schedule/rollout/prompts": rollouts.executed.prompts,
         "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
+        **({} if rollouts.episodes is None else _episode_figures(rollouts)),
         **rollouts.metrics,
+    }
+
+
+def _episode_figures(rollouts: Any) -> dict[str, float]:
+    """What became of episodes, and how much of them the policy has not said itself."""
+    observed = int(rollouts.completion_lengths.sum() - rollouts.own_lengths.sum())
+    shares = {"rollout/observation_tokens": observed}
+    return shares | {
+        "rollout/observation_share": observed / int(rollouts.completion_lengths.sum()),
+        **rollouts.episodes.metrics(),
     }
 
 

@@ -25,6 +25,7 @@ from megarl.figures import add_scores, rollout_figures, schedule_figures, update
 from megarl.finite_guard import FiniteGuard
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.algorithm_sections import OverlongSection
+from megarl.reward.workers import add_episodes
 from megarl.rounds import Rounds
 from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock, work
@@ -216,7 +217,7 @@ class Pipeline:
         """A sequence longer than the recipe allows is a fault upstream: named, never cut. Caps were proved without it."""
         for part, found, key, limit in (
             ("prompt", rollouts.prompt_lengths, "data.max_prompt_tokens", self.recipe.data.max_prompt_tokens),
-            ("completion", rollouts.completion_lengths, "rollout.max_new_tokens", self.recipe.rollout.max_new_tokens),
+            ("completion", rollouts.completion_lengths, self.recipe.completion_key, self.recipe.max_completion_tokens),
         ):
             sample = int(np.argmax(found))
             if found[sample] > limit:
@@ -232,6 +233,7 @@ class Pipeline:
             with span("wait_rewards"):
                 size = rollouts.executed.group_size
                 scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), size)
+                scored = add_episodes(scored, rollouts.episodes)
             if not scored.valid.any():
                 sample, reason = next(iter(scored.failures.items()))
                 raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
@@ -256,6 +258,7 @@ class Pipeline:
             rewards=scored.rewards,
             valid=scored.valid,
             truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
+            own_lengths=rollouts.own_lengths,
         )
         self.guard.rewards(batch)  # before the figures, which are of what still counts
         self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
@@ -343,7 +346,7 @@ class Pipeline:
         rewards = torch.from_numpy(np.where(batch.valid, batch.rewards, 0.0).astype(np.float32))
         if settings.overlong is not None:
             rewards += self._overlong(settings.overlong, batch)
-        penalties = [torch.zeros(length) for length in batch.completion_lengths.tolist()]
+        penalties = [torch.zeros(length) for length in batch.own_lengths.tolist()]
         coefficient = 0.0
         if settings.kl is not None and settings.kl.place == "reward":
             coefficient = settings.kl.coefficient
@@ -362,7 +365,7 @@ class Pipeline:
     def _overlong(self, section: OverlongSection, batch: Batch) -> torch.Tensor:
         """What is added to the rewards of completions near the limit; those that reached it are masked where the recipe asks
         for it."""
-        lengths, longest = torch.from_numpy(batch.completion_lengths), self.recipe.rollout.max_new_tokens
+        lengths, longest = torch.from_numpy(batch.own_lengths), self.recipe.max_own_tokens
         penalties = overlong_penalties(lengths, longest, section.buffer, section.penalty).float()
         self.figures["reward/overlong_penalty_mean"] = float(penalties.mean())
         if section.mask:
@@ -402,7 +405,7 @@ class Pipeline:
                 self.sync(self.version)
 
     def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
-        settings, longest = self.algorithm, self.recipe.rollout.max_new_tokens
+        settings, longest = self.algorithm, self.recipe.max_own_tokens
         updates = []
         self._agree(plan)
         _announce(engine, plan, passes=2)

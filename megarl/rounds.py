@@ -61,14 +61,14 @@ class Rounds:
         valid = np.concatenate([scored.valid for scored in self._scored])
         informative = int(self._informative.sum())
         used = int(self._informative[groups].sum())
-        tokens = sum(int(one.completion_lengths.sum()) for one in self._rollouts)
+        tokens = sum(int(one.own_lengths.sum()) for one in self._rollouts)
         return rollouts, _join_rewards(self._scored, samples), {
             "rollout/rounds": len(self._rollouts),
             "rollout/extra_prompts": (len(self._rollouts) - 1) * self._wanted,
             "rollout/uninformative_groups": len(self._informative) - informative,
             "rollout/surplus_groups": informative - used,
             "rollout/filler_groups": self._wanted - used,
-            "rollout/discarded_tokens": tokens - int(rollouts.completion_lengths.sum()),
+            "rollout/discarded_tokens": tokens - int(rollouts.own_lengths.sum()),
             "reward/sampled_mean": float(rewards[valid].mean()),
         }  # fmt: skip
 

@@ -36,6 +36,7 @@ from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
 from megarl.engine.watched import Watch, watched  # noqa: E402
+from megarl.environment.interface import load_environment  # noqa: E402
 from megarl.evaluation.held_out import HeldOut, held_out_data  # noqa: E402
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
@@ -184,6 +185,8 @@ def check_models(recipe: Recipe) -> None:
 def check_functions(recipe: Recipe) -> None:
     """Functions of the user's own are there: said before any process group is made. Raises RecipeError."""
     check_advantage(recipe.algorithm)
+    if recipe.environment is not None:
+        load_environment(recipe.environment.target, recipe.environment.options)
     load_policy_loss(recipe.algorithm.policy_loss)
 
 

@@ -97,7 +97,7 @@ def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]], 
         whole = over_context(rows.squeeze(1) @ actor.models[-1].head_weight.t(), micro, place)
         parts = [torch.empty_like(whole) for _ in range(place.layout.tensor)]
         dist.all_gather(parts, whole.contiguous(), group=actor.head.group)
-        rows = torch.cat(parts, -1)[:, : actor.shape.vocab].split(micro.completion_lengths)
+        rows = torch.cat(parts, -1)[:, : actor.shape.vocab].split(micro.own_lengths)
         found.update(zip(micro.samples, (part.numpy() for part in rows), strict=True))
         return {}
 
@@ -126,7 +126,7 @@ def keeping_entropy(objective: Objective, results: dict[str, dict[int, torch.Ten
 
     def keep(micro: Any, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if "entropy" in outputs:
-            parts = outputs["entropy"].detach().split(micro.completion_lengths)
+            parts = outputs["entropy"].detach().split(micro.own_lengths)
             results.setdefault("entropy", {}).update(zip(micro.samples, parts, strict=True))
         return objective(micro, outputs)
 

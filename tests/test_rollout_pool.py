@@ -134,7 +134,7 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
 def test_completions_are_counted_group_by_group(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prompts on two engines; what arrives first is told first, and the first of the three is lost once."""
     monkeypatch.setattr("megarl.rollout.pool.ray.wait", lambda calls, timeout: ([calls[0]], calls[1:]))
-    said = [DEAD, *(GroupFacts(position, 3, (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
+    said = [DEAD, *(GroupFacts(position, 3, (2, 2), (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
 
     class Answering(Scripted):
         def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
-from megarl.algorithm.registry import load_marked
+from megarl.algorithm.registry import ADVANTAGE
 from megarl.recipe.algorithm_sections import AlgorithmSection, GroupSection
+from megarl.recipe.own_code import load_marked
 
 
 class Scored(NamedTuple):
@@ -45,7 +46,7 @@ def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> 
 def check_advantage(settings: AlgorithmSection) -> None:
     """Raises RecipeError for a function of the user's that does not load."""
     if settings.advantage not in ADVANTAGES:
-        load_marked("algorithm.advantage", settings.advantage, "advantage", {})
+        load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], valid: Tensor) -> float:
@@ -106,7 +107,7 @@ def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Esti
 
 
 def _of_user(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    function = load_marked("algorithm.advantage", settings.advantage, "advantage", {})
+    function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
     found = function(_scores(scored, coefficient), scored.groups, scored.valid)
     if found.shape != scored.rewards.shape or not torch.isfinite(found[scored.valid]).all():
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithm.kl import MAX_LOG_RATIO
-from megarl.algorithm.registry import load_marked
+from megarl.algorithm.registry import POLICY_LOSS
 from megarl.recipe.algorithm_sections import (
     CispoLossSection,
     ClipLossSection,
@@ -26,10 +26,12 @@ from megarl.recipe.algorithm_sections import (
     PolicyLossSection,
     SapoLossSection,
 )
+from megarl.recipe.own_code import load_marked
 
 
 class PolicyTokens(NamedTuple):
-    """Completion tokens of some whole sequences, end to end: three of [tokens], and the tokens of each sequence."""
+    """Completion tokens of some whole sequences, end to end: three of [tokens], and the tokens of each sequence. Where an
+    environment answers in between, its tokens are not among them."""
 
     logprobs: Tensor  # under the policy that learns; the one that has a gradient
     old_logprobs: Tensor  # under the policy before the first update of the step
@@ -147,7 +149,7 @@ def _with_options(section: PolicyLossSection) -> PolicyLoss:
             positive, negative = section.positive_temperature, section.negative_temperature
             return partial(sapo, positive_temperature=positive, negative_temperature=negative)
         case FunctionLossSection():
-            found = load_marked("algorithm.policy_loss.target", section.target, "policy_loss", section.options)
+            found = load_marked("algorithm.policy_loss.target", section.target, POLICY_LOSS, section.options)
             return partial(found, **section.options)
         case _:
             return policy_gradient

@@ -171,7 +171,7 @@ class _Part:
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
         """The prompt of a row, whose part and number are its `origin`."""
         row = self.rows[origin[1]]
-        return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin)
+        return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin, row.where)
 
     def next_row(self) -> int:
         """The row whose turn is next, and that is not passed over."""

@@ -5,6 +5,8 @@ transformers is imported where it is used: that takes seconds, and of all traine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -45,21 +47,28 @@ def render_questions(
     if not chat_template:
         prefix = "" if system_prompt is None else f"{system_prompt}\n\n"
         return tokenizer([prefix + question for question in questions])["input_ids"]
-    _check_template(tokenizer)
+    check_template(tokenizer)
     conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
     return _render(tokenizer, conversations)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
     """The same for a chat. Raises ValueError with what the model's template has against it."""
+    check_template(tokenizer)
+    with rendering_errors():
+        (ids,) = _render(tokenizer, [_chat(messages, system_prompt)])
+    return ids
+
+
+@contextmanager
+def rendering_errors() -> Iterator[None]:
+    """What a chat template has against messages becomes a ValueError."""
     import jinja2
 
-    _check_template(tokenizer)
     try:
-        (ids,) = _render(tokenizer, [_chat(messages, system_prompt)])
+        yield
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}; see data.prompt_format") from error
-    return ids
 
 
 def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
@@ -67,7 +76,8 @@ def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dic
     return [*system, *messages]
 
 
-def _check_template(tokenizer: Any) -> None:
+def check_template(tokenizer: Any) -> None:
+    """Raises ValueError naming `data.chat_template` where the tokenizer has none."""
     if not tokenizer.chat_template:
         raise ValueError(
             "data.chat_template is true, but the model's tokenizer brings no chat template; "

@@ -23,9 +23,13 @@ class Batch:
     """All sequences of a step: everybody's lengths, this rank's tokens, everybody's per-token results.
 
     `samples` holds the tokens of the sequences that some phase runs on this data-parallel rank. `fields` maps a name
-    ("logprobs", "values", "advantages", ...) to one fp32 tensor [completion tokens] a sequence, for every sequence:
+    ("logprobs", "values", "advantages", ...) to one fp32 tensor [own tokens] a sequence, for every sequence:
     four bytes a token are cheap to replicate, and every rank then computes advantages and their whitening as the same
     sum in the same order, whatever the layout.
+
+    Own tokens are the completion tokens that the policy sampled: all of them, but for an environment's observations in
+    between. The head predicts no others, so that nothing behind it (losses, advantages, KL, entropy, figures) has any
+    others.
     """
 
     prompt_lengths: np.ndarray  # [sequences]
@@ -38,13 +42,18 @@ class Batch:
     samples: dict[int, Sample] = field(default_factory=dict)
     fields: dict[str, list[Tensor]] = field(default_factory=dict)
     masked: set[int] = field(default_factory=set)  # samples whose results are not finite; their tokens are dummies
+    own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens are own ones
+
+    def __post_init__(self) -> None:
+        if self.own_lengths is None:
+            self.own_lengths = self.completion_lengths
 
     @property
     def lengths(self) -> np.ndarray:
         return self.prompt_lengths + self.completion_lengths
 
     def gather(self, name: str, samples: Iterable[int]) -> Tensor:
-        """The named per-token results of some sequences, end to end: [their completion tokens]."""
+        """The named per-token results of some sequences, end to end: [their own tokens]."""
         return torch.cat([self.fields[name][sample] for sample in samples])
 
 
@@ -52,8 +61,8 @@ class Batch:
 class PackedMicroBatch:
     """Sequences laid end to end, on the device; behind them, where the layout pads, a sequence of dummy tokens.
 
-    `head_positions` are the rows whose output predicts a completion token: token t is predicted at position t - 1,
-    and a critic's value of the state before token t stands there too. No dummy token is one.
+    `head_positions` are the rows whose output predicts an own token of a sequence, one that the policy sampled: token t is
+    predicted at position t - 1, and a critic's value of the state before token t stands there too. No dummy token is one.
 
     Under context parallelism each sequence is padded by itself, and a rank has two chunks of each: `input_ids`,
     `position_ids`, `head_positions` and `heads` are its own, everything else that of the whole micro-batch.
@@ -66,10 +75,10 @@ class PackedMicroBatch:
     padding: int  # dummy tokens of all context ranks
     context: int  # ranks that share it
     longest: int
-    head_positions: Tensor  # [own completion tokens]
-    heads: Tensor  # [own completion tokens], which of the completion tokens they are
-    targets: Tensor  # [completion tokens]
-    completion_lengths: tuple[int, ...]
+    head_positions: Tensor  # [own tokens that this context rank predicts]
+    heads: Tensor  # [own tokens that this context rank predicts], which of all own tokens they are
+    targets: Tensor  # [own tokens]
+    own_lengths: tuple[int, ...]
     # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
     routing: Tensor | None = None
     # Of each part between bounds the rows of the prompt that it continues, (0, 0) for none; empty where none is shared.
@@ -106,8 +115,8 @@ def pack(
     Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
     alignment. With it each sequence is padded at its end, where no token of it looks.
 
-    With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict a completion token,
-    and everything [completion tokens] is [sequences].
+    With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict an own token, and
+    everything [own tokens] is [sequences].
 
     Where the plan shares prompts, each stands before the completions that continue it: parts of their own, whose positions
     count on from the prompt's.
@@ -121,12 +130,13 @@ def pack(
     for sample_id in micro_batch.samples:
         sample = batch.samples[sample_id]
         prompt, completion = sample.prompt_ids, sample.completion.token_ids
+        sampled = np.flatnonzero(sample.completion.own)
         total = len(prompt) + len(completion)
         (slots,) = padded([total], layout)
         tokens += [prompt, completion, np.zeros(slots - total)]
         positions.append(np.arange(slots))
-        heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + np.arange(len(completion)))
-        targets.append(np.zeros(1) if ends_alone else completion)
+        heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + sampled)
+        targets.append(np.zeros(1) if ends_alone else completion[sampled])
         start += slots
         lengths.append(start)
 
@@ -140,7 +150,7 @@ def pack(
     own = own_slots(lengths, layout.context, context_rank)
     row = np.full(micro_batch.slots, -1)
     row[own] = np.arange(len(own))
-    rows = row[np.concatenate(heads)]  # of each completion token; -1 on another context rank
+    rows = row[np.concatenate(heads)]  # of each own token; -1 on another context rank
 
     def on_device(part: np.ndarray) -> Tensor:
         return torch.from_numpy(part.astype(np.int64)).to(device)
@@ -156,7 +166,7 @@ def pack(
         head_positions=on_device(rows[rows >= 0]),
         heads=on_device(np.flatnonzero(rows >= 0)),
         targets=on_device(np.concatenate(targets)),
-        completion_lengths=tuple(len(part) for part in targets),
+        own_lengths=tuple(len(part) for part in targets),
         routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
     )
 

@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # isort: skip
 
 # What the last stage gets for one micro-batch: log-probabilities and, of an update, entropy, or values; each
-# [completion tokens].
+# [own tokens]: those that the policy sampled (`Batch`).
 Outputs = dict[str, Tensor]
 # Loss of one micro-batch (already weighted for the whole mini-batch) and sums for the metrics.
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
@@ -216,7 +216,7 @@ class Engine:
     def forward(
         self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
     ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
-        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [completion tokens].
+        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [own tokens].
 
         Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
         """
@@ -234,7 +234,7 @@ class Engine:
         results: dict[str, dict[int, Tensor]] = {}
         for micro, outputs in stored:
             for name, flat in outputs.items():
-                parts = flat.float().cpu().split(micro.completion_lengths)
+                parts = flat.float().cpu().split(micro.own_lengths)
                 results.setdefault(name, {}).update(zip(micro.samples, parts, strict=True))
         return results, executed
 
@@ -446,7 +446,7 @@ class Engine:
             finalize_model_grads(*args, **kwargs)
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
-        # output [own completion tokens, 1, hidden] or, of a critic, [1, own completion tokens, 1]
+        # output [this context rank's own tokens, 1, hidden] or, of a critic, [1, this context rank's own tokens, 1]
         if self.role in SCALAR_ROLES:
             own = {SCALAR_ROLES[self.role]: output.float().flatten()}
         else:
@@ -467,11 +467,11 @@ class Engine:
 
 
 def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
-    """Rows of a context rank's own completion tokens -> rows of all of them, on every context rank.
+    """Rows of the own tokens that a context rank predicts -> rows of all of them, on every context rank.
 
     Each rank computes the whole loss from them, so the gradient of its own rows is already whole: it is not summed.
     """
-    # own [own completion tokens, ...]
+    # own [own tokens of this context rank, ...]
     if place.layout.context == 1:
         return own
     everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
@@ -507,7 +507,7 @@ def share_results(
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
         own = [sample for micro in micro_batches for sample in micro.samples]
-        lengths = [1 if one_each else int(batch.completion_lengths[sample]) for sample in own]
+        lengths = [1 if one_each else int(batch.own_lengths[sample]) for sample in own]
         source = place.source_of(data_rank)
         if place.rank == source:
             flat = torch.cat([results[sample] for sample in own]).to(place.device)
@@ -518,4 +518,4 @@ def share_results(
             host = flat.cpu()  # on a GPU the host waits for it here
         ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
-    return [by_sample[sample] for sample in range(len(batch.completion_lengths))]
+    return [by_sample[sample] for sample in range(len(batch.own_lengths))]

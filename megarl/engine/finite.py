@@ -34,7 +34,7 @@ class MicroLoss(NamedTuple):
 
 
 def wrong_samples(results: Sequence[Tensor]) -> list[int]:
-    """Samples with a result that is not finite; `results` by sample, fp32 [completion tokens] or [1]."""
+    """Samples with a result that is not finite; `results` by sample, fp32 [own tokens] or [1]."""
     if torch.isfinite(torch.stack([one.sum() for one in results])).all():  # a sum is finite only where all terms are
         return []
     return [sample for sample, one in enumerate(results) if not torch.isfinite(one).all()]

@@ -21,9 +21,9 @@ Sums = dict[str, Tensor]
 
 def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
     """Weight of each token of a sequence, with denominators over the whole mini-batch: however it is cut, the loss is
-    the same. `longest` is the most tokens that a completion may have, for `fixed_length`."""
+    the same. `longest` is the most own tokens that a completion may have, for `fixed_length`."""
     order = list(mini_batch.samples)
-    lengths, valid = torch.from_numpy(batch.completion_lengths[order]), torch.from_numpy(batch.valid[order])
+    lengths, valid = torch.from_numpy(batch.own_lengths[order]), torch.from_numpy(batch.valid[order])
     weights = loss_weights(lengths, valid, aggregation, longest)
     return dict(zip(order, weights.tolist(), strict=True))
 
@@ -40,7 +40,7 @@ class PolicyObjective:
         self._loss = load_policy_loss(self.settings.policy_loss)
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
-        logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [completion tokens]
+        logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
         device = logprobs.device
         weight = _spread(self.weights, micro, device)
         fields = {
@@ -52,14 +52,13 @@ class PolicyObjective:
         kept = _spread({sample: float(sample not in self.batch.masked) for sample in micro.samples}, micro, device)
         # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
         old = fields.get("logprobs", logprobs.detach())
-        rollout = torch.from_numpy(
-            np.concatenate([self.batch.samples[sample].completion.logprobs for sample in micro.samples])
-        ).to(device)
-        losses, clipped = self._loss(PolicyTokens(logprobs, old, fields["advantages"], micro.completion_lengths))
+        sampled = [self.batch.samples[sample].completion for sample in micro.samples]
+        rollout = torch.from_numpy(np.concatenate([one.logprobs[one.own] for one in sampled])).to(device)
+        losses, clipped = self._loss(PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths))
         correction: Sums = {}
         if (mismatch := self.settings.mismatch) is not None:
             how = mismatch.correction, mismatch.level, mismatch.cap
-            corrected, beyond = mismatch_weights(old, rollout, micro.completion_lengths, *how)
+            corrected, beyond = mismatch_weights(old, rollout, micro.own_lengths, *how)
             losses = corrected * losses
             correction = {"mismatch_weight_sum": (corrected * kept).sum(), "mismatch_weight_max": (corrected * kept).max()}
             correction["mismatch_beyond_sum"] = (beyond * kept).sum()
@@ -103,7 +102,7 @@ class ValueObjective:
     weights: dict[int, float]
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
-        values = outputs["values"]  # [completion tokens]
+        values = outputs["values"]  # [own tokens]
         weight = _spread(self.weights, micro, values.device)
         old, returns = (self.batch.gather(name, micro.samples).to(values.device) for name in ("values", "returns"))
         assert self.settings.value_loss is not None
@@ -114,6 +113,6 @@ class ValueObjective:
 
 
 def _spread(weights: dict[int, float], micro: PackedMicroBatch, device: torch.device) -> Tensor:
-    """Per-sequence weights, one a token: [completion tokens]."""
+    """Per-sequence weights, one a token: [own tokens]."""
     per_sequence = torch.tensor([weights[sample] for sample in micro.samples], device=device)
-    return per_sequence.repeat_interleave(torch.tensor(micro.completion_lengths, device=device))
+    return per_sequence.repeat_interleave(torch.tensor(micro.own_lengths, device=device))

@@ -18,6 +18,7 @@ from megarl.evaluation.estimate import Estimate, majority, mean_reward, pass_at
 from megarl.recipe import Recipe
 from megarl.recipe.data_sections import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.reward.workers import add_episodes
 from megarl.rollout.pool import Sampling
 from megarl.telemetry.clock import span
 
@@ -139,6 +140,7 @@ class HeldOut:
             batch = rollouts.generate(prompts, step, resync, Sampling(completions, DRAW, self.section.temperature))
         with span("wait_rewards"):
             scored = rewards.score(batch.payload, prompts, len(batch), completions, answers=completions > 1)
+            scored = add_episodes(scored, batch.episodes)
         judged.num_prompts += len(prompts)
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
         judged.lengths.append(batch.completion_lengths)

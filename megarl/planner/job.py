@@ -84,7 +84,7 @@ def job_of(recipe: Recipe, lengths: str = DEFAULT_LENGTHS, seed: int = 1, tflops
     """
     roles = memory_roles(recipe)
     limits = Limits(
-        recipe.num_sequences, recipe.algorithm.group_size, recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
+        recipe.num_sequences, recipe.algorithm.group_size, recipe.data.max_prompt_tokens, recipe.max_completion_tokens
     )
     device = recipe.device
     return Job(

@@ -71,11 +71,12 @@ def adaptive_kl(recipe: Recipe) -> Violations:
 
 def overlong(recipe: Recipe) -> Violations:
     """The penalty grows over a part of the completion."""
-    section, longest = recipe.algorithm.overlong, recipe.rollout.max_new_tokens
+    section, longest = recipe.algorithm.overlong, recipe.max_own_tokens
     if section is None:
         return
     if section.buffer > longest:
-        rule = f"must not exceed rollout.max_new_tokens = {longest}"
+        key = "rollout.max_new_tokens" if recipe.environment is None else "what the turns of an episode may have"
+        rule = f"must not exceed {key} = {longest}"
         yield Violation("algorithm.overlong.buffer", section.buffer, rule, str(longest))
     if not section.buffer and not section.mask:
         rule = "neither masks nor penalises anything"

@@ -182,7 +182,7 @@ class AlgorithmSection(Section):
     """How the policy ratio enters the loss."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
     """The loss of a mini-batch: mean over all its tokens; mean over sequences of each one's mean, or of its sum; or the sum
-    over all tokens divided by the sequences times rollout.max_new_tokens."""
+    over all tokens divided by the sequences times rollout.max_new_tokens, in episodes the most that their turns may have."""
     entropy_coefficient: Weight = 0.0
     """Factor of the entropy bonus."""
     kl: KlSection | None = None

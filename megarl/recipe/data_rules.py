@@ -110,6 +110,6 @@ def curriculum(recipe: Recipe) -> Violations:
     if section.low > section.high:
         rule = f"must not pass data.curriculum.high = {section.high:g}"
         yield Violation("data.curriculum.low", section.low, rule, f"{section.high:g}")
-    if not recipe.verifiers:
+    if not recipe.verifiers and recipe.environment is None:
         rule = "a pass rate is read from rewards, and the only one is of kind: model"
         yield Violation("data.curriculum", GIVEN, rule, "remove data.curriculum, or add a verifier to reward")

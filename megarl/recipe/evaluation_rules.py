@@ -28,7 +28,7 @@ def evaluation(recipe: Recipe) -> Violations:
     if section.every > recipe.run.steps:
         rule = f"the run has {recipe.run.steps} steps (run.steps)"
         yield Violation("evaluation.every", section.every, rule, str(recipe.run.steps))
-    if not recipe.verifiers:
+    if not recipe.verifiers and recipe.environment is None:
         rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
         yield Violation("evaluation", "", rule, "add such a part to `reward`, or leave the section out")
     if recipe.rollout.replay is not None:

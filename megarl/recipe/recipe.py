@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.recipe.data_sections import DataSection
+from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.reward_sections import JudgeSection, RewardSection
 from megarl.recipe.sections import (
@@ -73,8 +74,11 @@ class Recipe(Section):
     """Advantages and losses."""
     data: DataSection
     """Prompts."""
-    reward: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)]
-    """Parts of the reward; it is their weighted sum."""
+    reward: Annotated[tuple[RewardSection, ...], Field(strict=False)] = ()
+    """Parts of the reward; it is their weighted sum, and that of what an environment gives. Of an episode they see what the
+    policy said last."""
+    environment: EnvironmentSection | None = None
+    """What answers the policy, turn by turn; null for completions of one turn."""
     trainer: TrainerSection
     """Trainer processes."""
     actor: ActorSection
@@ -144,9 +148,36 @@ class Recipe(Section):
         return self.phases.rollout.prompts * self.algorithm.group_size
 
     @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens behind a prompt: those of one turn, or of an episode's turns with the observations between them."""
+        section, turn = self.environment, self.rollout.max_new_tokens
+        if section is None:
+            return turn
+        longest = section.max_turns * turn + (section.max_turns - 1) * section.max_observation_tokens
+        return longest if section.max_episode_tokens is None else min(longest, section.max_episode_tokens)
+
+    @property
+    def max_own_tokens(self) -> int:
+        """Most tokens that the policy samples behind a prompt."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return min(turns * self.rollout.max_new_tokens, self.max_completion_tokens)
+
+    @property
+    def completion_key(self) -> str:
+        """The keys that `max_completion_tokens` is made of, for errors."""
+        section = self.environment
+        if section is None:
+            return "rollout.max_new_tokens"
+        if section.max_episode_tokens == self.max_completion_tokens:
+            return "environment.max_episode_tokens"
+        turns = f"environment.max_turns {section.max_turns} x rollout.max_new_tokens {self.rollout.max_new_tokens}"
+        between = f"{section.max_turns - 1} x environment.max_observation_tokens {section.max_observation_tokens}"
+        return f"({turns} + {between})"
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest possible sequence: prompt and completion."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return self.data.max_prompt_tokens + self.max_completion_tokens
 
     @property
     def batched_tokens(self) -> int:

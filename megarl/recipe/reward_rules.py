@@ -7,10 +7,17 @@ from collections.abc import Iterator
 
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.reward_sections import CodeRewardSection, PatternRewardSection, SchemaRewardSection
-from megarl.recipe.violation import Violation
+from megarl.recipe.violation import MISSING, Violation
 
 SANDBOX_S = 1.0  # for a completion, with room: 0.15 s where nothing else runs
 Violations = Iterator[Violation]
+
+
+def given(recipe: Recipe) -> Violations:
+    """Something says how good a completion is."""
+    if not recipe.reward and recipe.environment is None:
+        rule = "must not be empty: without an environment nothing else gives rewards"
+        yield Violation("reward", MISSING, rule, "[{kind: last_number}], or an environment")
 
 
 def texts(recipe: Recipe) -> Violations:

@@ -20,6 +20,7 @@ from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import (
     algorithm_rules,
     data_rules,
+    environment_rules,
     evaluation_rules,
     feature_rules,
     layout_rules,
@@ -206,7 +207,7 @@ def _cap(recipe: Recipe, phase: str) -> Violations:
         padded = f", padded to {slots}" if slots != longest else ""
         rule = (
             f"the cap is under the longest possible sequence: data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
-            f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} = {longest}{padded}"
+            f"{recipe.completion_key} {recipe.max_completion_tokens} = {longest}{padded}"
         )
         yield Violation(key, cap, rule, str(slots))
 
@@ -456,7 +457,12 @@ def _positions(recipe: Recipe, shape: ModelShape, whose: str) -> Violations:
         has = f"the {whose}model has {shape.max_positions} positions"
         rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, {has}"
         nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
-        yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
+        if recipe.environment is None:
+            yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
+            return
+        section = recipe.environment
+        rule = f"{recipe.completion_key} = {recipe.max_completion_tokens} {rule}"
+        yield Violation("environment.max_episode_tokens", section.max_episode_tokens, rule, nearest)
 
 
 def _modules(recipe: Recipe) -> Violations:
@@ -468,6 +474,8 @@ def _modules(recipe: Recipe) -> Violations:
         targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target
     if ":" in recipe.algorithm.advantage:
         targets["algorithm.advantage"] = recipe.algorithm.advantage
+    if recipe.environment is not None:
+        targets["environment.target"] = recipe.environment.target
     for key, target in targets.items():
         outermost = target.split(":")[0].split(".")[0]
         # From the working directory, as `python -m megarl.train` finds it.
@@ -493,6 +501,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _lora_targets,
     reward_model_is_read,
     _modules,
+    reward_rules.given,
     reward_rules.texts,
     reward_rules.code_has_time,
     _ranks,
@@ -525,6 +534,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.reload,
     rollout_rules.on_cpu,
     wire_rules.quantization,
+    environment_rules.tokens,
+    environment_rules.deadline,
     evaluation_rules.evaluation,
     telemetry_rules.sinks,
     telemetry_rules.samples,

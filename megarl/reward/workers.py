@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
 TASK_GRACE_S = 2 * START_TIMEOUT_S
 MAX_WORKER_RESTARTS = 2
+# The part of the reward that an environment gives, in the metrics.
+ENVIRONMENT = "environment"
 # By the kind of a term, what it can say of a text besides a number; the metrics count each.
 REASONS = {"code": sandbox.REASONS, "http": service.REASONS}
 
@@ -65,6 +67,19 @@ class RewardResult:
         return figures | {"reward/num_masked": masked, "reward/num_timeouts": self.num_timeouts}
 
 
+def add_episodes(scored: RewardResult, episodes: Any) -> RewardResult:
+    """With what environments gave, as an EpisodeFacts has it; without episodes as it was. Where an environment failed there
+    is no reward."""
+    if episodes is None:
+        return scored
+    failures = {sample: str(why) for sample, why in enumerate(episodes.failures) if why}
+    rewards = (scored.rewards + episodes.rewards).astype(np.float32)
+    valid = scored.valid & ~np.isnan(episodes.rewards)
+    parts = {name: np.where(valid, part, np.nan).astype(np.float32) for name, part in scored.parts.items()}
+    parts[ENVIRONMENT] = np.where(valid, episodes.rewards, np.nan).astype(np.float32)
+    return replace(scored, rewards=rewards, valid=valid, parts=parts, failures=scored.failures | failures)
+
+
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
@@ -96,7 +111,7 @@ class Scorer:
         begun = time.perf_counter()
         fetched = payload.fetch(list(samples))
         texts = [
-            self._tokenizer.decode(fetched[sample].completion.token_ids.tolist(), skip_special_tokens=True)
+            self._tokenizer.decode(fetched[sample].completion.final_ids.tolist(), skip_special_tokens=True)
             for sample in samples
         ]
         asked = [one.ask(texts, prompts, timeout_s) for one in self._services]

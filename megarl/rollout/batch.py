@@ -23,8 +23,8 @@ class Payload(Protocol):
 class GroupResult:
     """All completions of one prompt, as flat arrays.
 
-    `token_ids` int32 and `logprobs` float32 are [completion tokens of all members], cut by `lengths` int32 [members];
-    `routing` has the rows of `Completion.routing`, one member after the other.
+    `token_ids` int32, `logprobs` float32 and `own` bool, as `Completion` has them, are [completion tokens of all members],
+    cut by `lengths` int32 [members]; `routing` has the rows of `Completion.routing`, one member after the other.
     """
 
     group: int
@@ -36,6 +36,7 @@ class GroupResult:
     first_versions: np.ndarray
     last_versions: np.ndarray
     routing: np.ndarray | None = None
+    own: np.ndarray | None = None  # None: all of them
 
     def sample(self, member: int) -> Sample:
         start = int(self.lengths[:member].sum())
@@ -47,6 +48,7 @@ class GroupResult:
             first_version=int(self.first_versions[member]),
             last_version=int(self.last_versions[member]),
             routing=None if self.routing is None else self.routing[self._routed(member)],
+            own=None if self.own is None else self.own[part],  # type: ignore[arg-type]
         )
         return Sample(self.group, self.prompt_ids, completion)
 
@@ -63,6 +65,7 @@ class GroupFacts:
     group: int
     prompt_length: int
     lengths: tuple[int, ...]
+    own_lengths: tuple[int, ...]
     finish_reasons: tuple[str, ...]
     first_versions: tuple[int, ...]
     last_versions: tuple[int, ...]
@@ -73,10 +76,41 @@ class GroupFacts:
             result.group,
             len(result.prompt_ids),
             tuple(map(int, result.lengths)),
+            tuple(int(result.sample(member).completion.own.sum()) for member in range(len(result.lengths))),
             result.finish_reasons,
             tuple(map(int, result.first_versions)),
             tuple(map(int, result.last_versions)),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeFacts:
+    """What became of each sample's episode; all [samples].
+
+    `rewards` float32 is what its environment gave, and NaN where that failed, for which `failures` (texts, else empty) has
+    the reason; `turns` counts those of the policy, `malformed` those with a tool call that could not be answered, and `done`
+    says where the environment has ended it.
+    """
+
+    rewards: np.ndarray
+    turns: np.ndarray
+    malformed: np.ndarray
+    done: np.ndarray
+    failures: np.ndarray
+
+    def of(self, samples: Sequence[int]) -> EpisodeFacts:
+        """Those of some samples."""
+        return EpisodeFacts(**{name: column[samples] for name, column in vars(self).items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of episodes; what is neither done nor failed was truncated."""
+        return {
+            "rollout/turns_mean": float(self.turns.mean()),
+            "rollout/turns_max": int(self.turns.max()),
+            "rollout/done_share": float(self.done.mean()),
+            "rollout/failed_share": float((self.failures != "").mean()),
+            "rollout/malformed_calls": int(self.malformed.sum()),
+        }
 
 
 @dataclass(frozen=True)
@@ -92,7 +126,8 @@ class RolloutExecuted:
 class RolloutBatch:
     """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size.
 
-    `greedy` has one greedy completion of each prompt, where the recipe's advantage compares with them.
+    `own_lengths` counts the completion tokens that the policy sampled, where None all of them. `greedy` has one greedy
+    completion of each prompt, where the recipe's advantage compares with them.
     """
 
     payload: Payload
@@ -105,6 +140,12 @@ class RolloutBatch:
     executed: RolloutExecuted
     metrics: dict[str, float] = field(default_factory=dict)
     greedy: RolloutBatch | None = None
+    own_lengths: np.ndarray = None  # type: ignore[assignment]
+    episodes: EpisodeFacts | None = None  # without an environment there are none
+
+    def __post_init__(self) -> None:
+        if self.own_lengths is None:
+            object.__setattr__(self, "own_lengths", self.completion_lengths)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -131,6 +172,7 @@ class RolloutBatch:
             first_version=flat(group.first_versions for group in facts),
             last_version=flat(group.last_versions for group in facts),
             executed=executed,
+            own_lengths=flat(group.own_lengths for group in facts),
         )
 
 
@@ -163,6 +205,11 @@ def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> Ro
 
     reasons = [reason for batch in batches for reason in batch.finish_reasons]
     last = batches[-1]
+    episodes = None
+    if last.episodes is not None:
+        facts = [vars(batch.episodes) for batch in batches]
+        together = {name: np.concatenate([one[name] for one in facts]) for name in facts[0]}
+        episodes = EpisodeFacts(**together).of(chosen)
     return RolloutBatch(
         payload=JoinedPayload(tuple(batch.payload for batch in batches), sources),
         groups=column("groups"),
@@ -173,6 +220,8 @@ def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> Ro
         last_version=column("last_version"),
         executed=last.executed,
         metrics=last.metrics,
+        own_lengths=column("own_lengths"),
+        episodes=episodes,
     )
 
 
@@ -204,13 +253,16 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
             groups=batch.groups,
             prompt_lengths=batch.prompt_lengths,
             completion_lengths=batch.completion_lengths,
+            own_lengths=batch.own_lengths,
             finish_reasons=np.array(batch.finish_reasons),
             first_version=batch.first_version,
             last_version=batch.last_version,
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
             token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
             logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
+            own=np.concatenate([sample.completion.own for sample in ordered]),
             **({"routing": np.concatenate(routing)} if routing else {}),
+            **({} if batch.episodes is None else {f"episode_{name}": one for name, one in vars(batch.episodes).items()}),
         )
     partial.rename(file)
     return file

@@ -70,13 +70,15 @@ class EngineSettings:
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions; `temperature` where it is not the engine's."""
+    """One prompt and the sampling seed of each of its completions; `temperature` and `max_new_tokens` where they are not the
+    engine's."""
 
     position: int
     group: int
     prompt_ids: np.ndarray
     seeds: tuple[int, ...]
     temperature: float | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ class EngineProcess:
     max_concurrent: int
 
 
-def request_seed(run_seed: int, step: int, prompt: int, member: int) -> int:
-    """The sampling seed of one completion: a function of what is sampled, not of when or where."""
-    state = np.random.SeedSequence([run_seed, step, prompt, member]).generate_state(1, np.uint64)
+def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
+    """The sampling seed of one completion, the turn of an episode: a function of what is sampled, not of when or where."""
+    names = [run_seed, step, prompt, member, *([turn] if turn else [])]
+    state = np.random.SeedSequence(names).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
 
 
@@ -188,15 +191,17 @@ class RolloutEngine:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that begin with Python anew
             torch.set_num_threads(threads)  # and of those that are forked
 
-    async def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue a batch, drop what is left of an earlier one, and start. Raises EngineDirty, EngineDied."""
+    async def submit(self, requests: Sequence[GroupRequest], goes_on: bool = False) -> None:
+        """Queue a batch, drop what is left of an earlier one, and start. Where it `goes_on` with the sequences of the one
+        before, what the cache has of them is used: the same in each run, as all before was. Raises EngineDirty, EngineDied.
+        """
         if self._dirty is not None:
             raise EngineDirty(f"weights are unknown: {self._dirty}")
         engine = self._alive()
         for group in self._groups.values():
             group.stop()
             group.answer.cancel()
-        await self._stand_still("abort")
+        await self._stand_still("abort", clear_cache=not goes_on)
         self._groups = {request.position: Group(request) for request in requests}
         await self._begin(list(self._groups.values()))
         await self._utility(engine.resume_generation())
@@ -277,11 +282,11 @@ class RolloutEngine:
             self._engine.shutdown(timeout=0.0 if holds_signals() else None)
             self._engine = None
 
-    async def _stand_still(self, mode: str) -> None:
-        """Pause, with empty caches. `pause_generation` would sleep for 20 ms more, so that callers have seen all outputs:
-        here they were waited for, or nobody wants them."""
+    async def _stand_still(self, mode: str, clear_cache: bool = True) -> None:
+        """Pause, with empty caches if nothing else is asked for. `pause_generation` would sleep for 20 ms more, so that
+        callers have seen all outputs: here they were waited for, or nobody wants them."""
         core: Any = self._alive().engine_core
-        await self._utility(core.pause_scheduler_async(mode=mode, clear_cache=True))
+        await self._utility(core.pause_scheduler_async(mode=mode, clear_cache=clear_cache))
 
     async def _begin(self, groups: Sequence[Group]) -> None:
         """Queue all requests of some groups, while generation is paused; no others are under way."""
@@ -298,7 +303,8 @@ class RolloutEngine:
         prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
         queues = []
         for member, seed in enumerate(request.seeds):
-            name, sampling = self._name(request, member), _sampling(self._settings, seed, request.temperature)
+            name = self._name(request, member)
+            sampling = _sampling(self._settings, seed, request.temperature, request.max_new_tokens)
             # vLLM's own choice goes by counts that come by and by, and another batch may round otherwise.
             rank = self._queued % self._settings.layout.data
             queues.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
@@ -454,14 +460,16 @@ def _layers_with_experts(model_path: str) -> list[int]:
     return [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
 
 
-def _sampling(settings: EngineSettings, seed: int, temperature: float | None = None) -> Any:
+def _sampling(
+    settings: EngineSettings, seed: int, temperature: float | None = None, max_new_tokens: int | None = None
+) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=settings.temperature if temperature is None else temperature,
         top_p=1.0,
-        max_tokens=settings.max_new_tokens,
+        max_tokens=settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         stop_token_ids=list(settings.stop_token_ids),
         ignore_eos=True,  # the checkpoint's own end tokens count only where they are among the given ones
         seed=seed,

@@ -22,6 +22,7 @@ from megarl.recipe.recipe import Recipe
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
 from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
+from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.nodes import one_machine
@@ -66,6 +67,8 @@ class EnginePool:
         bound to cores."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
         self._vocab = ModelShape.from_directory(model_path).vocab
+        self._model_path, self._stops = str(model_path), tuple(int(token) for token in stop_token_ids)
+        self._environments: Environments | None = None  # of a recipe with one, from the start on
         self._version: int | None = None  # the last one that was published
         self._resync: Callable[[Sequence[int]], None] | None = None
         self._manifest: WeightManifest  # of the sync under way
@@ -94,7 +97,7 @@ class EnginePool:
                     kv_cache_bytes=rollout.kv_cache_bytes,
                     memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
-                    stop_token_ids=tuple(int(token) for token in stop_token_ids),
+                    stop_token_ids=self._stops,
                     seed=seed,
                     record_routing=recipe.actor.router_replay,
                     quantization=rollout.quantization,
@@ -120,6 +123,8 @@ class EnginePool:
         beside = node_share(0)  # where rank 0 is: the loss of another node takes no rollouts along
         store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=beside)
         self._store = store.remote(1 + _batches_of_a_step(self._recipe))
+        if self._recipe.environment is not None:
+            self._environments = Environments(self._recipe, self._model_path, self._vocab, self._stops, self._seed)
         started = [(engine, engine.begin_start()) for engine in self._engines]
         for engine, reference in started:
             try:
@@ -141,7 +146,18 @@ class EnginePool:
         self._check(prompts)
         self._resync = resync
         asked = sampling or Sampling(self._recipe.algorithm.group_size, draw=step)
-        size, with_greedy = asked.completions, self._with_greedy and sampling is None
+        with_greedy = self._with_greedy and sampling is None
+        if self._environments is not None:
+            result = self._play(self._environments, prompts, step, asked, with_greedy)
+        else:
+            result = self._complete(prompts, step, asked, with_greedy)
+        self._ask_times()
+        result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
+        return result
+
+    def _complete(self, prompts: Sequence[Prompt], step: int, asked: Sampling, with_greedy: bool) -> RolloutBatch:
+        """One turn: a completion is all that follows a prompt."""
+        size = asked.completions
         work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
         for position, prompt in enumerate(prompts):
             seeds = tuple(request_seed(self._seed, asked.draw, prompt.index, member) for member in range(size))
@@ -156,8 +172,27 @@ class EnginePool:
         if with_greedy:
             greedy = self._keep(range(len(prompts), 2 * len(prompts)), 1, facts, tokens, step)
             result = replace(result, greedy=greedy)
-        self._ask_times()
-        result.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
+        return result
+
+    def _play(
+        self, environments: Environments, prompts: Sequence[Prompt], step: int, asked: Sampling, with_greedy: bool
+    ) -> RolloutBatch:
+        """Turn by turn: an environment answers each turn of a completion until its episode has ended."""
+        groups = [(prompt, asked.completions, asked.temperature) for prompt in prompts]
+        groups += [(prompt, 1, 0.0) for prompt in prompts] if with_greedy else []
+        episodes = Episodes(environments, groups, asked.draw, len(self._engines))
+        try:
+            self._run({engine.settings.index: {} for engine in self._engines}, step, episodes)
+        finally:
+            episodes.close()
+        played = episodes.results()
+        facts = {position: GroupFacts.of(result) for position, result in played.items()}
+        tokens = {position: ray.put(result) for position, result in played.items()}
+        first, second = range(len(prompts)), range(len(prompts), 2 * len(prompts))
+        result = replace(self._keep(first, asked.completions, facts, tokens, step), episodes=episodes.facts(first))
+        if with_greedy:
+            greedy = replace(self._keep(second, 1, facts, tokens, step), episodes=episodes.facts(second))
+            result = replace(result, greedy=greedy)
         return result
 
     def _keep(
@@ -302,35 +337,52 @@ class EnginePool:
             return
         for engine in self._engines:
             engine.stop()
+        if self._environments is not None:
+            self._environments.close()
         if self._store is not None:
             ray.kill(self._store)
         if self._owns_cluster:
             stop_cluster()
         self.address = None
 
-    def _run(self, work: dict[int, dict[int, GroupRequest]], step: int) -> tuple[dict[int, GroupFacts], dict[int, Any]]:
-        """Facts and token references of every position; groups of an engine that dies are submitted again."""
+    def _run(
+        self, work: dict[int, dict[int, GroupRequest]], step: int, episodes: Episodes | None = None
+    ) -> tuple[dict[int, GroupFacts], dict[int, Any]]:
+        """Facts and token references of every position; groups of an engine that dies are submitted again. Of `episodes` the
+        work is what they ask for, turn by turn: an engine's next turn is submitted when its environments have answered."""
         facts: dict[int, GroupFacts] = {}
         tokens: dict[int, Any] = {}
-        begin("sequences", sum(len(request.seeds) for requests in work.values() for request in requests.values()))
+        sequences = sum(len(request.seeds) for requests in work.values() for request in requests.values())
+        begin("sequences", sequences if episodes is None else len(episodes.episodes))
+        asked = [] if episodes is None else episodes.begin()  # environments
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
         for engine in self._engines:
             calls |= self._submit(engine, work[engine.settings.index])
         deadline = time.monotonic() + self._recipe.rollout.timeout_s
-        while calls:
-            ready, _ = ray.wait(list(calls), timeout=max(0.0, deadline - time.monotonic()))
+        while calls or asked:
+            ready, _ = ray.wait([*calls, *asked], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = sorted({engine.name for engine, _, _ in calls.values()})
+                late = sorted({engine.name for engine, _, _ in calls.values()}) or [f"environments of {len(asked)} episodes"]
                 raise EngineSilent(
                     f"{', '.join(late)}: {len(calls)} of {sum(map(len, work.values()))} groups of step {step} not "
                     f"finished in phase rollout within rollout.timeout_s = {self._recipe.rollout.timeout_s:g}"
                 )
+            if ready[0] not in calls:
+                assert episodes is not None, "nobody else asks environments"
+                asked.remove(ready[0])
+                calls |= self._next_turn(episodes, episodes.hear(ready[0]), work)
+                continue
             engine, position, token_reference = calls.pop(ready[0])
             try:
                 facts[position] = engine.get(ready[0], "rollout")
                 tokens[position] = token_reference
-                advance(len(facts[position].lengths))
+                result: Any = None if episodes is None else engine.get(token_reference, "rollout")
                 del work[engine.settings.index][position]
+                if episodes is None:
+                    advance(len(facts[position].lengths))
+                else:
+                    asked += episodes.sampled(position, result)
+                    calls |= self._next_turn(episodes, engine.settings.index, work)
             except EngineDied as error:
                 self._revive(engine, error)
                 calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
@@ -340,13 +392,26 @@ class EnginePool:
                 raise type(error)(f"{engine.name}, phase rollout, step {step}: {error}") from error
         return facts, tokens
 
-    def _submit(self, engine: EngineHandle, requests: dict[int, GroupRequest]) -> dict[Any, tuple[EngineHandle, int, Any]]:
-        """Queue an engine's groups; for each, what its facts' reference stands for."""
+    def _next_turn(
+        self, episodes: Episodes, index: int, work: dict[int, dict[int, GroupRequest]]
+    ) -> dict[Any, tuple[EngineHandle, int, Any]]:
+        """Of an engine whose turn is over, and whose environments have all answered, the next one. As `_submit`."""
+        if work[index] or episodes.waits(index):
+            return {}
+        advance(episodes.take_ended())
+        work[index] = episodes.requests(index)
+        return self._submit(self._engines[index], work[index], goes_on=episodes.have_begun(index))
+
+    def _submit(
+        self, engine: EngineHandle, requests: dict[int, GroupRequest], goes_on: bool = False
+    ) -> dict[Any, tuple[EngineHandle, int, Any]]:
+        """Queue an engine's groups; for each, what its facts' reference stands for. `goes_on` as of
+        `RolloutEngine.submit`."""
         if not requests:
             return {}
         while True:
             try:
-                engine.get(engine.call("submit", list(requests.values())), "rollout")
+                engine.get(engine.call("submit", list(requests.values()), goes_on), "rollout")
                 break
             except EngineDirty as error:
                 raise RolloutError(f"{engine.name} refuses phase rollout: {error}") from error
@@ -437,6 +502,7 @@ def open_pool(
     if recipe.rollout.replay is not None:
         section = recipe.phases.rollout
         routed = recipe.actor.router_replay
-        greedy = recipe.algorithm.advantage == "remax"
-        return ReplayPool(recipe.rollout.replay, recipe.algorithm.group_size, section.max_concurrent, routed, greedy)
+        greedy, played = recipe.algorithm.advantage == "remax", recipe.environment is not None
+        size = recipe.algorithm.group_size
+        return ReplayPool(recipe.rollout.replay, size, section.max_concurrent, routed, greedy, played)
     return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places, bound_ranks)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_file, greedy_folder
+from megarl.rollout.batch import EpisodeFacts, RolloutBatch, RolloutExecuted, dump_file, greedy_folder
 from megarl.rollout.requests import EngineReport
 
 
@@ -39,6 +39,7 @@ class FilePayload:
                 first_version=int(columns["first_version"][s]),
                 last_version=int(columns["last_version"][s]),
                 routing=None if routing is None else routing[routed],
+                own=columns["own"][part] if "own" in columns else None,  # type: ignore[arg-type]
             )
             samples[s] = Sample(int(columns["groups"][s]), columns["prompt_ids"][prompt], completion)
         return samples
@@ -47,18 +48,26 @@ class FilePayload:
 class ReplayPool:
     """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at.
 
-    With `routed` the dumps must hold the experts that the rollout chose, with `greedy` a greedy completion of each prompt.
+    With `routed` the dumps must hold the experts that the rollout chose, with `greedy` a greedy completion of each prompt,
+    and with `played` what became of episodes.
     """
 
     address: str | None = None
 
     def __init__(
-        self, directory: str, group_size: int, max_concurrent: int, routed: bool = False, greedy: bool = False
+        self,
+        directory: str,
+        group_size: int,
+        max_concurrent: int,
+        routed: bool = False,
+        greedy: bool = False,
+        played: bool = False,
     ) -> None:
         self._directory = Path(directory).absolute()
         self._group_size, self._max_concurrent, self._routed = group_size, max_concurrent, routed
+        self._played = played
         # Groups of one.
-        self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent) if greedy else None
+        self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent, played=played) if greedy else None
 
     def start(self) -> None:
         """Raises ValueError for a directory without dumps, or with dumps that lack the experts' choice."""
@@ -71,7 +80,7 @@ class ReplayPool:
                 "a run with run.dump_rollouts = true writes them"
             )
         with np.load(files[0]) as dump:
-            self._check_routing(files[0], dump.files)
+            self._check_columns(files[0], dump.files)
 
     def generate(
         self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
@@ -93,6 +102,8 @@ class ReplayPool:
             last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
             greedy=None if self._greedy is None else self._greedy.generate(prompts, step),
+            own_lengths=columns.get("own_lengths"),  # type: ignore[arg-type]
+            episodes=_episodes(columns) if self._played else None,
         )
 
     def rest(self) -> None:
@@ -105,7 +116,10 @@ class ReplayPool:
     def shutdown(self) -> None:
         pass
 
-    def _check_routing(self, file: Path, names: Iterable[str]) -> None:
+    def _check_columns(self, file: Path, names: Iterable[str]) -> None:
+        if self._played != ("episode_rewards" in names):
+            found, other = ("no episodes", "with an") if self._played else ("episodes", "without an")
+            raise ValueError(f"{file} has {found}; replay dumps of a run {other} environment, as this recipe is")
         if self._routed and "routing" not in names:
             raise ValueError(
                 f"{file} does not say which experts the rollout chose, and actor.router_replay = true reuses them; "
@@ -113,7 +127,7 @@ class ReplayPool:
             )
 
     def _check(self, file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt]) -> None:
-        self._check_routing(file, columns)
+        self._check_columns(file, columns)
         size = int(columns["group_size"])
         if size != self._group_size or len(columns["groups"]) != size * len(prompts):
             raise ValueError(
@@ -121,7 +135,8 @@ class ReplayPool:
                 f"{len(prompts)} groups of {self._group_size} (phases.rollout.prompts, algorithm.group_size)"
             )
         starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
-        for position, prompt in enumerate(prompts):
+        # Environments may have given other prompts than the data.
+        for position, prompt in enumerate(() if self._played else prompts):
             s = position * size
             start = int(starts[s])
             dumped = columns["prompt_ids"][start : start + int(columns["prompt_lengths"][s])]
@@ -130,3 +145,8 @@ class ReplayPool:
                     f"{file}: prompt {position} is not the one the recipe gives in this step; "
                     "replay with the data section and the seed that the dump was made with"
                 )
+
+
+def _episodes(columns: dict[str, np.ndarray]) -> EpisodeFacts:
+    prefix = "episode_"
+    return EpisodeFacts(**{name.removeprefix(prefix): columns[name] for name in columns if name.startswith(prefix)})

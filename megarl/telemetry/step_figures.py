@@ -71,7 +71,7 @@ class StepFigures:
         done = {phase: figures.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
         # With what engines sampled and nobody trains on.
         beside = sum(figures.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
-        done["rollout"] = sum(map(int, sizes.completions)) + beside
+        done["rollout"] = sum(map(int, sizes.completions)) + beside - figures.get("rollout/observation_tokens", 0)
         rates = {phase: tokens / times.phases[phase] for phase, tokens in done.items() if tokens and phase in times.phases}
         return found | {f"tokens/{phase}/per_s": rate for phase, rate in rates.items()}
 

@@ -1,0 +1,82 @@
+"""An example with a tool: a question of arithmetic, and a calculator that the policy may ask before it answers."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from megarl.environment.interface import Environment, Messages, Observation, Turn, environment
+from megarl.reward.verifiers import numbers
+
+MAX_CHARACTERS = 200
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@environment
+class Calculator(Environment):
+    """Answers calls of the tool `calculator`. A turn without a call is the answer: its last number is compared with that of
+    the row's answer. `call_cost` is taken off for each call."""
+
+    tools = {
+        "calculator": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "maxLength": MAX_CHARACTERS}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        }
+    }
+
+    def __init__(self, answer_field: str = "answer", call_cost: float = 0.0) -> None:
+        self._field, self._cost = answer_field, call_cost
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
+        """The row's own prompt. Raises ValueError where its answer is no number."""
+        wanted = numbers(str(row[self._field]))
+        if len(wanted) != 1:
+            raise ValueError(f"field {self._field!r} is {row[self._field]!r}; one number is needed")
+        self._wanted = wanted[0]
+        return None
+
+    def step(self, turn: Turn) -> Observation:
+        """What a call comes to, or the end with 1 for a right answer."""
+        if turn.call is None:
+            found = numbers(turn.text)
+            return Observation(reward=float(bool(found) and found[-1] == self._wanted), done=True)
+        try:
+            said = _text(calculate(turn.call.arguments["expression"]))
+        except (ValueError, ArithmeticError) as error:
+            said = f"error: {error}"
+        return Observation([{"role": self.tool_role, "content": said}], reward=0.0 - self._cost)
+
+
+def calculate(expression: str) -> Fraction:
+    """The value of numbers with + - * / and brackets. Raises ValueError for anything else, and ZeroDivisionError."""
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cannot read {expression!r}") from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_value(inner)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_value(left), _value(right))
+    raise ValueError(f"numbers, + - * / and brackets only, not {ast.unparse(node)!r}")
+
+
+def _text(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"

@@ -1,0 +1,201 @@
+"""Environments in processes of their own, because only a process can be stopped for sure, one for each episode: one that
+hangs, crashes or leaks takes no other along.
+
+A keeper has the user's module imported and forks for each episode, which takes milliseconds where a new Python takes a
+second. It runs nothing of the user's itself but the import, and hands messages on: (episode, question) from its parent,
+(episode, answer) back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+from megarl.environment import interface
+from megarl.environment.interface import (
+    Environment,
+    Fields,
+    Turn,
+    checked_messages,
+    checked_observation,
+    load_environment,
+)
+from megarl.environment.tool_calls import MalformedCall, read_call
+from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.violation import RecipeError
+from megarl.watchdog.stacks import mark_from_environment
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Begin an episode."""
+
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Answer a turn."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Nobody asks anything of the episode any more, or it is to be ended whatever it does."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment said: messages (None where reset left the row's prompt), what the turn was worth, and whether it
+    was the last; or why it said nothing. `malformed`: the turn held a tool call that cannot be answered."""
+
+    messages: list[dict[str, str]] | None = None
+    reward: float = 0.0
+    done: bool = False
+    malformed: bool = False
+    failure: str = ""
+
+
+class Keeper:
+    """The processes of some episodes, seen from the process that forks them."""
+
+    def __init__(self, parent: Connection, made: type[Environment], options: Mapping[str, Any]) -> None:
+        self._parent, self._made, self._options = parent, made, options
+        self._episodes: dict[Any, tuple[int, Connection]] = {}  # process and its end of a pipe
+
+    def run(self) -> None:
+        """Until the parent has gone."""
+        try:
+            while True:
+                by_pipe = {pipe: episode for episode, (_, pipe) in self._episodes.items()}
+                for ready in wait([self._parent, *by_pipe]):
+                    if ready is self._parent:
+                        self._hear(*self._parent.recv())
+                    elif by_pipe[ready] in self._episodes:  # type: ignore[index]
+                        self._hand_on(by_pipe[ready])  # type: ignore[index]
+        except (EOFError, ConnectionError):
+            return
+        finally:
+            for episode in list(self._episodes):
+                self._end(episode)
+
+    def _hear(self, episode: Any, question: Reset | Step | End) -> None:
+        if isinstance(question, End):
+            if episode in self._episodes:
+                self._end(episode)
+            return
+        if isinstance(question, Reset):
+            self._begin(episode)
+        if episode not in self._episodes:
+            self._parent.send((episode, Reply(failure="the process of its environment is gone")))
+            return
+        with suppress(ConnectionError):  # then its pipe says so, which is handed on
+            self._episodes[episode][1].send(question)
+
+    def _hand_on(self, episode: Any) -> None:
+        try:
+            reply = self._episodes[episode][1].recv()
+        except (EOFError, ConnectionError):
+            reply = Reply(failure=f"crashed: its process died with {self._end(episode)}")
+        self._parent.send((episode, reply))
+
+    def _begin(self, episode: Any) -> None:
+        ours, theirs = Pipe()
+        keeper = os.getpid()
+        process = os.fork()
+        if not process:
+            _play(keeper, theirs, [self._parent, ours, *(pipe for _, pipe in self._episodes.values())],
+                  self._made, self._options)  # fmt: skip
+        theirs.close()
+        self._episodes[episode] = process, ours
+
+    def _end(self, episode: Any) -> str:
+        process, pipe = self._episodes.pop(episode)
+        pipe.close()
+        os.kill(process, signal.SIGKILL)  # of one that has ended by itself it does nothing: it is not waited for yet
+        _, status = os.waitpid(process, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _play(
+    keeper: int, pipe: Connection, others: list[Connection], made: type[Environment], options: Mapping[str, Any]
+) -> NoReturn:
+    """The process of one episode, until its pipe is closed. It never returns into the keeper's stack."""
+    status = 1
+    try:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == keeper:  # else the keeper died before that was set
+            for other in others:
+                other.close()
+            environment = made(**options)
+            while True:
+                pipe.send(_answer(environment, pipe.recv()))
+    except (EOFError, ConnectionError):
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _answer(environment: Environment, question: Reset | Step) -> Reply:
+    doing = "reset" if isinstance(question, Reset) else "step"
+    try:
+        if isinstance(question, Reset):
+            first = environment.reset(Fields(question.row), question.seed)
+            return Reply(None if first is None else checked_messages(first, "what reset returned"))
+        call = None
+        if environment.tools:
+            try:
+                call = read_call(question.text, environment.tools)
+            except MalformedCall as error:
+                return Reply([{"role": environment.tool_role, "content": f"error: {error}"}], malformed=True)
+        return Reply(*checked_observation(environment.step(Turn(question.text, call))))
+    except Exception as error:  # whatever a user's environment raises is that episode's failure, not the run's
+        return Reply(failure=f"{doing} raised {type(error).__name__}: {error}{_where(error)}")
+
+
+def _where(error: BaseException) -> str:
+    """The last line that is the environment's own."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename not in (__file__, interface.__file__)]
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def serve(parent: Connection) -> None:
+    """The keeper's process: load the class, say whether that went well, and keep until the parent has gone."""
+    mark_from_environment("environments")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe for each episode
+    path, given = parent.recv()
+    sys.path[:] = path
+    section: EnvironmentSection = pickle.loads(given)
+    try:
+        made = load_environment(section.target, section.options)
+    except RecipeError as error:
+        parent.send(str(error))
+        return
+    parent.send(None)
+    Keeper(parent, made, section.options).run()
+
+
+if __name__ == "__main__":
+    # Run as a module this file is `__main__`; answers must be of the class that the parent knows.
+    from megarl.environment import keeper
+
+    keeper.serve(Connection(int(sys.argv[1])))

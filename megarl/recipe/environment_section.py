@@ -1,0 +1,33 @@
+"""What can be written under `environment` in a recipe: what answers the policy, turn by turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megarl.recipe.sections import Positive, Seconds, Section
+
+
+class EnvironmentSection(Section):
+    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+    """The class as `module:Class`, one of yours or of megarl: `megarl.environment.calculator:Calculator`,
+    `megarl.environment.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
+    options: dict[str, Any] = {}
+    """Options of the class, by name."""
+    max_turns: Positive
+    """Turns of the policy in one episode; an episode that is not done by then is truncated. Each turn has up to
+    `rollout.max_new_tokens` tokens."""
+    max_observation_tokens: Positive
+    """Longest observation between two turns, in tokens and with what the chat template puts around it. A longer one is a
+    fault of the environment, and never cut."""
+    max_episode_tokens: Positive | None = None
+    """Tokens of one episode behind its prompt, observations included; where no room is left for a turn it is truncated. Null
+    has room for all turns and observations at their longest."""
+    timeout_s: Seconds = 30.0
+    """Deadline of each reset and of each step; what passes it is ended."""
+    workers: Positive = 1
+    """Processes in the Ray cluster that run environments; each episode has one of its own below them."""
+    on_error: Literal["mask", "stop"] = "mask"
+    """What becomes of an episode whose environment raises, dies, passes its deadline, or returns what it must not: its
+    sample counts for nothing and is counted in `rollout/failed_share`, or the run ends."""

@@ -1,0 +1,40 @@
+"""Functions and classes of a user's own module that a recipe names as `module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from megarl.recipe.violation import RecipeError, Violation
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+_MARK = "__megarl__"
+
+
+def mark(found: Marked, decorator: str) -> Marked:
+    """Mark a function or class as what `decorator`, by its whole name, is for."""
+    setattr(found, _MARK, decorator)
+    return found
+
+
+def load_marked(key: str, target: str, decorator: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """What `target` names, which takes `options` by name.
+
+    Raises RecipeError where it cannot be imported, has not been decorated, or does not take the options.
+    """
+    module, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises
+        rule = f"{type(error).__name__}: {error}"
+        raise RecipeError([Violation(key, target, rule, "a module that imports, on PYTHONPATH of every rank")]) from error
+    if getattr(found, _MARK, None) != decorator:
+        raise RecipeError([Violation(key, target, "is not decorated", f"@{decorator} above it")])
+    known = inspect.signature(found).parameters
+    unknown = sorted(options.keys() - known.keys())
+    if unknown and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        way_out = ", ".join(known) or "no options"
+        raise RecipeError([Violation(key, target, f"takes no {', '.join(unknown)}", way_out)])
+    return found

@@ -1,0 +1,63 @@
+"""Rules of episodes: all that turns and observations can come to fits whatever it has to, and is said before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe import RecipeError, parse_recipe
+from megarl.recipe.recipe import Recipe
+from tests.recipe_cases import CONFIG, edited
+
+EPISODES = {"target": "statistics:mean", "max_turns": 2, "max_observation_tokens": 10}
+CAPS = (("phases.actor_logprob.micro_batch.max_tokens", 128), ("phases.actor_update.micro_batch.max_tokens", 128))
+
+
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, Any], **changes: Any) -> Recipe:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    return parse_recipe(edited(*CAPS, ("environment", EPISODES | changes), *edits)())
+
+
+def test_a_sequence_has_room_for_all_turns_and_the_observations_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = loaded(tmp_path, monkeypatch, ("reward", []))
+    assert (recipe.max_completion_tokens, recipe.max_own_tokens, recipe.max_sequence_tokens) == (74, 64, 106)
+    assert recipe.environment is not None
+    short = recipe.model_copy(
+        update={"environment": recipe.environment.model_copy(update={"max_turns": 4, "max_episode_tokens": 50})}
+    )
+    assert (short.max_completion_tokens, short.max_own_tokens, short.max_sequence_tokens) == (50, 50, 82)
+    single = recipe.model_copy(update={"environment": None})
+    assert (single.max_completion_tokens, single.max_own_tokens, single.max_sequence_tokens) == (32, 32, 64)
+
+
+TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.max_observation_tokens 10"
+
+
+@pytest.mark.parametrize(("edits", "changes", "key", "rule", "way_out"), [
+    ((), {"max_turns": 3}, "phases.actor_update.micro_batch.max_tokens",
+     f"data.max_prompt_tokens 32 + ({TURNS}) 116 = 148", "148"),
+    ((), {"max_turns": 9, "max_episode_tokens": 99}, "phases.actor_update.micro_batch.max_tokens",
+     "data.max_prompt_tokens 32 + environment.max_episode_tokens 99 = 131", "131"),
+    ((), {"max_turns": 9}, "environment.max_episode_tokens", "= 368 with data.max_prompt_tokens 32 makes 400 tokens", "224"),
+    ((("rollout.kv_cache_bytes", 65536),), {}, "rollout.kv_cache_bytes", "must hold one sequence of 106 tokens", ""),
+    ((), {"max_episode_tokens": 20}, "environment.max_episode_tokens", "no room for one turn of rollout", "32"),
+    ((), {"max_episode_tokens": 75}, "environment.max_episode_tokens", "is never reached: 2 turns", "74, or null"),
+    ((), {"timeout_s": 700.0}, "environment.timeout_s", "must be below rollout.timeout_s = 600", "150"),
+    ((), {"target": "nobody_has_it:Game"}, "environment.target", "no module 'nobody_has_it'", ""),
+    ((("algorithm.overlong", {"buffer": 65}),), {}, "algorithm.overlong.buffer", "turns of an episode may have = 64", "64"),
+    ((("environment", None), ("reward", [])), {}, "reward", "must not be empty", "or an environment"),
+])  # fmt: skip
+def test_what_does_not_fit_is_named_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edits: Any, changes: Any, key: str, rule: str, way_out: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        loaded(tmp_path, monkeypatch, *edits, **changes)
+    found = [one for one in raised.value.violations if one.key == key and rule in one.rule]
+    assert found and way_out in found[0].nearest, raised.value
