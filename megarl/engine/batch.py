@@ -190,14 +190,14 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
                     f"samples {run[0]} and {number} are of one group and have unlike prompts, which "
                     "phases.*.share_prompts cannot run as one; set it to false"
                 )
-            completion = sample.completion.token_ids
+            completion, sampled = sample.completion.token_ids, np.flatnonzero(sample.completion.own)
             tokens.append(completion)
             positions.append(len(prompt) + np.arange(len(completion)))
             # The first token is predicted by the prompt's last row, the others by the rows before them.
             rows = start - 1 + np.arange(len(completion))
             rows[:1] = first + len(prompt) - 1
-            heads.append(rows)
-            targets.append(completion)
+            heads.append(rows[sampled])
+            targets.append(completion[sampled])
             start += len(completion)
             lengths.append(start)
             continues.append((first, first + len(prompt)))
@@ -223,7 +223,7 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
         head_positions=head_positions,
         heads=torch.arange(len(head_positions), device=device),
         targets=on_device(targets),
-        completion_lengths=tuple(len(part) for part in targets),
+        own_lengths=tuple(len(part) for part in targets),
         continues=tuple(continues),
     )
 
