@@ -25,7 +25,7 @@ Answers = list[list[tuple[int, dict[int, float]]]]
 
 @contextmanager
 def own_process() -> Iterator[ProcessPoolExecutor]:
-    """One process that has the environment of engines before it imports torch."""
+    """One process that has the environment of engines before it imports vLLM."""
     from megarl.rollout.handle import engine_environment
 
     context = multiprocessing.get_context("spawn")

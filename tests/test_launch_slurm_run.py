@@ -41,6 +41,11 @@ def run_through(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return whole
 
 
+def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All figures but those of how weights travelled, which is another matter between nodes."""
+    return [{key: value for key, value in line.items() if not key.startswith("sync/")} for line in lines]
+
+
 def submit(cluster: SlurmCluster, folder: Path, name: str, file: str, ranks: int, ranks_per_node: int) -> str:
     """A file unchanged, with the settings of these nodes in the environment."""
     placement = "separate" if file == SEPARATE else "colocated"
@@ -84,7 +89,7 @@ def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_
         ended = cluster.wait(job, JOB_S, said=output)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said(tmp_path, "preempted", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": ranks // 2, "node1": ranks // 2}
-    assert figures(tmp_path, "preempted") == whole
+    assert without_sync(figures(tmp_path, "preempted")) == without_sync(whole)
     starts = [json.loads(line) for line in (tmp_path / "runs" / "preempted" / "starts.jsonl").read_text().splitlines()]
     assert [(start["from_step"], start["slurm_restart"]) for start in starts] == [(0, None), (1, 1)]
     assert starts[1]["before"]["how"] == "requeued"
@@ -98,7 +103,7 @@ def test_a_run_with_engines_on_a_node_of_their_own_ends_like_one_on_one_node(tmp
         ended = cluster.wait(job, JOB_S, said=tmp_path / "separate.out")
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), said(tmp_path, "separate", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
-    assert figures(tmp_path, "separate") == whole
+    assert without_sync(figures(tmp_path, "separate")) == without_sync(whole)
 
 
 def ranks_of_nodes(folder: Path, job: str) -> dict[str, int]:
