@@ -22,10 +22,11 @@ quickstart: setup
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN) trainer.precision=$(PRECISION)
 	.venv/bin/megarl report runs/$(RUN)
 
-# Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM runs beside the tests of
-# Megatron's engines: whole runs, in the other stream, start engines of their own. What launches whole jobs comes after it, so
-# that both streams end at about the same time.
-BESIDE := $(wildcard $(patsubst %,tests/test_%*.py,rollout_ sync_ launch_ watchdog_ pipeline_faults))
+# Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM or jobs runs beside the
+# tests of Megatron's engines and of pure code; some whole runs are on either side, so that both streams end at about the same
+# time.
+BESIDE := $(wildcard $(patsubst %,tests/test_%*.py,rollout_ sync_ launch_ watchdog_ reward_ agent node pipeline_faults \
+	pipeline_lora pipeline_router_replay))
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
 test: setup
@@ -45,11 +46,12 @@ test-learning: setup
 	$(PYTEST) -s -m learning
 
 # The engine and platform tests against the newest megatron-core. It declares Python >= 3.12 and runs on 3.11; it is put in a
-# directory of its own, ahead of .venv on the path of the tests and of every rank that they start. Of the layout matrix it
-# runs a case of each kind: the others are marked slow. OWN are tests of megarl's own parts, between which and megatron-core
-# stand the tests of the layouts, the families' logits and the checkpoints: those run, and so do all others, in two streams.
+# directory of its own, ahead of .venv on the path of the tests and of every rank that they start. Of the layout matrix, and of
+# what else has several cases, it runs one of each kind: the others are marked slow. OWN are tests of megarl's own parts,
+# between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
+# do all others, in two streams.
 OWN := adapter_export attention benchmark compiled logprobs objective plans weights
-BESIDE_019 := $(patsubst %,tests/test_engine_%.py,checkpoint experts freeze golden place stages)
+BESIDE_019 := $(patsubst %,tests/test_engine_%.py,checkpoint experts finite freeze golden place precision stages)
 OF_MEGATRON := $(filter-out $(OWN:%=tests/test_engine_%.py),$(wildcard tests/test_engine_*.py tests/test_platform_*.py))
 
 test-megatron-0.19: setup

@@ -1,7 +1,8 @@
 """Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks), the table of the layouts."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import hypothesis
 import pytest
@@ -26,6 +27,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"skipped, and --no-skips: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def engine_process() -> Iterator[ProcessPoolExecutor]:
+    """A process that has imported vLLM, as soon as a first test has used it: for engines that need no other one."""
+    from tests.in_process_engine import own_process
+
+    with own_process() as one:
+        yield one
 
 
 LAYOUT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()

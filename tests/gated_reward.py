@@ -12,7 +12,10 @@ OPENS_S = 120.0
 
 
 def digits_behind_a_gate(text: str, prompt: Prompt) -> float:
-    """`tests.rewards.digits`, once the file that the environment names has gone; a file beside it says that this waits."""
+    """`tests.rewards.digits`, once the file that the environment names has gone, if it names one; a file beside it says that
+    this waits."""
+    if GATE not in os.environ:
+        return digits(text, prompt)
     gate = Path(os.environ[GATE])
     deadline = time.monotonic() + OPENS_S
     while gate.exists() and time.monotonic() < deadline:

@@ -24,7 +24,7 @@ import pytest
 from megarl.node.processes import start_tied
 from tests.ports import unused_port
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 NODES = ("node0", "node1")
 CPUS = 4  # on each node, whatever this machine has
 # The tests may themselves run in a job of some other Slurm.

@@ -86,6 +86,15 @@ class ThreadEngines:
             reader.close()
 
     def _read(self, engine: int, worker: int) -> Parameters:
+        try:
+            return self._take(engine, worker)
+        except Exception as error:
+            # vLLM's workers keep no traceback either: it holds a message that was waited for, that the group it came by, and
+            # trainer ranks at the other end of a group that lives on wait for it until their deadline.
+            error.__cause__ = error.__context__ = None
+            raise error.with_traceback(None) from None
+
+    def _take(self, engine: int, worker: int) -> Parameters:
         """A worker's parameters, every element written at most once; what is not written is not a number."""
         parameters: Parameters = {}
         for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine)):

@@ -29,10 +29,14 @@ CONTEXT = {"actor": Layout(tensor=2, context=2, sequence_parallel=True), "critic
     "layouts,others",
     [
         (_both(Layout(tensor=2, pipeline=2)), [_both(Layout()), _both(Layout(pipeline=2, data=2)), VIRTUAL]),
-        (ACTOR_AND_CRITIC, [_both(Layout()), {"actor": Layout(pipeline=2, data=2), "critic": Layout(tensor=2, pipeline=2)}]),
+        pytest.param(
+            ACTOR_AND_CRITIC,
+            [_both(Layout()), {"actor": Layout(pipeline=2, data=2), "critic": Layout(tensor=2, pipeline=2)}],
+            marks=pytest.mark.slow,
+        ),
         (VIRTUAL, [_both(Layout()), CONTEXT]),
-        # Slow: megatron-core knows nothing of context in a checkpoint, so a newer one changes nothing here.
-        pytest.param(CONTEXT, [_both(Layout()), ACTOR_AND_CRITIC], marks=pytest.mark.slow),
+        # megatron-core knows nothing of context in a checkpoint.
+        pytest.param(CONTEXT, [_both(Layout()), ACTOR_AND_CRITIC], marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
     ids=["one layout", "a layout a role", "virtual pipeline", "context"],
 )

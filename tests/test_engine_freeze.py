@@ -21,7 +21,10 @@ ALL_LAYERS = {"norms": True, "layers": 4}
 
 @pytest.mark.parametrize(
     ("layout", "tied"),
-    [(Layout(pipeline=2, data=2, virtual_pipeline=2), False), (Layout(tensor=2, pipeline=2, sequence_parallel=True), True)],
+    [
+        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), False, marks=pytest.mark.slow),
+        (Layout(tensor=2, pipeline=2, sequence_parallel=True), True),
+    ],
     ids=["virtual pipeline, data", "tied, tensor, pipeline, sequence"],
 )
 def test_the_same_under_every_layout_and_after_a_resume(tmp_path: Path, layout: Layout, tied: bool) -> None:

@@ -32,9 +32,12 @@ def _assert_same(found, expected, where):
     np.testing.assert_allclose(found.base, expected.base, rtol=1e-4, atol=1e-4, err_msg=str(where))
 
 
+VIRTUAL = Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
     "family,tied,layouts",
-    [("qwen3", True, LAYOUTS), ("qwen2", False, [Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=True)])],
+    [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])],
 )
 def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied, layouts):
     directory = str(save_tiny_model(tmp_path, family, tied))
@@ -102,7 +105,9 @@ def test_recompute_loses_no_gradient_of_an_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tensor=2, sequence_parallel=True), Layout(pipeline=2, data=2)], ids=["tp", "pp-dp"]
+    "layout",
+    [Layout(tensor=2, sequence_parallel=True), pytest.param(Layout(pipeline=2, data=2), marks=pytest.mark.slow)],
+    ids=["tp", "pp-dp"],
 )
 def test_resume_of_adapters_is_exact_and_may_change_the_layout(tmp_path, layout):
     directory, folder = str(save_tiny_model(tmp_path / "model")), str(tmp_path / "checkpoints")

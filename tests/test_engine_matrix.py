@@ -96,6 +96,40 @@ QUICK = [
     (EXPERTS, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
     (EXPERTS, Layout(pipeline=4, data=2, expert=2)),
 ]
+# Nightly: of these each axis is cut in some other case, and each pair of axes too that has code of its own.
+RARE = [
+    (DENSE, Layout(tensor=2, sequence_parallel=True)),
+    (DENSE, Layout(pipeline=2)),
+    (DENSE, Layout(pipeline=4)),
+    (DENSE, Layout(pipeline=2, virtual_pipeline=2)),
+    (DEEP, Layout(pipeline=4, virtual_pipeline=2)),
+    (DENSE, Layout(context=2)),
+    (DENSE, Layout(data=2)),
+    (DENSE, Layout(tensor=2, pipeline=2)),
+    (DENSE, Layout(tensor=2, data=2)),
+    (DENSE, Layout(pipeline=2, context=2)),
+    (DENSE, Layout(context=2, data=2)),
+    (DENSE, Layout(tensor=2, context=2, sequence_parallel=True)),
+    (DENSE, Layout(pipeline=2, context=2, virtual_pipeline=2)),
+    (DENSE, Layout(pipeline=2, context=2, data=2, virtual_pipeline=2)),
+    (DEEP, Layout(tensor=2, pipeline=4, sequence_parallel=True, stages=(1, 3, 3, 1))),
+    (BIASED, Layout(tensor=2, sequence_parallel=True)),
+    (BIASED, Layout(pipeline=2, data=2)),
+    (EXPERTS, Layout(data=2)),
+    (EXPERTS, Layout(data=2, expert=2)),
+    (EXPERTS, Layout(data=4, expert=4)),
+    (EXPERTS, Layout(tensor=2, context=2, sequence_parallel=True, expert_tensor=1)),
+    (EXPERTS, Layout(pipeline=2, data=2, expert=2, stages=(1, 3))),
+    (ALL_EXPERTS, Layout(data=2, expert=2)),
+    (WINDOWS, Layout(tensor=2, sequence_parallel=True)),
+    (WINDOWS, Layout(data=2)),
+    (LATENT, Layout(data=2, expert=2)),
+    (LATENT, Layout(pipeline=2, stages=(1, 3))),
+]
+
+
+def marks_of(case: tuple[tuple[str, bool, int], Layout]) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.slow, pytest.mark.nightly] if case in RARE else [pytest.mark.slow]
 
 
 def name(layout: Layout) -> str:
@@ -152,10 +186,7 @@ def differences(found: dict[str, list[Figures]], expected: dict[str, list[Figure
 
 @pytest.mark.parametrize(
     "model,layout",
-    [
-        pytest.param(*case, id=f"{case[0][0]}-{name(case[1])}", marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in CASES
-    ],
+    [pytest.param(*case, id=f"{case[0][0]}-{name(case[1])}", marks=marks_of(case)) for case in CASES],
 )
 def test_a_layout_gives_the_numbers_of_one_rank(reference, layout_table, model, layout):
     directory, expected = reference(model)

@@ -24,7 +24,11 @@ EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "
 @pytest.mark.layout
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(tensor=2, pipeline=2, sequence_parallel=True), Layout(pipeline=2, data=2, virtual_pipeline=2)],
+    [
+        Layout(),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True),
+        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=pytest.mark.slow),
+    ],
     ids=["one", "tensor, pipeline, sequence", "virtual pipeline, data"],
 )
 def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
@@ -42,7 +46,7 @@ def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) ->
 
 @pytest.mark.layout
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_scaled"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gemma3_scaled", marks=pytest.mark.nightly)])
 def test_families_with_modules_of_their_own_recompute_and_freeze(tmp_path: Path, family: str) -> None:
     directory = str(save_tiny_model(tmp_path, family, tied=family.startswith("gemma3")))
     layout, freeze = Layout(tensor=2, sequence_parallel=True), {"embedding": True, "layers": 2}

@@ -19,7 +19,11 @@ BOTH = {"overlap_gradients": True, "overlap_parameters": True}
 
 @pytest.mark.parametrize(
     ("layout", "max_in_flight"),
-    [(Layout(data=2), None), (Layout(pipeline=2, data=2), 1), (Layout(pipeline=2, data=2, virtual_pipeline=2), None)],
+    [
+        (Layout(data=2), None),
+        pytest.param(Layout(pipeline=2, data=2), 1, marks=pytest.mark.slow),
+        (Layout(pipeline=2, data=2, virtual_pipeline=2), None),
+    ],
     ids=["data", "several pipeline runs a mini-batch", "virtual pipeline"],
 )
 def test_overlap_changes_no_number(tmp_path: Path, layout: Layout, max_in_flight: int | None) -> None:

@@ -55,6 +55,7 @@ def overflow_for_ever(directory: str) -> int:
     return -1
 
 
+@pytest.mark.slow
 @pytest.mark.layout
 def test_overflow_without_end_is_an_error(tmp_path: Path) -> None:
     assert run_ranks(overflow_for_ever, 1, str(save_tiny_model(tmp_path))) == [49]

@@ -24,6 +24,9 @@ TOLERANCE = 0.03
 # Experts of random weights do not share their tokens equally, as the model takes them to.
 UNBALANCED = 0.1
 TRIES = 4
+# In CI, too: of a large vocabulary in bf16, which most CPUs emulate, the one that has a role on the host.
+LARGE = ("vocabulary", "qwen2-tied")
+OFTEN = [*(case for case in CASES[::2] if case.precision != "bf16" or case.model not in LARGE), CASES[-1]]
 
 
 def test_cases_have_names_of_their_own() -> None:
@@ -32,7 +35,8 @@ def test_cases_have_names_of_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [
-    pytest.param(CASES[::2], id="every second"), pytest.param(CASES[1::2], id="the others", marks=pytest.mark.nightly),
+    pytest.param(OFTEN, id="often"),
+    pytest.param([case for case in CASES if case not in OFTEN], id="the others", marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_peaks_are_those_of_the_allocator(tmp_path: Path, cases: Sequence[Case]) -> None:
     # On a busy machine gloo's threads free their copies late, which adds to a peak and never takes from it: what is wrong is

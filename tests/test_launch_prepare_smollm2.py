@@ -9,7 +9,7 @@ SCRIPT = Path(__file__).parents[1] / "launch" / "prepare_smollm2.py"
 
 def prepare(directory):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -14,7 +14,7 @@ from tests.slurm_cluster import SlurmCluster, slurm_cluster
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
 MULTI_NODE = "launch/slurm/colocated.sbatch"
-JOB_S = 60.0
+JOB_S = 240.0
 pytestmark = pytest.mark.slurm
 
 # Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, with a
@@ -181,7 +181,7 @@ def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.C
              "SLURM_JOB_NAME": "megarl", "LOG_ROOT": str(folder)}  # fmt: skip
     environment = {**os.environ, **slurm, "PATH": f"{folder}:{os.environ['PATH']}", **environment}
     command = ["bash", MULTI_NODE, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("more", ["", "/models:/models"])

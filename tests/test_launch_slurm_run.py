@@ -1,5 +1,5 @@
-"""Runs through Slurm, by the shipped files for many nodes. One on two nodes of two trainer ranks and an engine each, that is
-preempted and queued again, ends like one that ran through, with all ranks on one node and the engines on the other."""
+"""Runs through Slurm, by the shipped files for many nodes. One with trainer ranks on two nodes, preempted and queued again,
+ends like one that ran through on this machine; so does one with all ranks on one node and the engines on the other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import socket
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.gated_reward import GATE
+from tests.gated_reward import GATE, OPENS_S
 from tests.ports import unused_port
-from tests.runs import figures, tiny_recipe, tiny_run
+from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.test_launch_slurm import MULTI_NODE, ROOT
 
@@ -23,11 +24,32 @@ SEPARATE = "launch/slurm/separate.sbatch"
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3 * JOB_S)]
 
 
-def submit(cluster: SlurmCluster, folder: Path, name: str, file: str, ranks_per_node: int) -> str:
+def write_recipe(folder: Path, name: str, ranks: int, **changes: Any) -> Path:
+    """A recipe of so many trainer ranks and half as many engines. Weights travel in messages, as they do between nodes."""
+    changes |= {"rollout__engines": ranks // 2, "weight_sync": {"transport": "gloo"}}
+    changes |= {"reward": [{"kind": "function", "target": "tests.gated_reward:digits_behind_a_gate"}]}
+    changes |= {"phases__reward": {"timeout_s": 2 * OPENS_S}}  # a gate masks nothing
+    return tiny_recipe(folder, name, False, ranks, 1, 2, STEPS, **changes)
+
+
+def run_through(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """The figures of a run without Slurm."""
+    tiny_run(folder)
+    train_on_ranks(write_recipe(folder, "whole", ranks))
+    whole = figures(folder, "whole")
+    assert len(whole) == STEPS and len({line["actor/loss"] for line in whole}) == STEPS
+    return whole
+
+
+def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All figures but those of how weights travelled, which is another matter between nodes."""
+    return [{key: value for key, value in line.items() if not key.startswith("sync/")} for line in lines]
+
+
+def submit(cluster: SlurmCluster, folder: Path, name: str, file: str, ranks: int, ranks_per_node: int) -> str:
     """A file unchanged, with the settings of these nodes in the environment."""
-    changes = {"rollout__engines": 2, "reward": [{"kind": "function", "target": "tests.gated_reward:digits_behind_a_gate"}]}
     placement = "separate" if file == SEPARATE else "colocated"
-    recipe = tiny_recipe(folder, name, False, 4, 1, 2, STEPS, rollout__placement=placement, **changes)
+    recipe = write_recipe(folder, name, ranks, rollout__placement=placement)
     ports = [unused_port() for _ in range(2)]
     settings = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_OUTPUT": str(folder / f"{name}.out"), "MEGARL_DIR": str(ROOT),
                 "LOG_ROOT": str(folder / "logs"), "RANKS_PER_NODE": str(ranks_per_node),
@@ -50,17 +72,14 @@ def said(folder: Path, name: str, job: str) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
 
 
-def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_path: Path, ranks: int) -> None:
+    """Half of the ranks on each node; an engine on each, or on the first one alone."""
+    whole = run_through(tmp_path, ranks)
+    gate, output = tmp_path / "preempted.gate", tmp_path / "preempted.out"
+    gate.touch()
     with slurm_cluster() as cluster:
-        job = submit(cluster, tmp_path, "whole", SEPARATE, 4)
-        ended = cluster.wait(job, JOB_S, said=tmp_path / "whole.out")
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), said(tmp_path, "whole", job)
-        assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
-
-        gate = tmp_path / "preempted.gate"
-        gate.touch()
-        job, output = submit(cluster, tmp_path, "preempted", MULTI_NODE, 2), tmp_path / "preempted.out"
+        job = submit(cluster, tmp_path, "preempted", MULTI_NODE, ranks, ranks // 2)
         cluster.until(lambda: gate.with_suffix(".reached").exists() or output_ended(output), JOB_S, output)
         assert gate.exists() and not output_ended(output), said(tmp_path, "preempted", job)
         # What Slurm does by `--signal=B:USR1@600`, 600 s before the time limit.
@@ -69,13 +88,22 @@ def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_
         gate.unlink()
         ended = cluster.wait(job, JOB_S, said=output)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said(tmp_path, "preempted", job)
-        assert ranks_of_nodes(tmp_path, job) == {"node0": 2, "node1": 2}
-    whole = figures(tmp_path, "whole")
-    assert len(whole) == STEPS and len({line["actor/loss"] for line in whole}) == STEPS
-    assert figures(tmp_path, "preempted") == whole
+        assert ranks_of_nodes(tmp_path, job) == {"node0": ranks // 2, "node1": ranks // 2}
+    assert without_sync(figures(tmp_path, "preempted")) == without_sync(whole)
     starts = [json.loads(line) for line in (tmp_path / "runs" / "preempted" / "starts.jsonl").read_text().splitlines()]
     assert [(start["from_step"], start["slurm_restart"]) for start in starts] == [(0, None), (1, 1)]
     assert starts[1]["before"]["how"] == "requeued"
+
+
+@pytest.mark.nightly  # in CI: test_launch_slurm.py up to the nodes, and a Ray of two nodes with an engine on each
+def test_a_run_with_engines_on_a_node_of_their_own_ends_like_one_on_one_node(tmp_path: Path) -> None:
+    whole = run_through(tmp_path, 4)
+    with slurm_cluster() as cluster:
+        job = submit(cluster, tmp_path, "separate", SEPARATE, 4, 4)
+        ended = cluster.wait(job, JOB_S, said=tmp_path / "separate.out")
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), said(tmp_path, "separate", job)
+        assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
+    assert without_sync(figures(tmp_path, "separate")) == without_sync(whole)
 
 
 def ranks_of_nodes(folder: Path, job: str) -> dict[str, int]:

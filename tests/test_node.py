@@ -103,7 +103,7 @@ def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: 
     semaphore = shared.with_name(f"sem.{shared.name}")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", NODE, STUBBORN, shared, mark, before], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", NODE, STUBBORN, shared, mark, before], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         assert not psutil.pid_exists(int(mark.read_text()))

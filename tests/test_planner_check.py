@@ -81,7 +81,7 @@ for options in (["--plan", "--suggest"], ["--json"]):
 print("HEAVY", [name for name in {heavy} if name in sys.modules])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=folder, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout

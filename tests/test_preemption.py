@@ -266,8 +266,9 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
     assert run.returncode == REQUEUE, said
     done = len(figures(folder, "live"))
     assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in said
-    again = subprocess.run([*command, f"run.steps={done + 1}"], capture_output=True, text=True, timeout=RUN_DEADLINE_S)
-    assert again.returncode == 0, again.stderr
+    # The next start on ranks that need not be started for it.
+    again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
+    assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS
     assert [line["step"] for line in figures(folder, "live")] == list(range(1, done + 2))
     starts = [json.loads(line) for line in (Path(metrics).parent / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, done] and starts[1]["before"]["how"] == "requeued"

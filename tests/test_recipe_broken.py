@@ -688,7 +688,7 @@ def test_train_refuses_what_check_refuses(folder: Path) -> None:
     """In a process of its own, as a user runs it."""
     file = write(folder, edited(("trainer.ranks", 6), ("run.steps", 0)))
     command = [sys.executable, "-m", "megarl.cli", "train", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     assert result.returncode == 2
     assert "trainer.ranks" in result.stderr and "run.steps" in result.stderr
     assert "Traceback" not in result.stderr

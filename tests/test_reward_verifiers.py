@@ -85,7 +85,7 @@ def test_math_verify_works_outside_the_main_thread():
     said = []
     thread = threading.Thread(target=lambda: said.append(score([spec("math_verify")], "$1/2$", prompt("0.5"))))
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     assert said == [1.0]
 
 

@@ -170,7 +170,8 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray = pytest.importorskip("ray")
     # The actor cannot import this module, so the payload's class travels by value.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    # Without an address Ray would join whatever cluster was started last on this machine.
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         section = RewardPhaseSection(sequences=3, timeout_s=5.0)
         workers = RewardWorkers(own_rewards, model, section, local=False)

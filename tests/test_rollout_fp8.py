@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,12 +11,10 @@ import torch
 from megarl.family import ModelShape
 from megarl.reshard.blocks import block_bytes, quantised_tensors
 from megarl.sync.codec import dequantise_blocks, quantise_blocks
+from tests.fp8_engine import sampled
 from tests.rollout_cases import checkpoint
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
-
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE",
-               "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
 
 
 def save_model(directory: Path, seed: int) -> Path:
@@ -51,12 +46,11 @@ def logprobs_of_blocks(model: Path, prompt: list[int], tokens: list[int]) -> tor
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(tmp_path: Path) -> None:
+def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(
+    engine_process: ProcessPoolExecutor, tmp_path: Path
+) -> None:
     old, new = save_model(tmp_path / "old", 0), save_model(tmp_path / "new", 1)
-    command = [sys.executable, "-m", "tests.fp8_engine", str(old), str(new)]
-    run = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = engine_process.submit(sampled, old, new).result(timeout=300)
     assert found["new"] != found["loaded"]
     assert found["back"] == found["loaded"], "tokens or log-probabilities differ from those of the loaded weights"
     for number, (tokens, logprobs) in enumerate(zip(*found["new"], strict=True)):

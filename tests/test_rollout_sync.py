@@ -18,6 +18,7 @@ from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncError
 from tests.rollout_cases import Publisher, corrupt, corrupt_in_place, huggingface_logprobs, prompts, recipe, same, save_model
+from tests.test_sync_families import FAMILIES
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -52,17 +53,8 @@ def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) ->
     return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [  # llama: the tests below
-        ("qwen2", False),
-        ("qwen3", True),
-        ("qwen3_moe", False),
-        ("mixtral", False),
-        ("gemma3", True),
-        ("deepseek_v3", False),
-    ],
-)
+@pytest.mark.nightly  # in CI: test_sync_families.py
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
     """The engine itself, when it had started: after a version that changes everything, read in place, its first weights come
     back, in buckets."""
@@ -85,6 +77,7 @@ def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: 
         publisher.close()
 
 
+@pytest.mark.nightly  # likewise
 def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
@@ -102,8 +95,8 @@ def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("family", "tied", "layers", "layout"),
     [
-        ("qwen3_moe", True, 2, RolloutLayout(2)),
-        ("llama", True, 3, RolloutLayout(pipeline=2)),
+        pytest.param("qwen3_moe", True, 2, RolloutLayout(2), marks=pytest.mark.nightly),
+        pytest.param("llama", True, 3, RolloutLayout(pipeline=2), marks=pytest.mark.nightly),
         ("deepseek_v3", False, 2, RolloutLayout(2, 2, expert_parallel=True)),
         pytest.param("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True), marks=pytest.mark.nightly),
     ],

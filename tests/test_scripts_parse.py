@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 def files_of_the_tree() -> list[Path]:
     """What git has or would take, relative to the root: no build, run, model or environment."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.split("\0")
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout.split("\0")
     return sorted(Path(name) for name in names if name and (ROOT / name).is_file())
 
 
@@ -49,7 +49,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
 
 
@@ -79,5 +79,5 @@ def test_hadolint_is_silent(file: Path) -> None:
 
 @pytest.mark.parametrize("target", ["setup", "quickstart", "test", "test-nightly", "test-megatron-0.19", "lint", "format"])
 def test_commands_of_the_makefile_parse(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=30, check=True)
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=300, check=True)

@@ -1,17 +1,15 @@
 """A vLLM engine that took whole tensors through vLLM's own loader equals one that loaded them from disk.
 
-The engines live in one process of their own, because vLLM's process groups and settings are global.
+The engines live in one process of their own.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 
 from megarl.family import ModelShape
 from megarl.reshard.vllm import fixed_tensors
+from tests.in_process_engine import answers, close_engines, open_engine
 from tests.rollout_cases import save_model
 
 if TYPE_CHECKING:
@@ -27,67 +26,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
 Named = tuple[str, torch.Tensor]
-Answers = list[list[tuple[int, dict[int, float]]]]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    from megarl.rollout.handle import engine_environment
-
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, set_environment, (engine_environment(1),)) as one:
-        yield one
-
-
-def set_environment(variables: dict[str, str]) -> None:
-    os.environ.update(variables)
-
-
-def open_engine(model: Path) -> LLM:
-    from vllm import LLM
-
-    from megarl.rollout.engine import _rotary_fix
-
-    return LLM(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=16 << 20,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        **_rotary_fix(str(model)),
-    )
-
-
-def close_engines() -> None:
-    """The next model may need other process groups."""
-    import gc
-
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-    gc.collect()
-    destroy_model_parallel()
-    destroy_distributed_environment()
-
-
-def answers(engine: LLM) -> Answers:
-    """Greedy completions with the log-probabilities of the likeliest tokens."""
-    from vllm import SamplingParams
-
-    prompts: Any = [{"prompt_token_ids": [3, 5, 7, 11 + number]} for number in range(4)]
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, logprobs=3), use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        [
-            (token, {t: entry.logprob for t, entry in likely.items()})
-            for token, likely in zip(c.token_ids, c.logprobs, strict=True)
-        ]
-        for c in completions
-    ]
 
 
 def load(engine: LLM, tensors: Iterable[Named]) -> int:
@@ -133,10 +71,10 @@ def loads_in_turn(old: Path, new: Path) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3_moe", False), ("deepseek_v3", False)])
 def test_loaded_engine_equals_one_that_loaded_from_disk(
-    process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool
+    engine_process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool
 ) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
-    process.submit(loads_in_turn, old, new).result(timeout=300)
+    engine_process.submit(loads_in_turn, old, new).result(timeout=300)
 
 
 def missing(tensors: list[Named]) -> list[Named]:
@@ -176,5 +114,7 @@ def loads_of_wrong_checkpoints(model: Path, wrong: dict[Callable[[list[Named]], 
     close_engines()
 
 
-def test_wrong_checkpoints_are_refused_and_the_next_load_is_right(process: ProcessPoolExecutor, tmp_path: Path) -> None:
-    process.submit(loads_of_wrong_checkpoints, save_model(tmp_path, "llama", True, seed=0), WRONG).result(timeout=300)
+def test_wrong_checkpoints_are_refused_and_the_next_load_is_right(
+    engine_process: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    engine_process.submit(loads_of_wrong_checkpoints, save_model(tmp_path, "llama", True, seed=0), WRONG).result(timeout=300)

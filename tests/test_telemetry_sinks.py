@@ -76,6 +76,7 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path
                 whole_has = len(whole.given)
                 sinks.write(step, {"reward/mean": 0.0}, [])  # returns, with the first sink inside of step 1
                 _wait_for(lambda has=whole_has: len(whole.given) > has)
+        _wait_for(lambda: whole.given[-1] is True)  # on a busy machine after the end that waited so briefly
         assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
         assert sinks.figures()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
         assert hangs.given == []
@@ -202,7 +203,7 @@ def test_what_this_machine_has_not_is_refused_before_a_start_and_not_by_a_check(
 def test_nothing_is_imported_for_a_recipe_without_sinks():
     libraries = "{'wandb', 'mlflow', 'tensorboard'}"
     code = f"import sys, megarl.telemetry.sinks.relay; assert not {libraries} & set(sys.modules), sorted(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 KINDS = ("tensorboard", "wandb", "mlflow")

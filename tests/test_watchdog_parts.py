@@ -88,7 +88,15 @@ def sleeper():
 def test_a_marked_process_is_found_and_says_where_each_thread_is(sleeper):
     found = marked_processes(f"{os.getpid():x}")
     assert {pid: name for pid, (name, _) in found.items()} == {sleeper.pid: "engine-0"}
-    (text,) = read_stacks({sleeper.pid: found[sleeper.pid][1]}, DEADLINE_S).values()
+    text = ""
+
+    def rests():
+        nonlocal text
+        (text,) = read_stacks({sleeper.pid: found[sleeper.pid][1]}, DEADLINE_S).values()
+        frames = threads(text)
+        return len(frames) == 2 and bool(frames[0]) and frames[0][0].waits
+
+    _poll(rests)  # on a busy machine its thread may not have come so far
     resting, main = threads(text)
     assert resting[0].file.endswith("threading.py") and resting[0].waits
     assert main[0].function == "nap" and not main[0].waits
