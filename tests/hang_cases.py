@@ -28,7 +28,7 @@ from tests.ports import unused_port
 CASE = "MEGARL_TEST_CASE"
 # Deadlines of the watchdog in these runs, and what the rest of a machine under load may add to them in a test.
 STEP_S, FIRST_STEP_S, STACKS_S = 8.0, 60.0, 5.0
-DETECTION_S = 30.0
+DETECTION_S = 10.0
 # What is said of a fault first, whatever becomes of it.
 SAID = re.compile("watchdog: |engine 0 is lost|rewards masked|reward worker 0 was lost")
 END_S = 120.0

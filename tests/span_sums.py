@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megarl.telemetry.clock import REST
 from megarl.telemetry.trace import FOLDER, SCALE
 
-MOST_SHARE = 0.03  # what a busy machine takes from a rank between two readings of a clock is in it
+MOST_SHARE = 0.01
 READING_S = 2e-3  # two clocks are read one after the other, and events are rounded to microseconds
 
 
@@ -54,7 +54,7 @@ def _add(line: dict, spans: dict[str, float]) -> float:
 
 
 def check_spans(run: Path, ranks: int) -> None:
-    """The spans of each rank sum to its wall time within `MOST_SHARE`, with what lies outside of phases, and that
+    """The spans of each rank sum to its wall time within one part in a hundred, with what lies outside of phases, and that
     alone is no more than as much."""
     found = sums_of(run)
     assert len(found) == ranks
