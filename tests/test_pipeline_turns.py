@@ -174,6 +174,7 @@ def test_advantages_of_episodes_are_those_computed_by_hand(tmp_path: Path) -> No
     tiny_run(tmp_path)
     changes = CHANGES | {
         "run__dump_rollouts": False,
+        "telemetry__samples_per_step": 8,
         "data__shuffle": False,
         "algorithm__advantage": "dr_grpo",
         "phases__rollout": {"prompts": 2},
