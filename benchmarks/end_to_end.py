@@ -15,9 +15,9 @@ no other option differs from the defaults but for sizes. TRL 1.16.0 is put into 
 beside the stack of .venv, so that both run the same torch, transformers and vLLM. `trl-hf` generates with Hugging Face,
 `trl-vllm` with vLLM in its process. Differences from TRL's defaults, each as megarl has it: loss_type "dapo" is the mean
 over all tokens of a batch; KL without importance weights; no importance sampling correction, which spares it a pass; no
-gradient checkpointing (--checkpointing turns it on), as megarl recomputes nothing. What is replaced in `trl-vllm`: its
-weight sync, which loads into tensors that vLLM has packed away on a CPU and fails; vLLM's own reload stands in
-(end_to_end_trl.py).
+gradient checkpointing (--checkpointing turns it on), as megarl recomputes nothing. Replaced in `trl-vllm`: its weight
+sync, which loads into tensors that vLLM has packed away on a CPU and fails (vLLM's own reload stands in), and the
+engine's number format, which TRL leaves to the checkpoint's (`end_to_end_trl.py`).
 
 Steps are measured from end to end; the first one warms up. Useful tokens are those of prompts and completions. Peak
 memory is of all processes of a side, shared pages counted once. CPU seconds are of all its processes: where a machine is

@@ -3,8 +3,9 @@
     python benchmarks/end_to_end_trl.py SETTINGS.json
 
 Reads what `end_to_end.py` wrote of the task and writes a line of JSON for each step to `settings["steps_file"]`: seconds by
-phase, tokens and the mean reward. TRL's own methods are timed from outside; nothing of what they compute is changed, but for
-the weight sync of the vLLM mode, whose own loads into tensors that a CPU engine has packed away (`sync_weights`).
+phase, tokens and the mean reward. TRL's own methods are timed from outside; nothing of what they compute is changed, but
+for two things of the vLLM mode: the weight sync, whose own loads into tensors that a CPU engine has packed away
+(`sync_weights`), and the engine's number format, which TRL leaves to the checkpoint's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from megarl.data.sample import Prompt
 from megarl.reward.verifiers import last_number
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PHASES = ("generation", "logprobs", "update", "sync")
 
 
@@ -146,8 +149,11 @@ def main(settings: dict[str, Any]) -> None:
         use_vllm=vllm, vllm_mode="colocate", vllm_max_model_length=settings["max_model_len"],
         vllm_gpu_memory_utilization=0.1,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=DTYPES[settings["precision"]])
-    # GRPOTrainer loads its reference by the name of the model.
+    if vllm:
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=ENGINE_DTYPES[settings["precision"]])
+    # Weights in fp32 under either precision, as megarl's optimizer keeps them: bf16 is mixed precision. GRPOTrainer loads
+    # its reference in the same format, by the name of the model.
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     trainer = timed_trainer(clock)(
         model=model, reward_funcs=reward(clock), args=config, train_dataset=Dataset.from_list(prompts),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]), callbacks=[clock],

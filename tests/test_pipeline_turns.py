@@ -102,13 +102,13 @@ def test_a_resume_plays_the_same_episodes_and_a_replay_gives_the_same_numbers(tm
     tiny_run(tmp_path)
     questions(tmp_path)
     changes = CHANGES | {"rollout__engines": 2, "algorithm__advantage": "remax"}
-    train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 3, **changes))
+    train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 2, **changes))
     train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 1, **changes))
-    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 3, **changes), resume=True)
+    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 2, **changes), resume=True)
     whole = figures(tmp_path, "whole")
     assert figures(tmp_path, "cut") == whole
     rollouts = str(tmp_path / "runs" / "whole" / "rollouts")
-    train_on_ranks(tiny_recipe(tmp_path, "again", False, 2, 1, 2, 3, **changes, rollout__replay=rollouts))
+    train_on_ranks(tiny_recipe(tmp_path, "again", False, 2, 1, 2, 2, **changes, rollout__replay=rollouts))
     for line, again in zip(whole, figures(tmp_path, "again"), strict=True):
         for key in ("reward/mean", "reward/environment", "reward/num_masked", "rollout/turns_mean", "rollout/failed_share"):
             assert line[key] == again[key]
@@ -174,6 +174,7 @@ def test_advantages_of_episodes_are_those_computed_by_hand(tmp_path: Path) -> No
     tiny_run(tmp_path)
     changes = CHANGES | {
         "run__dump_rollouts": False,
+        "telemetry__samples_per_step": 8,
         "data__shuffle": False,
         "algorithm__advantage": "dr_grpo",
         "phases__rollout": {"prompts": 2},

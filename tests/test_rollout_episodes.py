@@ -17,10 +17,12 @@ from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.recipe import Recipe
-from megarl.rollout.batch import GroupResult
+from megarl.reward.workers import RewardResult, add_episodes
+from megarl.rollout.batch import EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.failure import RolloutError
+from megarl.rollout.replay import FilePayload
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -272,3 +274,35 @@ def _refuse(messages: list[dict[str, str]], **options: Any) -> str:
     if len(messages) > 2:
         raise jinja2.TemplateError("roles must alternate")
     return "".join(message["content"] for message in messages)
+
+
+def facts_of(rewards: list[float]) -> EpisodeFacts:
+    given, count = np.array(rewards, np.float32), len(rewards)
+    failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
+    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures)
+
+
+def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both() -> None:
+    rewards, nan = np.array([0.5, 0.25, np.nan, 1.0], np.float32), np.nan
+    scored = RewardResult(rewards, ~np.isnan(rewards), {"exact": rewards}, {2: "timeout"}, 1, (4,))
+    found = add_episodes(scored, facts_of([1.0, nan, 2.0, -1.0]))
+    np.testing.assert_array_equal(found.rewards, [1.5, nan, nan, 0.0])
+    np.testing.assert_array_equal(found.parts["exact"], [0.5, nan, nan, 1.0])
+    np.testing.assert_array_equal(found.parts["environment"], [1.0, nan, nan, -1.0])
+    assert found.valid.tolist() == [True, False, False, True] and found.failures == {1: "it broke", 2: "timeout"}
+    assert found.metrics()["reward/num_masked"] == 2 and found.metrics()["reward/environment"] == 0.0
+    assert add_episodes(scored, None) is scored
+
+
+def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
+    def batch(first: int) -> RolloutBatch:
+        numbers = np.arange(first, first + 4)
+        return RolloutBatch(
+            FilePayload(""), numbers, numbers, numbers + 9, ["stop"] * 4, numbers, numbers, RolloutExecuted(2, 2, 8),
+            own_lengths=numbers + 2, episodes=facts_of(numbers.astype(float).tolist()),
+        )  # fmt: skip
+
+    joined = join_rollouts([batch(0), batch(10)], [2, 3, 4, 5])
+    assert joined.own_lengths.tolist() == [4, 5, 12, 13] and joined.completion_lengths.tolist() == [11, 12, 19, 20]
+    assert joined.episodes is not None and joined.episodes.rewards.tolist() == [2.0, 3.0, 10.0, 11.0]
+    assert joined.episodes.metrics()["rollout/turns_max"] == 4

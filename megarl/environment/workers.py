@@ -53,7 +53,7 @@ class EnvironmentWorker:
             await self.end([episode])
             doing = "reset" if isinstance(question, Reset) else "step"
             return Reply(failure=f"{doing} gave no answer within environment.timeout_s = {limit:g}; its process was ended")
-        except ConnectionError:
+        except OSError:
             return Reply(failure="the keeper of its process is gone")
         finally:
             self._asked.pop(episode, None)
@@ -63,7 +63,7 @@ class EnvironmentWorker:
         try:
             for episode in episodes:
                 self._connection.send((episode, End()))
-        except ConnectionError:
+        except OSError:
             return  # they have ended with their keeper
 
     def close(self) -> None:
