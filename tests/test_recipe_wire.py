@@ -40,6 +40,7 @@ def messages(made: Recipe, config: dict[str, Any]) -> list[str]:
 def test_blocks_that_stay_whole_are_legal() -> None:
     assert messages(fp8_recipe(), BLOCKS) == []
     assert messages(fp8_recipe(tensor=2), BLOCKS) == []
+    assert messages(fp8_recipe(tensor=2, expert_parallel=True), BLOCKS | MOE) == []
     assert messages(recipe(MODEL), BLOCKS | {"head_dim": 64}) == [], "without quantisation nothing is asked"
 
 
@@ -50,7 +51,11 @@ def test_blocks_that_stay_whole_are_legal() -> None:
         ({}, {"head_dim": 64}, "rollout.quantization: FP8 weights have one scale .*k_proj.weight cuts a block"),
         ({"tensor": 2}, {"intermediate_size": 384}, "worker 0's part .*0:192.* of model.layers.0.mlp.gate_proj.weight"),
         ({}, {"intermediate_size": 2048}, "weight_sync.bucket_bytes: must hold a row of FP8 blocks of 2048 columns"),
-        ({}, MOE, "rollout.quantization: FP8 blocks are for models without experts"),
+        (
+            {},
+            MOE | {"moe_intermediate_size": 192},
+            "rollout.quantization: .*worker 0's part .* starts inside a block of .*w13",
+        ),
     ],
 )
 def test_what_blocks_do_not_go_with_is_named(changes: dict[str, Any], config: dict[str, Any], text: str) -> None:

@@ -52,11 +52,7 @@ def blocks(recipe: Recipe, shape: ModelShape) -> Violations:
     if name is None or recipe.rollout.replay is not None or list(quantization(recipe)):
         return
     rollout = recipe.rollout.layout
-    try:
-        quantised = quantised_tensors(shape)
-    except ValueError as error:
-        yield Violation("rollout.quantization", name, str(error), "null")
-        return
+    quantised = quantised_tensors(shape)
     try:
         sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout)
     except ValueError:

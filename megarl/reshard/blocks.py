@@ -11,15 +11,21 @@ from megarl.reshard.vllm import stage_weights
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
 BLOCK = 128
 SCALE_BYTES = 4
+ROUTER = "mlp.router.weight"
+# vLLM 0.32 hands its quantisation to the router of these models (`GateLinear` with a `quant_config`), and to no other's.
+QUANTISED_ROUTERS = ("qwen3_moe",)
 
 
 def quantised_tensors(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of the checkpoint tensors that vLLM's `fp8_per_block` quantises: the linear weights of the layers.
-    Embedding, output head, norms and biases keep their format. Raises ValueError for a model that has other layers."""
-    if shape.experts is not None or shape.latent is not None:
-        raise ValueError("FP8 blocks are for models without experts and without latent attention so far")
-    rows = stage_weights(shape, RolloutLayout(), 0)
-    return {prefix + w.name: (w.rows, w.columns) for prefix, w in rows if prefix and w.columns > 1}
+    """(rows, columns) of the checkpoint tensors that vLLM's `fp8_per_block` quantises: the linear weights of the layers,
+    each expert's too. Embedding, output head, norms and biases keep their format, and routers but those of some families."""
+    found = {}
+    for prefix, weight in stage_weights(shape, RolloutLayout(), 0):
+        routes = weight.megatron.parameter == ROUTER and shape.family not in QUANTISED_ROUTERS
+        if prefix and weight.columns > 1 and not routes:
+            for expert in range(weight.experts or 1):
+                found[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
+    return found
 
 
 def block_bytes(rows: int, columns: int) -> int:

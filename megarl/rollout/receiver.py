@@ -24,7 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PerBlockOnlineMoEMethod,
+)
 
 from megarl.family import ModelShape
 from megarl.reshard.blocks import BLOCK
@@ -224,13 +227,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if live.dtype != dtype:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = size
-        packed = live.numel() == 0 or (live.dim() == 3 and self.device.type == "cpu")
+        # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
+        stacked = live.dim() == 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
+        packed = live.numel() == 0 or stacked
         if not packed and live.numel() == rows * cols:
             return live.data.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
-        stacked = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
-        target = self._spare.take(stacked, dtype, self.device)
+        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
+        target = self._spare.take(shape, dtype, self.device)
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
             target.zero_()  # padding is never sent
@@ -252,13 +257,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         begun = time.perf_counter()
         module = self._modules[owner]
         quant_method = getattr(module, "quant_method", None)
-        if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
-            # With a kernel of an earlier load it takes the weights for packed ones.
-            quant_method.moe_kernel = None
-        if isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
-            # It quantises what a checkpoint brings, once. What came now is quantised, so its kernel alone has to take it.
+        # These quantise what a checkpoint brings, once. What came now is quantised: what follows that is left to be done.
+        if isinstance(quant_method, Fp8PerBlockOnlineMoEMethod):
+            blocks = [getattr(module, name + end).data for end in ("", SCALES) for name in ("w13_weight", "w2_weight")]
+            quant_method._setup_kernel(module, *blocks, module.w13_input_scale, module.w2_input_scale)
+        elif isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
             quant_method.fp8_linear.process_weights_after_loading(module)
         elif quant_method is not None:
+            if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
+                # With a kernel of an earlier load it takes the weights for packed ones.
+                quant_method.moe_kernel = None
             quant_method.process_weights_after_loading(module)
         self._spare.take_back()
         self._repack_s += time.perf_counter() - begun

@@ -1,0 +1,171 @@
+"""Experts and latent attention in FP8 blocks: what a worker has after a sync is what vLLM's own methods make of the same
+weights. They run here without a kernel, which few CPUs have, in the layout of one that takes the blocks as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.family import ModelShape
+from megarl.reshard.blocks import quantised_tensors
+from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.reshard.megatron import checkpoint_sizes, megatron_segments
+from megarl.reshard.vllm import parameter_sizes, vllm_segments
+from megarl.rollout.spare import SpareMemory
+from megarl.sync.codec import FP8
+from megarl.sync.publish import SyncSettings, WeightSync
+from tests.rollout_cases import cut
+from tests.sync_cases import Parameters, ThreadEngines
+from tests.test_recipe_wire import MOE
+from tests.test_sync_stream import BLOCKS
+
+pytestmark = pytest.mark.sync
+
+QWEN = BLOCKS | MOE | {"num_hidden_layers": 1, "moe_intermediate_size": 256}
+DEEPSEEK = BLOCKS | {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 128,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "rope_interleave": True,
+}  # fmt: skip
+EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """vLLM compiles its quantiser, which takes a C++ compiler longer than all else here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Worker:
+    """A worker's modules with the parameters that vLLM would have after it loaded a checkpoint's tensors."""
+
+    def __init__(self, shape: ModelShape, rollout: RolloutLayout, number: int, tensors: Parameters) -> None:
+        boxes = [box for box in vllm_segments(shape, rollout) if box.rank == number]
+        loaded, quantised = cut(boxes, tensors)[number], quantised_tensors(shape)
+        self.modules: dict[str, Any] = {}
+        for name, size in parameter_sizes(shape, rollout, number).items():
+            content = torch.zeros(size, dtype=torch.bfloat16)
+            content[: loaded[name].shape[0]] = loaded[name]
+            names = [box.name for box in boxes if box.parameter == name]
+            experts = {found.group() for one in names if (found := EXPERT.search(one))}
+            module = self.modules.setdefault(name.rpartition(".")[0], torch.nn.Module())
+            weight = content.view(len(experts), -1, size[1]) if experts else content
+            setattr(module, name.rpartition(".")[2], torch.nn.Parameter(weight, requires_grad=False))
+            if not experts and set(names) <= quantised.keys():
+                linear_method().process_weights_after_loading(module)
+        for name, module in self.modules.items():
+            if name.endswith("experts"):
+                module.moe_config = SimpleNamespace(
+                    hidden_dim_unpadded=module.w2_weight.shape[1],
+                    intermediate_size_per_partition_unpadded=module.w2_weight.shape[2],
+                )
+                module.local_num_experts = len(module.w2_weight)
+                module.w13_input_scale = module.w2_input_scale = None
+                experts_method().process_weights_after_loading(module)
+            module.quant_method = experts_method() if name.endswith("experts") else None
+            if hasattr(module, "weight_scale_inv"):
+                module.quant_method = linear_method()
+
+    def receiver(self, shape: ModelShape, rollout: RolloutLayout, number: int, reader: Any) -> Any:
+        from megarl.rollout.receiver import WeightReceiver
+
+        receiver: Any = WeightReceiver.__new__(WeightReceiver)
+        receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
+        receiver._spare, receiver._repack_s, receiver.device = SpareMemory(), 0.0, torch.device("cpu")
+        receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
+        return receiver
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{owner}.{name}": parameter.detach()
+            for owner, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+        }
+
+
+def experts_method() -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+
+    class Method(Fp8PerBlockOnlineMoEMethod):
+        """Without asking for a kernel, and without making one."""
+
+        def __init__(self) -> None:
+            self.weight_block_size, self.weight_scale_name = [128, 128], "weight_scale_inv"
+            self.fp8_backend, self.moe = Fp8MoeBackend.TRITON, SimpleNamespace(w13_num_shards=2)  # type: ignore[assignment]
+
+        def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
+            return None
+
+    return Method()
+
+
+def linear_method() -> Any:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+
+    method: Any = Fp8PerBlockOnlineLinearMethod.__new__(Fp8PerBlockOnlineLinearMethod)
+    method.weight_block_size, method.requantization_source = [128, 128], None
+    method.fp8_linear = SimpleNamespace(process_weights_after_loading=lambda module: None)
+    return method
+
+
+class Engines(ThreadEngines):
+    """Whose workers hand what they read to the receivers."""
+
+    receivers: list[Any]
+
+    def _read(self, engine: int, worker: int) -> Parameters:
+        boxes = self.readers[engine, worker].boxes(self._manifest, engine)
+        self.receivers[worker]._load(boxes, torch.bfloat16)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("config", "rollout", "num_quantised"),
+    [
+        (QWEN, RolloutLayout(2), 4 + 1 + 12),
+        (QWEN, RolloutLayout(2, expert_parallel=True), 4 + 1 + 12),
+        (DEEPSEEK, RolloutLayout(2), 2 * 5 + 3 + 3 + 12),
+    ],
+    ids=["cut", "dealt", "latent"],
+)
+def test_experts_in_blocks_are_those_that_vllm_makes(
+    config: dict[str, Any], rollout: RolloutLayout, num_quantised: int
+) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM's quantisation")
+    shape = ModelShape.from_config(config)
+    assert len(quantised_tensors(shape)) == num_quantised
+    generator = torch.Generator().manual_seed(0)
+    old, new = (
+        {name: torch.randn(size, generator=generator).bfloat16() for name, size in checkpoint_sizes(shape).items()}
+        for _ in range(2)
+    )
+    for name in new:
+        if name.endswith("e_score_correction_bias"):
+            old[name] = new[name]  # no sync brings it
+    workers = [Worker(shape, rollout, number, old) for number in range(2)]
+    settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, quantization="fp8")
+    sync, engines = WeightSync(shape, Layout(), settings, "fp8-experts", 0, None), Engines(shape, rollout)
+    engines.receivers = [
+        one.receiver(shape, rollout, number, engines.readers[0, number]) for number, one in enumerate(workers)
+    ]
+    try:
+        sync.publish(1, cut(megatron_segments(shape, Layout()), new)[0], engines)
+    finally:
+        engines.close()
+        sync.close()
+    for number, one in enumerate(workers):
+        taken, expected = one.parameters(), Worker(shape, rollout, number, new).parameters()
+        assert taken.keys() == expected.keys()
+        for name, content in expected.items():
+            assert taken[name].dtype == content.dtype and taken[name].shape == content.shape, name
+            assert torch.equal(taken[name].view(torch.uint8), content.view(torch.uint8)), name
+        assert sum(content.dtype == FP8 for content in taken.values()) > 4
