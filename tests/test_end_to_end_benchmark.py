@@ -48,6 +48,7 @@ def test_a_step_s_parts_and_overhead_sum_to_it(tmp_path):
 
 def test_the_first_step_warms_up():
     found = summary([run(MEGARL, 1), run(MEGARL, 2, seconds=20.0), run("trl-hf")], MEGARL)
+    assert found is not None
     assert (found["seeds"], found["seconds"], found["tokens_per_s"]) == ([1, 2], 15.0, 4000 / 15)
     assert (found["cpu_seconds"], found["peak_bytes"]) == (30.0, 2 * 10**9)
     assert found["overhead_share"] == pytest.approx(0.1 / 15)

@@ -105,12 +105,12 @@ def test_completions_continue_one_prompt(window):
     parts = random_parts(15, 15)
     packing = Packing(bounds=bounds, continues=continues)
     found = attention(window)(*parts, packed_seq_params=packing)
-    expected = []
+    alone = []
     for (start, stop), (first, last) in zip(pairwise(bounds), continues, strict=True):
         query, key, value = parts
-        seen = [torch.cat([part[first:last], part[start:stop]]) for part in (key, value)]
-        expected.append(plain(query[start:stop], *seen, window))
-    expected = torch.cat(expected).flatten(1)
+        keys, values = (torch.cat([part[first:last], part[start:stop]]) for part in (key, value))
+        alone.append(plain(query[start:stop], keys, values, window))
+    expected = torch.cat(alone).flatten(1)
     assert_close(found, expected)
     weights = torch.randn_like(found)
     gradients = [torch.autograd.grad((one * weights).sum(), parts) for one in (found, expected)]

@@ -424,7 +424,7 @@ class Engine:
                 "phases.*.share_prompts to false"
             )
         bounds = micro.bounds[[0, -1]] if own else micro.bounds
-        sizes = dict(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         sizes |= dict(max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
         if own:
             return Packing(**sizes, bounds=tuple(micro.bounds.tolist()), continues=micro.continues)
