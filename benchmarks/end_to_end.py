@@ -113,6 +113,7 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": recipe.model.path, "precision": precision, "steps": arguments.steps, "cores": os.cpu_count(),
         "prompts": recipe.phases.rollout.prompts, "group_size": recipe.algorithm.group_size, "kl": KL,
         "max_prompt_tokens": recipe.data.max_prompt_tokens, "max_new_tokens": MAX_NEW_TOKENS,
+        "max_model_len": recipe.data.max_prompt_tokens + MAX_NEW_TOKENS,
         "temperature": recipe.rollout.temperature, "low": recipe.algorithm.policy_loss.low,
         "high": recipe.algorithm.policy_loss.high, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
         "beta1": optimizer.beta1, "beta2": optimizer.beta2, "epsilon": optimizer.epsilon, "grad_clip": optimizer.grad_clip,

@@ -124,15 +124,19 @@ def main() -> int:
     print("\n".join(table(runs)))
     if arguments.json is not None:
         commits = {content["commit"] for content in before} or {commit_here()}
-        device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        here = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        device = "; ".join(sorted({content["device"] for content in before} or {here}))
         config = {"recipes": "recipes/cpu", "goal": GOAL, "last_steps": LAST}
         content = {"commit": ", ".join(sorted(commits)), "device": device, "config": config, "runs": runs}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     if arguments.picture is not None:
         draw(runs, arguments.picture)
-    reached = sum(map(holds, runs))
+    reached, seeds = sum(map(holds, runs)), [int(seed) for seed in arguments.seeds.split(",")]
+    missing = {(name, seed) for name in names for seed in seeds} - {(one["algorithm"], one["seed"]) for one in runs}
+    if missing:
+        print(f"not measured: {', '.join(f'{name}, seed {seed}' for name, seed in sorted(missing))}")
     print(f"learning: {reached} of {len(runs)} runs end at {GOAL} or more from below {CHANCE}, within {MOST_S:.0f} s")
-    return 1 if arguments.check and reached < len(runs) else 0
+    return 1 if arguments.check and (missing or reached < len(runs)) else 0
 
 
 if __name__ == "__main__":

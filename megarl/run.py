@@ -32,6 +32,7 @@ from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E
 from megarl.engine.collectives import timed_waits  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
+from megarl.engine.model import spec_name  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
@@ -45,7 +46,7 @@ from megarl.pipeline import Parts, Pipeline  # noqa: E402
 from megarl.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption  # noqa: E402
-from megarl.recipe import Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
@@ -170,14 +171,21 @@ def check_models(recipe: Recipe) -> None:
     paths = {"model.path": recipe.model.path}
     paths |= {f"{role}.path": recipe.path(role) for role in recipe.roles if recipe.path(role) != recipe.model.path}
     found: list[Violation] = []
+    shapes: dict[str, ModelShape] = {}
     for key, path in paths.items():
         try:
             directory = model_directory(path)
             shape, scores = ModelShape.from_directory(directory), key == "reward_model.path"
             check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
+            shapes[key] = shape
         except (ValueError, OSError) as error:
             found.append(Violation(key, path, f"cannot be loaded: {error}"))
     found += refusals(recipe, platform.kind)
+    for phase, role in ROLE_OF.items():
+        section, own = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
+        if section is not None and section.share_prompts and own is not None and spec_name(own) != "local":
+            rule = f"the {role}'s layers are Transformer Engine's here, whose attention knows no shared prompt"
+            found.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
     if found:
         raise RecipeError(found)
 
@@ -307,9 +315,12 @@ def run_steps(
             save_checkpoint(run.checkpoints, state["step"], moving, state)
         preemption.saved = state["step"]
 
+    def is_unsaved() -> bool:
+        return done > 0 and preemption.saved != done
+
     def leave(state: dict[str, Any] | None) -> Preempted:
-        """With that `state` of done steps saved, unless it is or there is none."""
-        if state is not None and done > 0 and preemption.saved != done:
+        """With that `state` of the done steps saved, unless they are or it is none any more."""
+        if is_unsaved() and state is not None:
             save(state)
         return preemption.left(done, recipe.run.steps, str(run.checkpoints))
 
@@ -321,7 +332,7 @@ def run_steps(
         with clock.phase("agree"):  # a rank that comes late to a step is waited for here
             told = preemption.agreed()
         if told:
-            raise leave(pipeline.state(done))
+            raise leave(pipeline.state(done) if is_unsaved() else None)
         preemption.begin(number)
         settled.begin(number)
         before = pipeline.state(done) if preemption.abandons else None
@@ -329,6 +340,7 @@ def run_steps(
             with ledger.profiled(number):
                 figures = pipeline.step(number)
         except Abandoned as left:
+            assert before is not None, "it was to be kept"
             raise leave(None if left.moved else before) from None
         done = number
         engines = pipeline.parts.rollouts.take_times() if pipeline.rank == 0 else []  # of the step, not of an evaluation

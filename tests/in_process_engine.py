@@ -109,12 +109,8 @@ class Receiving:
 
     def _receive(self, manifest: WeightManifest) -> dict[str, float]:
         """Raises SyncError where the worker says that it took no version."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         from megarl.rollout.engine import _reports
 
-        self._engine.start_weight_update()
-        self._engine.update_weights(WeightTransferUpdateRequest({"manifest": manifest.as_dict(), "engine": 0}))
-        self._engine.finish_weight_update()
-        [report] = _reports(self._engine.collective_rpc("megarl_weight_report"), manifest.version)
+        taken = self._engine.collective_rpc("megarl_take_weights", args=(manifest.as_dict(), 0))
+        [report] = _reports(taken, manifest.version)
         return report

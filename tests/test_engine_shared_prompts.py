@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.engine.batch import pack
+from megarl.finite_guard import mask
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, Schedule, compare, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start, total_loss
@@ -90,6 +91,15 @@ def test_layout_of_a_shared_prompt():
     assert packed.head_positions.tolist() == [2, 3, 2, 7, 8]
     assert packed.targets.tolist() == np.concatenate([batch.samples[s].completion.token_ids for s in range(3)]).tolist()
     assert (packed.num_sequences, packed.num_tokens, packed.num_slots, packed.longest) == (3, 10, 12, 5)
+
+
+def test_a_masked_sample_of_a_group_takes_no_prompt_along():
+    batch = random_batch(50, [(3, 2), (3, 1)])
+    batch.samples[1] = replace(batch.samples[1], prompt_ids=batch.samples[0].prompt_ids)
+    prompt = batch.samples[1].prompt_ids
+    mask(batch, [0])
+    packed = pack(batch, MicroBatch((0, 1), 6, 6, (2,)), torch.device("cpu"), Layout())
+    assert packed.input_ids[0, :3].tolist() == prompt.tolist() and packed.input_ids[0, 3:5].tolist() == [0, 0]
 
 
 def test_a_group_of_unlike_prompts_is_refused():

@@ -193,7 +193,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(run):
         assert line == {key: value for key, value in expected.items() if key in line}
 
 
-@pytest.mark.nightly  # in CI such a run is preempted in a job of Slurm, test_launch_slurm_run.py
+@pytest.mark.nightly  # in CI one of GRPO is, in a job of Slurm: test_launch_slurm_run.py
 def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
     shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
     assert _resume(run) == figures(run[0], "whole")

@@ -120,7 +120,7 @@ def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> Non
     assert same(undisturbed, generate(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
 
 
-@pytest.mark.nightly  # in CI an actor is killed before a sync
+@pytest.mark.nightly  # in CI a core is killed, in a rollout and before a sync
 def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None:
     pool, _, _ = faulty
     family = processes(pool)
@@ -130,7 +130,7 @@ def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None
     assert not [process for process in family if process.is_running()], "the dead actor's children live on"
 
 
-@pytest.mark.parametrize("victim", ["actor", pytest.param("core", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("victim", [pytest.param("actor", marks=pytest.mark.nightly), "core"])
 def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(faulty: Faulty, victim: str) -> None:
     pool, publisher, new = faulty
     family, restarts = processes(pool), pool._engines[0].restarts

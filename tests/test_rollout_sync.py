@@ -96,7 +96,7 @@ def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) 
     ("family", "tied", "layers", "layout"),
     [
         pytest.param("qwen3_moe", True, 2, RolloutLayout(2), marks=pytest.mark.nightly),
-        pytest.param("llama", True, 3, RolloutLayout(pipeline=2), marks=pytest.mark.nightly),
+        ("llama", True, 3, RolloutLayout(pipeline=2)),
         ("deepseek_v3", False, 2, RolloutLayout(2, 2, expert_parallel=True)),
         pytest.param("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True), marks=pytest.mark.nightly),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl.exit_status import REQUEUE
 from megarl.preemption import Preempted
 from megarl.recipe import Recipe, RecipeError, parse_recipe
 from megarl.telemetry.refusals import refusals
@@ -76,7 +77,7 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path
                 whole_has = len(whole.given)
                 sinks.write(step, {"reward/mean": 0.0}, [])  # returns, with the first sink inside of step 1
                 _wait_for(lambda has=whole_has: len(whole.given) > has)
-        _wait_for(lambda: whole.given[-1] is True)  # on a busy machine after the end that waited so briefly
+        _wait_for(lambda: whole.given[-1] == COMPLETE)  # on a busy machine after the end that waited so briefly
         assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
         assert sinks.figures()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
         assert hangs.given == []
@@ -108,7 +109,10 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
     assert sinks.figures() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
-@pytest.mark.parametrize(("error", "end"), [(KeyError("it fails"), FAILED), (Preempted("it goes on later", 75), REQUEUED)])
+ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUED), (Preempted("lost", 1), FAILED)]
+
+
+@pytest.mark.parametrize(("error", "end"), ENDS)
 def test_an_end_before_the_last_step_is_told_to_the_sink(tmp_path, error, end):
     kept = Kept()
     with pytest.raises(type(error)), Sinks([relay_to(kept, tmp_path)]) as sinks:

@@ -43,7 +43,7 @@ GATED = "tests.gated_reward:digits_after_one_sleep"
 # What is lost of a reward is said when its successor has scored.
 RECOVERY_S = 20.0
 # In CI, too.
-OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
+OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
 

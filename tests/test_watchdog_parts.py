@@ -275,7 +275,8 @@ def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
     server = socket.create_server(("127.0.0.1", 0))
     address = server.getsockname()
     deadlines = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
-    settings = WatcherSettings("run", 0, (WatchedRank(0, "", 1, 2, 3),), deadlines, 5.0, "word", None, server.detach())
+    ranks = (WatchedRank(0, "", 1, 2, 3),)
+    settings = WatcherSettings("run", 0, ranks, deadlines, 5.0, "word", None, server.detach(), num_nodes=2)
     assert WatcherSettings.load(settings.dump()) == settings
     first = OtherWatchers(settings)
     stranger = OtherWatchers(replace(settings, node=1, master=address, listener=None, token="other"))

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,10 @@ from megarl.rollout import nodes
 from megarl.rollout.cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.handle import EngineHandle
+from megarl.rollout.watchers import nodes_beside, watched_nodes
+from megarl.watchdog.judge import Deadlines
+from megarl.watchdog.settings import WatcherSettings
+from megarl.watchdog.wire import OtherWatchers
 
 DEADLINE_S = 240.0
 
@@ -70,12 +76,34 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
         settings: Any = SimpleNamespace(index=node, layout=RolloutLayout(), place=EnginePlace(node, (0,)))
         engine = EngineHandle(settings, DEADLINE_S, 4)
         assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
+    _watch(1)
     cluster.remove_node(second)
     end = time.monotonic() + DEADLINE_S
     while 1 in numbered_nodes() and time.monotonic() < end:  # its daemons are gone, and the head hears of it
         time.sleep(0.1)
     with pytest.raises(RolloutError, match=r"node 1 is gone from the Ray cluster, which has the nodes \[0\] left"):
         engine.begin_start()
+
+
+def _watch(node: int) -> None:
+    """A watcher on this node follows that of node 0, and is gone when the run is over."""
+    server = socket.create_server(("127.0.0.1", 0))
+    limits = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
+    address = server.getsockname()
+    settings = WatcherSettings("run", 0, (), limits, 5.0, "token", None, server.detach())
+    first = OtherWatchers(settings)
+    elsewhere = replace(settings, master=address, listener=None)
+    assert nodes_beside(1) == [node]
+    with watched_nodes(elsewhere, nodes_beside(1)):
+        _poll(lambda: node in first._followers)
+    _poll(lambda: not first._followers)
+
+
+def _poll(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def megarl_version() -> str:

@@ -177,7 +177,9 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
     samples, longest = iter(micro_batch.samples), 0
     for size in micro_batch.sharing:
         run = [next(samples) for _ in range(size)]
-        prompt, first = batch.samples[run[0]].prompt_ids, start
+        # Of a sample that is masked since, as its results were no numbers, all tokens are dummies.
+        known = next((number for number in run if number not in batch.masked), run[0])
+        prompt, first = batch.samples[known].prompt_ids, start
         tokens.append(prompt)
         positions.append(np.arange(len(prompt)))
         start += len(prompt)
@@ -185,9 +187,9 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
         continues.append((0, 0))
         for number in run:
             sample = batch.samples[number]
-            if not np.array_equal(sample.prompt_ids, prompt):
+            if number not in batch.masked and not np.array_equal(sample.prompt_ids, prompt):
                 raise ValueError(
-                    f"samples {run[0]} and {number} are of one group and have unlike prompts, which "
+                    f"samples {known} and {number} are of one group and have unlike prompts, which "
                     "phases.*.share_prompts cannot run as one; set it to false"
                 )
             completion, sampled = sample.completion.token_ids, np.flatnonzero(sample.completion.own)

@@ -255,7 +255,9 @@ def _make_states(optimizer: Any) -> None:
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if isinstance(optimizer.optimizer, torch.optim.Adam):  # others count steps by parameter group
         for entry in optimizer.optimizer.state.values():
-            entry["step"] = torch.tensor(0.0)
+            # A fused Adam counts where the weights are, any other one on the host.
+            fused = optimizer.optimizer.param_groups[0].get("fused")
+            entry["step"] = torch.tensor(0.0, device=entry["exp_avg"].device if fused else "cpu")
 
 
 @contextmanager

@@ -128,6 +128,7 @@ def watched(
         settings = WatcherSettings(
             str(run.absolute()), node, ranks, deadlines, limits.stacks_s, token,
             None if node == 0 else address, None if listener is None else listener.fileno(),
+            num_nodes=num_nodes,
         )  # fmt: skip
         watcher = WatcherProcess(settings)
         if nodes_beside:

@@ -228,13 +228,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = size
         # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
-        stacked = live.dim() == 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
+        stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
         packed = live.numel() == 0 or stacked
         if not packed and live.numel() == rows * cols:
             return live.data.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
-        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() == 3 else (rows, cols)
+        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)
         target = self._spare.take(shape, dtype, self.device)
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:

@@ -25,23 +25,25 @@ class NodeWatcher:
 
     def watch(self, settings: str) -> None:
         """Until the run is over, or hangs; see `WatcherSettings.dump`. Then this actor is no more."""
-        Watcher(WatcherSettings.load(settings)).watch()
-        ray.actor.exit_actor()
+        try:
+            Watcher(WatcherSettings.load(settings)).watch()
+        finally:
+            ray.actor.exit_actor()
 
 
 @contextmanager
 def watched_nodes(settings: WatcherSettings | None, nodes: Sequence[int]) -> Iterator[None]:
     """On rank 0: within this the processes of these nodes are watched, by `settings` of node 0's own watcher's making."""
     actors: list[Any] = []
-    for node in nodes:
-        assert settings is not None, "given where there are such nodes"
-        # Detached: it is to write its stacks also where the ranks, and with them this run's other actors, have ended.
-        options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": 0, "resources": node_share(node)}
-        actors.append(ray.remote(NodeWatcher).options(**options).remote())
-        actors[-1].watch.remote(replace(settings, node=node).dump())
     try:
+        for node in nodes:
+            assert settings is not None, "given where there are such nodes"
+            # Detached: it is to write its stacks also where the ranks, and with them this run's other actors, have ended.
+            options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": 0, "resources": node_share(node)}
+            actors.append(ray.remote(NodeWatcher).options(**options).remote())
+            actors[-1].watch.remote(replace(settings, node=node).dump())
         yield
     finally:
-        for actor in actors:
+        for actor in actors if ray.is_initialized() else ():  # else it would start a Ray
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)

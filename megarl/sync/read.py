@@ -128,6 +128,8 @@ class StreamReader:
         wrong = np.flatnonzero(own != sums)
         if len(wrong):
             which = self._plan.describe(pieces.copy[wrong[0]])
+            if (boxes := pieces.at_source(self._plan, int(wrong[0])).boxes) > 1:
+                which += f" and the {boxes - 1} beside it"
             raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
         # Says whether this engine was given up before it had read all: what it read since may be of another version.
         end.release(len(pieces))

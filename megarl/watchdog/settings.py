@@ -41,6 +41,8 @@ class WatcherSettings:
     """File of node 0's socket, where there are several nodes."""
     words: int | None = None
     """File for what it has to say when it ends too early."""
+    num_nodes: int = 1
+    """Those that have ranks."""
     replaces: bool = False
     """One before it has ended too early."""
 

@@ -28,7 +28,7 @@ class OtherWatchers:
     def __init__(self, settings: WatcherSettings) -> None:
         self._token, self._follows = settings.token, settings.master is not None
         # The watchers of other nodes, which have lost the one before it, judge over their own ranks.
-        self._lost_others = settings.listener is not None and settings.replaces
+        self._lost_others = settings.num_nodes > 1 and settings.listener is not None and settings.replaces
         self._tables: dict[int, tuple[float, list[Standing]]] = {}  # and when they came
         self._dumped: dict[int, tuple[list[Standing], list[OtherProcess]]] = {}
         self._followers: dict[int, socket.socket] = {}

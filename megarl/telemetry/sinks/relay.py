@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megarl.exit_status import REQUEUE
 from megarl.preemption import Preempted
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_sections import SinkSection
@@ -125,7 +126,8 @@ class Sinks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        end = COMPLETE if kind is None else REQUEUED if issubclass(kind, Preempted) else FAILED
+        goes_on = isinstance(error, Preempted) and error.status == REQUEUE
+        end = COMPLETE if kind is None else REQUEUED if goes_on else FAILED
         for relay in self._relays:
             relay.end(end)
         deadline = time.monotonic() + (CLOSE_S if kind is None else HURRY_S)
