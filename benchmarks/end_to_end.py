@@ -44,10 +44,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, Run, megarl_steps, merged, summary, targets  # noqa: E402
+from megarl.node.processes import end_at_once  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 TRL, TRL_FOLDER = "trl==1.16.0", ROOT / ".venv-trl"
@@ -145,7 +148,10 @@ def run_side(side: str, seed: int, config: dict[str, Any]) -> Run:
         begun = time.perf_counter()
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            peak_bytes, cpu = watch(process, lines)
+            try:
+                peak_bytes, cpu = watch(process, lines)
+            finally:  # at its deadline, or where somebody ends this benchmark, its ranks and engines end too
+                end_at_once(tree(process.pid) if process.poll() is None else [])
         seconds = time.perf_counter() - begun
         if process.returncode:
             tail = "\n".join((folder / "log").read_text().splitlines()[-30:])
@@ -212,15 +218,12 @@ def install_trl() -> None:
 def watch(process: subprocess.Popen[bytes], lines: Path) -> tuple[int, list[float]]:
     """Wait for a side's end: the most memory its processes held, and their CPU seconds at the end of each step, which is
     when a line comes into its file."""
-    import psutil
-
     deadline, peak, spent, at_line = time.monotonic() + DEADLINE_S, 0, {}, []
     while process.poll() is None:
         if time.monotonic() > deadline:
-            process.kill()
             raise SystemExit(f"no end within {DEADLINE_S:.0f} s")
         held = 0
-        for one in tree(psutil.Process(process.pid)):
+        for one in tree(process.pid):
             try:
                 spent[one.pid] = sum(one.cpu_times()[:2])
                 held += one.memory_full_info().pss
@@ -234,10 +237,10 @@ def watch(process: subprocess.Popen[bytes], lines: Path) -> tuple[int, list[floa
     return peak, at_line + [sum(spent.values())] * (count - len(at_line))
 
 
-def tree(process: Any) -> list[Any]:
-    import psutil
-
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
     try:
+        process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []

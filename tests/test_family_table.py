@@ -206,6 +206,8 @@ def test_the_page_on_adding_a_model_is_true() -> None:
     assert {name for name in cuts - {"Cut", "Piece"} if f"| `{name}()` |" not in page} == set()
     named = page.split("families share: ")[1].split(".")[0]
     assert all(callable(vars(blocks)[name.strip(" `\n")]) for name in named.split(","))
-    for file in ("tests/tiny_models.py", "tests/test_engine_golden.py", "tests/test_rollout_sync.py"):
+    for file in ("tests/tiny_models.py", "tests/test_engine_golden.py", "tests/test_sync_families.py"):
         assert file in page and (root / file).is_file()
-    assert "def test_synced_engine_equals_one_that_loaded_from_disk" in (root / "tests" / "test_rollout_sync.py").read_text()
+    assert (
+        "def test_synced_engine_equals_one_that_loaded_from_disk" in (root / "tests" / "test_sync_families.py").read_text()
+    )
