@@ -54,6 +54,7 @@ def written_figures() -> set[str]:
         prompt_lengths=np.array([5, 6]),
         finish_reasons=["stop", "length"],
         last_version=np.array([1, 1]),
+        episodes=None,
         executed=SimpleNamespace(prompts=1, max_concurrent=2),
         metrics={},
     )
