@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
+import select
 import sys
+import threading
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megarl.environment import Observation, ToolCall, Turn
+from megarl.environment import Observation, ToolCall, Turn, keeper
 from megarl.environment.calculator import Calculator, calculate
 from megarl.environment.guessing_game import GuessingGame
 from megarl.environment.interface import load_environment
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.environment.tool_calls import MalformedCall, read_call
-from megarl.environment.workers import EnvironmentWorker
+from megarl.environment.workers import AT_A_TIME, EnvironmentWorker
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
+from tests.environments import Counting
 
 TOOLS = Calculator.tools
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
@@ -158,9 +165,107 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
     assert late.failure == "step gave no answer within environment.timeout_s = 3; its process was ended"
     assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
     assert "gone" in gone.failure and ("died" in lost.failure or "gone" in lost.failure)
-    for keeper in keepers:
+    for process in keepers:
         with pytest.raises(ProcessLookupError):
-            os.kill(keeper, 0)
+            os.kill(process, 0)
+
+
+class Echo(EnvironmentWorker):
+    """Its keeper is a thread behind a pipe as the keeper's, which answers long questions at length, so many at a time."""
+
+    most = 0
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        self._lost = False
+        threading.Thread(target=self._echo, args=(theirs,), daemon=True).start()
+
+    def _echo(self, connection: Connection) -> None:
+        with suppress(EOFError):
+            while True:
+                heard = [connection.recv() for _ in range(AT_A_TIME)]
+                for episode, question in heard:
+                    self.most = max(self.most, len(self._asked))
+                    connection.send((episode, Reply([{"role": "user", "content": question.text}])))
+
+
+def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time() -> None:
+    async def play() -> tuple[list[Reply], int]:
+        worker = Echo(section(), sys.path)
+        found = await asyncio.gather(*(worker.ask(number, Step(f"{number}" * 10000)) for number in numbers))
+        worker._connection.close()
+        return found, worker.most
+
+    numbers = range(16 * AT_A_TIME)
+    replies, most = asyncio.run(play())
+    assert replies == [Reply([{"role": "user", "content": f"{number}" * 10000}]) for number in numbers]
+    assert most == AT_A_TIME, "no more at a time, whose deadlines would begin while they wait for each other"
+
+
+@pytest.mark.parametrize("by_close", [False, True])
+def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+
+    async def play() -> None:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
+            assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
+            if not by_close:
+                await worker.end(["one"])
+                assert _is_let_go(reader)
+        finally:
+            worker.close()
+
+    asyncio.run(play())
+    assert by_close is False or _is_let_go(reader)
+    os.close(reader)
+
+
+def _is_let_go(reader: int) -> bool:
+    """Whether the last process that holds the other end has ended; waits for it."""
+    waiting = select.poll()
+    waiting.register(reader, 0)  # of that its end is told anyhow
+    return bool(waiting.poll(20000))
+
+
+@pytest.mark.parametrize("limited", ["fork", "pipe"])
+def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
+    ours, theirs = Pipe()
+    kept = keeper.Keeper(theirs, Counting, {})
+    made = []
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more of them")
+
+    def pipe() -> Any:
+        made.extend(Pipe())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper.os, "fork", refuse)  # type: ignore[attr-defined]
+        patch.setattr(keeper, "Pipe", refuse if limited == "pipe" else pipe)
+        kept._hear("one", Reset({"question": 1}, 1))
+    episode, reply = ours.recv()
+    assert episode == "one" and "no more of them" in reply.failure and "environment.workers" in reply.failure
+    assert all(end.closed for end in made) and kept._episodes == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("megarl.environment.guessing_game:GuessingGame", {"low": 5, "high": 1}, "constructor raised ValueError: .*low = 5"),
+        ("tests.environments:Faulty", {"hangs": True}, "did not come back within environment.timeout_s = 0.5"),
+    ],
+)
+def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
+    target: str, options: dict[str, Any], said: str
+) -> None:
+    load_environment(target, options)  # on each rank: it makes none
+    with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
+        EnvironmentWorker(section(target=target, options=options, timeout_s=0.5 if "hangs" in options else 20.0), sys.path)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +274,8 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
         ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
         ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
         ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
-        ("megarl.environment.guessing_game:GuessingGame", {"low": 5, "high": 1}, "environment.options", "low = 5"),
+        ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
+        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is none: 'much' is not"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named_before_the_run(

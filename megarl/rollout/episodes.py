@@ -85,7 +85,7 @@ class Environments:
     """What the rollouts of a run need for episodes: the workers, and text to tokens and back."""
 
     def __init__(self, recipe: Recipe, model_path: str, num_tokens: int, stop_token_ids: Sequence[int], seed: int) -> None:
-        """Raises ValueError for an environment that does not load, or a chat template that cannot go on."""
+        """Raises RolloutError for an environment that does not load, ValueError for a chat template that cannot go on."""
         assert recipe.environment is not None
         self.section: EnvironmentSection = recipe.environment
         self.recipe, self.seed, self.stops = recipe, seed, frozenset(int(token) for token in stop_token_ids)
