@@ -24,9 +24,10 @@ from megarl.environment.guessing_game import GuessingGame
 from megarl.environment.interface import load_environment
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.environment.tool_calls import MalformedCall, read_call
-from megarl.environment.workers import AT_A_TIME, EnvironmentWorker
+from megarl.environment.workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
+from megarl.rollout.failure import RolloutError
 from tests.environments import Counting
 
 TOOLS = Calculator.tools
@@ -46,15 +47,40 @@ def test_a_call_is_read_out_of_the_text_around_it() -> None:
         "<tool_call>calculator(2*3)</tool_call>": "no JSON",
         "<tool_call>" + "[" * 10**5 + "</tool_call>": "no JSON",
         "<tool_call>[1]</tool_call>": '"name"',
-        CALL.replace("calculator", "browser"): "no tool 'browser'; there is calculator",
+        CALL.replace("calculator", "browser"): "no tool browser; there is calculator",
         CALL.replace('{"expression": "2*3"}', '"2*3"'): "must be an object",
-        CALL.replace("expression", "text"): "'expression' is a required property",
-        CALL.replace('"2*3"', "6"): "6 is not of type 'string'",
+        CALL.replace("expression", "text"): 'calculator: arguments must keep to required = ["expression"]',
+        CALL.replace('"2*3"', "6"): 'calculator: expression must keep to type = "string"',
     }.items(),
 )
 def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, said: str) -> None:
     with pytest.raises(MalformedCall, match=re.escape(said)):
         read_call(text, TOOLS)
+
+
+WORDS = "so many words " * 100
+
+
+@pytest.mark.parametrize("text", [
+    f'<tool_call>{{"name": "{WORDS}"}}</tool_call>',
+    f"<tool_call>{WORDS}</tool_call>",
+    CALL.replace("2*3", WORDS),
+    CALL.replace('"2*3"', f'"1", "{WORDS}": 1'),
+    CALL.replace("2*3", "x" + "9" * 190),
+    CALL.replace("2*3", "(" + "9" * 190),
+    CALL.replace("2*3", "9" * 190),
+    CALL.replace("2*3", "1e60*12"),
+    CALL.replace("2*3", "*".join(["1e300"] * 30)),
+    CALL.replace("2*3", "9" * 190 + "/0"),
+])  # fmt: skip
+def test_what_the_policy_is_told_of_a_call_stays_short(text: str) -> None:
+    game = Calculator()
+    game.reset({"answer": "1"}, 1)
+    try:
+        said = game.step(Turn(text, read_call(text, TOOLS))).content[0]["content"]  # type: ignore[index]
+    except MalformedCall as error:
+        said = str(error)
+    assert 0 < len(said) <= 80 and WORDS[:30] not in said and "9" * 30 not in said
 
 
 def test_the_calculator_answers_calls_and_judges_the_answer() -> None:
@@ -137,9 +163,7 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     for fault, words in FAULTS.items():
         assert words in said[fault].failure, said[fault]
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
-    assert malformed == Reply(
-        [{"role": "tool", "content": "error: arguments of add: 'b' is not of type 'integer'"}], malformed=True
-    )
+    assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
 
 
@@ -200,6 +224,46 @@ def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time() -> None:
     replies, most = asyncio.run(play())
     assert replies == [Reply([{"role": "user", "content": f"{number}" * 10000}]) for number in numbers]
     assert most == AT_A_TIME, "no more at a time, whose deadlines would begin while they wait for each other"
+
+
+def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
+    raised = RayTaskError("ask", "the stack of the worker", RuntimeError("its keeper did not start")).as_instanceof_cause()
+    for error, said in ((ActorUnavailableError("it restarts", None), "it restarts"), (raised, "its keeper did not start")):
+        monkeypatch.setattr(ray, "get", lambda _, error=error: _raise(error))
+        assert said in workers.reply(None).failure
+    monkeypatch.setattr(ray, "get", lambda _: _raise(ActorDiedError()))
+    with pytest.raises(
+        RolloutError, match="a worker of environments is gone for good, after 2 restarts;.*environment.workers"
+    ):
+        workers.reply(None)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_keeper_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> Reply:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            worker._keeper.kill()
+            worker._keeper.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "executable", "/bin/false")
+                while not worker._lost:  # its end is read in the loop
+                    await worker.ask("one", Step("x"))
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="the keeper of environments did not start"):
+                        await worker.ask("one", Step("x"))
+            return await worker.ask("one", Reset({"fault": ""}, 1))
+        finally:
+            worker.close()
+
+    assert asyncio.run(play()) == Reply()
 
 
 @pytest.mark.parametrize("by_close", [False, True])

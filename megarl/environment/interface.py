@@ -50,8 +50,9 @@ class Observation:
 class Environment(ABC):
     """One episode: made with `environment.options`, then `reset` once and `step` behind each turn of the policy.
 
-    Everything that is drawn must come from reset's `seed`, so that a run that is resumed plays the same episodes; it is the
-    same for all members of a group, which begin alike. Whatever is raised ends the episode, by `environment.on_error`.
+    It is made in a process of its own, which is ended with all that it has started. Everything that is drawn must come from
+    reset's `seed`, so that a run that is resumed plays the same episodes; it is the same for all members of a group, which
+    begin alike. Whatever is raised ends the episode, by `environment.on_error`.
     """
 
     tools: ClassVar[Mapping[str, dict[str, Any]]] = {}

@@ -72,7 +72,7 @@ class EnvironmentWorker:
             return  # they have ended with their keeper
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, and what they have started; of a keeper that does not end by itself only the former."""
         self._connection.close()
         try:
             self._keeper.wait(STOP_TIMEOUT_S)
