@@ -299,7 +299,7 @@ def _is_let_go(reader: int) -> bool:
 def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
     ours, theirs = Pipe()
     kept = keeper.Keeper(theirs, Counting, {})
-    made = []
+    made: list[Connection] = []
 
     def refuse(*_: Any) -> Any:
         raise OSError(errno.EAGAIN, "no more of them")

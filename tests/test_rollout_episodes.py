@@ -19,6 +19,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.environment.tool_calls import SHORT_ERROR
 from megarl.figures import rollout_figures
+from megarl.pipeline import Pipeline
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout.batch import EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
@@ -27,6 +28,7 @@ from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.replay import FilePayload
 from megarl.rounds import Rounds
+from megarl.telemetry.step_figures import Sizes
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -349,6 +351,18 @@ def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
     rollouts, _, figures = rounds.chosen()
     assert rollouts.episodes is not None and rollouts.episodes.metrics()["rollout/failed_share"] == 0
     assert (figures["rollout/sampled_failed_share"], figures["rollout/sampled_malformed_calls"]) == (0.25, 5)
+
+
+def test_greedy_tokens_are_those_that_were_sampled() -> None:
+    ones = np.ones(2, int)
+    greedy = RolloutBatch(
+        FilePayload(""), ones, ones, ones + 8, ["stop"] * 2, ones, ones, RolloutExecuted(2, 1, 8), own_lengths=ones + 2
+    )
+    scored = RewardResult(np.ones(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
+    step: Any = SimpleNamespace(recipe=SimpleNamespace(algorithm=SimpleNamespace(group_size=1)), sizes=Sizes((), (), ()))
+    step.figures = {"reward/busy_s": 0.0}
+    Pipeline._compare_with_greedy(step, SimpleNamespace(valid=np.ones(2, bool)), greedy, scored)  # type: ignore[arg-type]
+    assert step.figures["rollout/greedy_tokens"] == 6, "speeds count no observations"
 
 
 def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
