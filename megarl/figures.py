@@ -15,7 +15,7 @@ from megarl.schedule import Cost, Executed, Plan, quality
 
 
 def rollout_figures(rollouts: Any) -> dict[str, float]:
-    """Lengths, truncation and the sizes the engines ran."""
+    """Lengths, with observations where there are any, truncation and the sizes the engines ran."""
     lengths = rollouts.completion_lengths
     return {
         "rollout/completion_length_mean": float(lengths.mean()),
@@ -36,8 +36,9 @@ def rollout_figures(rollouts: Any) -> dict[str, float]:
 def _episode_figures(rollouts: Any) -> dict[str, float]:
     """What became of episodes, and how much of them the policy has not said itself."""
     observed = int(rollouts.completion_lengths.sum() - rollouts.own_lengths.sum())
-    shares = {"rollout/observation_tokens": observed}
-    return shares | {
+    return {
+        "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
+        "rollout/observation_tokens": observed,
         "rollout/observation_share": observed / int(rollouts.completion_lengths.sum()),
         **rollouts.episodes.metrics(),
     }

@@ -274,7 +274,7 @@ class Pipeline:
             raise ValueError("no prompt has both a completion and a greedy completion that could be scored")
         self.sizes = replace(self.sizes, valid=batch.valid.tolist())
         self.figures |= {
-            "rollout/greedy_tokens": int(greedy.completion_lengths.sum()),
+            "rollout/greedy_tokens": int(greedy.own_lengths.sum()),
             "reward/greedy_mean": float(scored.rewards[known].mean()),
             "reward/num_greedy_masked": int((~known).sum()),
             "reward/busy_s": self.figures["reward/busy_s"] + scored.busy_s,

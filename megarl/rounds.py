@@ -62,6 +62,16 @@ class Rounds:
         informative = int(self._informative.sum())
         used = int(self._informative[groups].sum())
         tokens = sum(int(one.own_lengths.sum()) for one in self._rollouts)
+        played = [one.episodes for one in self._rollouts if one.episodes is not None]
+        sampled: dict[str, float] = {}
+        if played:
+            failures, malformed = (
+                np.concatenate([getattr(one, name) for one in played]) for name in ("failures", "malformed")
+            )
+            sampled = {
+                "rollout/sampled_failed_share": float((failures != "").mean()),
+                "rollout/sampled_malformed_calls": int(malformed.sum()),
+            }
         return rollouts, _join_rewards(self._scored, samples), {
             "rollout/rounds": len(self._rollouts),
             "rollout/extra_prompts": (len(self._rollouts) - 1) * self._wanted,
@@ -70,6 +80,7 @@ class Rounds:
             "rollout/filler_groups": self._wanted - used,
             "rollout/discarded_tokens": tokens - int(rollouts.own_lengths.sum()),
             "reward/sampled_mean": float(rewards[valid].mean()),
+            **sampled,
         }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Environments for tests, as a user would write them."""
 
 import os
+import subprocess
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -36,11 +37,13 @@ class Faulty(Environment):
 
     tools = {"add": {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}}
 
-    def __init__(self, asks: str = "go") -> None:
+    def __init__(self, asks: str = "go", hangs: bool = False) -> None:
+        if hangs:
+            time.sleep(3600)
         self.asks = asks
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
-        self.fault = row["fault"]
+        self.fault, self.left_open = row["fault"], row.get("left_open", "")
         if self.fault == "reset raises":
             raise RuntimeError("no board")
         if self.fault == "reset gives a number":
@@ -53,6 +56,9 @@ class Faulty(Environment):
                 raise KeyError("board")
             case "hangs":
                 time.sleep(3600)
+            case "starts":
+                with open(self.left_open, "w") as held:
+                    subprocess.Popen(["sleep", "3600"], stdout=held)
             case "dies":
                 os._exit(3)
             case "gives a text":
@@ -78,3 +84,18 @@ class Unmarked(Environment):
 
     def step(self, turn: Turn) -> Observation:
         return Observation()
+
+
+@environment
+class Needy(Unmarked, Environment):
+    """With an option that has no default; none is made before there is a process for it."""
+
+    def __init__(self, board: str) -> None:
+        raise AssertionError(f"made with {board}")
+
+
+@environment
+class Schemaless(Unmarked, Environment):
+    """With a tool whose schema is none."""
+
+    tools = {"add": {"type": "much"}}

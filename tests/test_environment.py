@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
+import select
 import sys
+import threading
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megarl.environment import Observation, ToolCall, Turn
+from megarl.environment import Observation, ToolCall, Turn, keeper
 from megarl.environment.calculator import Calculator, calculate
 from megarl.environment.guessing_game import GuessingGame
 from megarl.environment.interface import load_environment
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.environment.tool_calls import MalformedCall, read_call
-from megarl.environment.workers import EnvironmentWorker
+from megarl.environment.workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
+from megarl.rollout.failure import RolloutError
+from tests.environments import Counting
 
 TOOLS = Calculator.tools
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
@@ -39,15 +47,40 @@ def test_a_call_is_read_out_of_the_text_around_it() -> None:
         "<tool_call>calculator(2*3)</tool_call>": "no JSON",
         "<tool_call>" + "[" * 10**5 + "</tool_call>": "no JSON",
         "<tool_call>[1]</tool_call>": '"name"',
-        CALL.replace("calculator", "browser"): "no tool 'browser'; there is calculator",
+        CALL.replace("calculator", "browser"): "no tool browser; there is calculator",
         CALL.replace('{"expression": "2*3"}', '"2*3"'): "must be an object",
-        CALL.replace("expression", "text"): "'expression' is a required property",
-        CALL.replace('"2*3"', "6"): "6 is not of type 'string'",
+        CALL.replace("expression", "text"): 'calculator: arguments must keep to required = ["expression"]',
+        CALL.replace('"2*3"', "6"): 'calculator: expression must keep to type = "string"',
     }.items(),
 )
 def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, said: str) -> None:
     with pytest.raises(MalformedCall, match=re.escape(said)):
         read_call(text, TOOLS)
+
+
+WORDS = "so many words " * 100
+
+
+@pytest.mark.parametrize("text", [
+    f'<tool_call>{{"name": "{WORDS}"}}</tool_call>',
+    f"<tool_call>{WORDS}</tool_call>",
+    CALL.replace("2*3", WORDS),
+    CALL.replace('"2*3"', f'"1", "{WORDS}": 1'),
+    CALL.replace("2*3", "x" + "9" * 190),
+    CALL.replace("2*3", "(" + "9" * 190),
+    CALL.replace("2*3", "9" * 190),
+    CALL.replace("2*3", "1e60*12"),
+    CALL.replace("2*3", "*".join(["1e300"] * 30)),
+    CALL.replace("2*3", "9" * 190 + "/0"),
+])  # fmt: skip
+def test_what_the_policy_is_told_of_a_call_stays_short(text: str) -> None:
+    game = Calculator()
+    game.reset({"answer": "1"}, 1)
+    try:
+        said = game.step(Turn(text, read_call(text, TOOLS))).content[0]["content"]  # type: ignore[index]
+    except MalformedCall as error:
+        said = str(error)
+    assert 0 < len(said) <= 80 and WORDS[:30] not in said and "9" * 30 not in said
 
 
 def test_the_calculator_answers_calls_and_judges_the_answer() -> None:
@@ -130,9 +163,7 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     for fault, words in FAULTS.items():
         assert words in said[fault].failure, said[fault]
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
-    assert malformed == Reply(
-        [{"role": "tool", "content": "error: arguments of add: 'b' is not of type 'integer'"}], malformed=True
-    )
+    assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
 
 
@@ -158,9 +189,147 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
     assert late.failure == "step gave no answer within environment.timeout_s = 3; its process was ended"
     assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
     assert "gone" in gone.failure and ("died" in lost.failure or "gone" in lost.failure)
-    for keeper in keepers:
+    for process in keepers:
         with pytest.raises(ProcessLookupError):
-            os.kill(keeper, 0)
+            os.kill(process, 0)
+
+
+class Echo(EnvironmentWorker):
+    """Its keeper is a thread behind a pipe as the keeper's, which answers long questions at length, so many at a time."""
+
+    most = 0
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        self._lost = False
+        threading.Thread(target=self._echo, args=(theirs,), daemon=True).start()
+
+    def _echo(self, connection: Connection) -> None:
+        with suppress(EOFError):
+            while True:
+                heard = [connection.recv() for _ in range(AT_A_TIME)]
+                for episode, question in heard:
+                    self.most = max(self.most, len(self._asked))
+                    connection.send((episode, Reply([{"role": "user", "content": question.text}])))
+
+
+def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time() -> None:
+    async def play() -> tuple[list[Reply], int]:
+        worker = Echo(section(), sys.path)
+        found = await asyncio.gather(*(worker.ask(number, Step(f"{number}" * 10000)) for number in numbers))
+        worker._connection.close()
+        return found, worker.most
+
+    numbers = range(16 * AT_A_TIME)
+    replies, most = asyncio.run(play())
+    assert replies == [Reply([{"role": "user", "content": f"{number}" * 10000}]) for number in numbers]
+    assert most == AT_A_TIME, "no more at a time, whose deadlines would begin while they wait for each other"
+
+
+def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
+    raised = RayTaskError("ask", "the stack of the worker", RuntimeError("its keeper did not start")).as_instanceof_cause()
+    for error, said in ((ActorUnavailableError("it restarts", None), "it restarts"), (raised, "its keeper did not start")):
+        monkeypatch.setattr(ray, "get", lambda _, error=error: _raise(error))
+        assert said in workers.reply(None).failure
+    monkeypatch.setattr(ray, "get", lambda _: _raise(ActorDiedError()))
+    with pytest.raises(
+        RolloutError, match="a worker of environments is gone for good, after 2 restarts;.*environment.workers"
+    ):
+        workers.reply(None)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_keeper_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> Reply:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            worker._keeper.kill()
+            worker._keeper.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "executable", "/bin/false")
+                while not worker._lost:  # its end is read in the loop
+                    await worker.ask("one", Step("x"))
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="the keeper of environments did not start"):
+                        await worker.ask("one", Step("x"))
+            return await worker.ask("one", Reset({"fault": ""}, 1))
+        finally:
+            worker.close()
+
+    assert asyncio.run(play()) == Reply()
+
+
+@pytest.mark.parametrize("by_close", [False, True])
+def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+
+    async def play() -> None:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
+            assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
+            if not by_close:
+                await worker.end(["one"])
+                assert _is_let_go(reader)
+        finally:
+            worker.close()
+
+    asyncio.run(play())
+    assert by_close is False or _is_let_go(reader)
+    os.close(reader)
+
+
+def _is_let_go(reader: int) -> bool:
+    """Whether the last process that holds the other end has ended; waits for it."""
+    waiting = select.poll()
+    waiting.register(reader, 0)  # of that its end is told anyhow
+    return bool(waiting.poll(20000))
+
+
+@pytest.mark.parametrize("limited", ["fork", "pipe"])
+def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
+    ours, theirs = Pipe()
+    kept = keeper.Keeper(theirs, Counting, {})
+    made: list[Connection] = []
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more of them")
+
+    def pipe() -> Any:
+        made.extend(Pipe())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper.os, "fork", refuse)  # type: ignore[attr-defined]
+        patch.setattr(keeper, "Pipe", refuse if limited == "pipe" else pipe)
+        kept._hear("one", Reset({"question": 1}, 1))
+    episode, reply = ours.recv()
+    assert episode == "one" and "no more of them" in reply.failure and "environment.workers" in reply.failure
+    assert all(end.closed for end in made) and kept._episodes == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("megarl.environment.guessing_game:GuessingGame", {"low": 5, "high": 1}, "constructor raised ValueError: .*low = 5"),
+        ("tests.environments:Faulty", {"hangs": True}, "did not come back within environment.timeout_s = 0.5"),
+    ],
+)
+def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
+    target: str, options: dict[str, Any], said: str
+) -> None:
+    load_environment(target, options)  # on each rank: it makes none
+    with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
+        EnvironmentWorker(section(target=target, options=options, timeout_s=0.5 if "hangs" in options else 20.0), sys.path)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +338,8 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
         ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
         ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
         ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
-        ("megarl.environment.guessing_game:GuessingGame", {"low": 5, "high": 1}, "environment.options", "low = 5"),
+        ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
+        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is none: 'much' is not"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named_before_the_run(

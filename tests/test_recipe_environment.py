@@ -49,9 +49,13 @@ TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.m
     ((("rollout.kv_cache_bytes", 65536),), {}, "rollout.kv_cache_bytes", "must hold one sequence of 106 tokens", ""),
     ((), {"max_episode_tokens": 20}, "environment.max_episode_tokens", "no room for one turn of rollout", "32"),
     ((), {"max_episode_tokens": 75}, "environment.max_episode_tokens", "is never reached: 2 turns", "74, or null"),
-    ((), {"timeout_s": 700.0}, "environment.timeout_s", "must be below rollout.timeout_s = 600", "150"),
+    ((), {"timeout_s": 200.0}, "environment.timeout_s", "steps may take 600 s, which must be below rollout.timeout_s = 600",
+     "150"),
+    ((("rollout.timeout_s", 80),), {}, "environment.timeout_s", "max_turns = 2 steps may take 90 s", "20"),
     ((), {"target": "nobody_has_it:Game"}, "environment.target", "no module 'nobody_has_it'", ""),
     ((("algorithm.overlong", {"buffer": 65}),), {}, "algorithm.overlong.buffer", "turns of an episode may have = 64", "64"),
+    ((("algorithm.overlong", {"buffer": 4}),), {"max_episode_tokens": 60}, "algorithm.overlong.buffer",
+     "max_episode_tokens = 60 counts observations, too", "environment.max_episode_tokens: null"),
     ((("environment", None), ("reward", [])), {}, "reward", "must not be empty", "or an environment"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named_with_its_numbers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,18 @@ from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environment.keeper import Reply, Reset, Step
+from megarl.environment.tool_calls import SHORT_ERROR
+from megarl.figures import rollout_figures
+from megarl.pipeline import Pipeline
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout.batch import EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.episodes import Episodes
+from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.replay import FilePayload
+from megarl.rounds import Rounds
+from megarl.telemetry.step_figures import Sizes
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -245,15 +251,54 @@ def test_a_failure_names_row_and_cause_and_is_masked_or_ends_the_run(tokenizer: 
         play(environments(tokenizer, answer, on_error="stop"), groups, lambda sample, turn: [5, END])
 
 
-def test_resets_that_differ_within_a_group_are_a_failure(tokenizer: Any) -> None:
+@pytest.mark.parametrize("first", [None, "game 0"])
+@pytest.mark.parametrize("second", [None, "game 1"])
+def test_resets_that_differ_within_a_group_are_a_failure(tokenizer: Any, first: str | None, second: str | None) -> None:
     def answer(number: int, question: Reset | Step) -> Reply:
         if isinstance(question, Reset):
-            return Reply([{"role": "user", "content": f"game {number}"}])
+            given = [first, second][number]
+            return Reply(None if given is None else [{"role": "user", "content": given}])
         return Reply(done=True)
 
     episodes = play(environments(tokenizer, answer), [(prompts(tokenizer)[0], 2, None)], lambda sample, turn: [5, END])
     failures = episodes.facts(range(1)).failures.tolist()
-    assert failures[0] == "" and "reset returned another prompt than for others of its group" in failures[1]
+    assert failures[0] == ""
+    if first is second is None:
+        assert failures[1] == ""
+    else:
+        assert "reset returned another prompt than for others of its group" in failures[1]
+
+
+def test_an_error_about_a_call_is_never_too_long_to_be_seen(tokenizer: Any) -> None:
+    def answer(number: int, question: Reset | Step) -> Reply:
+        return Reply() if isinstance(question, Reset) else Reply([{"role": "tool", "content": "x" * 99}], malformed=True)
+
+    size = len(ids(tokenizer, SHORT_ERROR + "=")) + 1
+    given = environments(tokenizer, answer, max_observation_tokens=size, max_turns=2)
+    episodes = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6])
+    assert episodes.facts(range(1)).failures.tolist() == [""] and episodes.facts(range(1)).malformed.tolist() == [2]
+    assert episodes.results()[0].token_ids.tolist() == [5, 6, END, *ids(tokenizer, SHORT_ERROR + "="), 5, 6]
+
+
+def test_a_tool_s_role_is_tried_before_the_first_step(tokenizer: Any) -> None:
+    def section(size: int) -> Any:
+        changes = {"target": "tests.environments:Faulty", "max_observation_tokens": size}
+        return environments(tokenizer, says(), **changes).section
+
+    shows = environments(tokenizer, says()).observations
+    size = len(shows.behind(-1, [{"role": "tool", "content": SHORT_ERROR}]))
+    check_tool_role(section(size), shows)
+    with pytest.raises(ValueError, match=f"max_observation_tokens = {size - 1}: .* has {size} tokens"):
+        check_tool_role(section(size - 1), shows)
+    refuses, hides = (SimpleNamespace(behind=one) for one in (_refuse_role, lambda last, messages: np.array([5])))
+    with pytest.raises(ValueError, match="Faulty, tool_role = 'tool': roles must alternate; give the class another"):
+        check_tool_role(section(size), refuses)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tool_role = 'tool': the model's chat template leaves messages of that role out"):
+        check_tool_role(section(size), hides)  # type: ignore[arg-type]
+
+
+def _refuse_role(last: int, messages: Any) -> Any:
+    raise ValueError("roles must alternate")
 
 
 def test_texts_that_cannot_be_prompts_or_observations_are_failures(tokenizer: Any) -> None:
@@ -294,6 +339,32 @@ def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both
     assert add_episodes(scored, None) is scored
 
 
+def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
+    nan, algorithm = np.nan, SimpleNamespace(dynamic_sampling=SimpleNamespace(max_rounds=2), group_size=2, overlong=None)
+    rounds = Rounds(SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=1))))  # type: ignore[arg-type]
+    for rewards, malformed in (([1.0, nan], [3, 1]), ([0.0, 1.0], [0, 1])):
+        ones, found = np.ones(2, int), np.array(rewards, np.float32)
+        facts = replace(facts_of(rewards), malformed=np.array(malformed))
+        executed = RolloutExecuted(1, 2, 8)
+        batch = RolloutBatch(FilePayload(""), ones, ones, ones, ["stop"] * 2, ones, ones, executed, episodes=facts)
+        rounds.add(batch, RewardResult(found, ~np.isnan(found), {}, {}, 1, (2,)))
+    rollouts, _, figures = rounds.chosen()
+    assert rollouts.episodes is not None and rollouts.episodes.metrics()["rollout/failed_share"] == 0
+    assert (figures["rollout/sampled_failed_share"], figures["rollout/sampled_malformed_calls"]) == (0.25, 5)
+
+
+def test_greedy_tokens_are_those_that_were_sampled() -> None:
+    ones = np.ones(2, int)
+    greedy = RolloutBatch(
+        FilePayload(""), ones, ones, ones + 8, ["stop"] * 2, ones, ones, RolloutExecuted(2, 1, 8), own_lengths=ones + 2
+    )
+    scored = RewardResult(np.ones(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
+    step: Any = SimpleNamespace(recipe=SimpleNamespace(algorithm=SimpleNamespace(group_size=1)), sizes=Sizes((), (), ()))
+    step.figures = {"reward/busy_s": 0.0}
+    Pipeline._compare_with_greedy(step, SimpleNamespace(valid=np.ones(2, bool)), greedy, scored)  # type: ignore[arg-type]
+    assert step.figures["rollout/greedy_tokens"] == 6, "speeds count no observations"
+
+
 def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
     def batch(first: int) -> RolloutBatch:
         numbers = np.arange(first, first + 4)
@@ -306,3 +377,4 @@ def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
     assert joined.own_lengths.tolist() == [4, 5, 12, 13] and joined.completion_lengths.tolist() == [11, 12, 19, 20]
     assert joined.episodes is not None and joined.episodes.rewards.tolist() == [2.0, 3.0, 10.0, 11.0]
     assert joined.episodes.metrics()["rollout/turns_max"] == 4
+    assert rollout_figures(joined)["rollout/own_length_mean"] == 8.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_completions_are_counted_group_by_group(pools: Pools, monkeypatch: pytes
         facts, _ = pool._run({0: {0: asked[0], 2: asked[2]}, 1: {1: asked[1]}}, step=1)
     assert sorted(facts) == [0, 1, 2]
     assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]
+
+
+def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools) -> None:
+    """It died between two turns, where it is asked for the next one."""
+    said = [DEAD, "queued"]
+
+    class Answering(Scripted):
+        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+            return said.pop(0) if method == "submit" else ("facts", "tokens")
+
+    pool = pools(Answering(0, [], []))
+    pool._deadline = 0.0
+    calls = pool._submit(pool._engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
+    assert list(calls) == ["facts"] and pool._engines[0].restarts == 1
+    assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
 
 
 def test_figures_are_those_of_all_attempts(pools: Pools) -> None:

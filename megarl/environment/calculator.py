@@ -12,6 +12,7 @@ from megarl.environment.interface import Environment, Messages, Observation, Tur
 from megarl.reward.verifiers import numbers
 
 MAX_CHARACTERS = 200
+LONGEST = 10**15  # from here on an integer is said in ten digits, too
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,17 +53,22 @@ class Calculator(Environment):
             return Observation(reward=float(bool(found) and found[-1] == self._wanted), done=True)
         try:
             said = _text(calculate(turn.call.arguments["expression"]))
-        except (ValueError, ArithmeticError) as error:
+        except ZeroDivisionError:
+            said = "error: division by zero"
+        except OverflowError:
+            said = "error: the result is too large"
+        except ValueError as error:
             said = f"error: {error}"
         return Observation([{"role": self.tool_role, "content": said}], reward=0.0 - self._cost)
 
 
 def calculate(expression: str) -> Fraction:
-    """The value of numbers with + - * / and brackets. Raises ValueError for anything else, and ZeroDivisionError."""
+    """The value of numbers with + - * / and brackets. Raises ValueError for anything else, without repeating it, and
+    ZeroDivisionError."""
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"cannot read {expression!r}") from error
+        raise ValueError("cannot read the expression") from error
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -75,8 +81,11 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(inner)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
             return OPERATIONS[type(operation)](_value(left), _value(right))
-    raise ValueError(f"numbers, + - * / and brackets only, not {ast.unparse(node)!r}")
+    raise ValueError("numbers, + - * / and brackets only")
 
 
 def _text(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    """Exact where that is short. Raises OverflowError for what no float holds."""
+    if value.denominator == 1 and abs(value) < LONGEST:
+        return str(value.numerator)
+    return f"{float(value):.10g}"

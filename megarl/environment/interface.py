@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+
+import jsonschema
 
 from megarl.recipe.own_code import load_marked, mark
 from megarl.recipe.violation import RecipeError, Violation
@@ -47,8 +50,9 @@ class Observation:
 class Environment(ABC):
     """One episode: made with `environment.options`, then `reset` once and `step` behind each turn of the policy.
 
-    Everything that is drawn must come from reset's `seed`, so that a run that is resumed plays the same episodes; it is the
-    same for all members of a group, which begin alike. Whatever is raised ends the episode, by `environment.on_error`.
+    It is made in a process of its own, which is ended with all that it has started. Everything that is drawn must come from
+    reset's `seed`, so that a run that is resumed plays the same episodes; it is the same for all members of a group, which
+    begin alike. Whatever is raised ends the episode, by `environment.on_error`.
     """
 
     tools: ClassVar[Mapping[str, dict[str, Any]]] = {}
@@ -73,15 +77,22 @@ def environment(found: Class) -> Class:
 
 
 def load_environment(target: str, options: Mapping[str, Any]) -> type[Environment]:
-    """The class of `environment.target`. Raises RecipeError where there is none that can be made with the options."""
+    """The class of `environment.target`; none is made, which is the affair of an episode's process. Raises RecipeError where
+    there is none that takes the options, or whose tools have no right schema."""
     found = load_marked("environment.target", target, ENVIRONMENT, options)
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise RecipeError([Violation("environment.target", target, "is no Environment", "a class with that as its base")])
     try:
-        found(**options)
-    except Exception as error:  # whatever the user's class raises
-        rule = f"{target} raised {type(error).__name__}: {error}"
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        rule = f"{target}: {error}"
         raise RecipeError([Violation("environment.options", dict(options), rule, "what its constructor takes")]) from error
+    for name, schema in found.tools.items():
+        try:
+            jsonschema.validators.validator_for(schema).check_schema(schema)
+        except jsonschema.exceptions.SchemaError as error:
+            rule = f"the schema of its tool {name!r} is none: {error.message}"
+            raise RecipeError([Violation("environment.target", target, rule, "a JSON schema of the arguments")]) from error
     return found
 
 

@@ -2,8 +2,8 @@
 hangs, crashes or leaks takes no other along.
 
 A keeper has the user's module imported and forks for each episode, which takes milliseconds where a new Python takes a
-second. It runs nothing of the user's itself but the import, and hands messages on: (episode, question) from its parent,
-(episode, answer) back.
+second. It runs nothing of the user's itself but the import: instances are made below it. It hands messages on: (episode,
+question) from its parent, (episode, answer) back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ from megarl.watchdog.stacks import mark_from_environment
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Make:
+    """Make an environment that nobody plays, to see whether `environment.options` are right."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,17 @@ class Keeper:
             for episode in list(self._episodes):
                 self._end(episode)
 
-    def _hear(self, episode: Any, question: Reset | Step | End) -> None:
+    def _hear(self, episode: Any, question: Make | Reset | Step | End) -> None:
         if isinstance(question, End):
             if episode in self._episodes:
                 self._end(episode)
             return
-        if isinstance(question, Reset):
-            self._begin(episode)
+        if isinstance(question, Make | Reset):
+            try:
+                self._begin(episode)
+            except OSError as error:
+                self._parent.send((episode, Reply(failure=_no_process(error, len(self._episodes)))))
+                return
         if episode not in self._episodes:
             self._parent.send((episode, Reply(failure="the process of its environment is gone")))
             return
@@ -115,9 +124,15 @@ class Keeper:
         self._parent.send((episode, reply))
 
     def _begin(self, episode: Any) -> None:
+        """Raises OSError where the machine gives no further process or pipe."""
         ours, theirs = Pipe()
         keeper = os.getpid()
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if not process:
             _play(keeper, theirs, [self._parent, ours, *(pipe for _, pipe in self._episodes.values())],
                   self._made, self._options)  # fmt: skip
@@ -125,12 +140,25 @@ class Keeper:
         self._episodes[episode] = process, ours
 
     def _end(self, episode: Any) -> str:
+        """End an episode's process, and those that it has started; how the former ended."""
         process, pipe = self._episodes.pop(episode)
         pipe.close()
-        os.kill(process, signal.SIGKILL)  # of one that has ended by itself it does nothing: it is not waited for yet
+        # Of what has ended by itself it does nothing: it is not waited for yet. Before setsid there is no group, nor others.
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
         return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _no_process(error: OSError, num_episodes: int) -> str:
+    files, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    return (
+        f"no process could be made for it beside {num_episodes} of other episodes: {error}; ulimit -n is {files} and "
+        f"ulimit -u {processes}: raise what is short, spread environment.workers = more over more machines, or play fewer "
+        "episodes in a step"
+    )
 
 
 def _play(
@@ -141,11 +169,19 @@ def _play(
     try:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:  # else the keeper died before that was set
+            os.setsid()  # what it starts is ended with it
             for other in others:
                 other.close()
-            environment = made(**options)
+            environment = None
             while True:
-                pipe.send(_answer(environment, pipe.recv()))
+                question = pipe.recv()  # before the user's code, which may hang: the keeper would wait with a long row
+                if environment is None:
+                    try:
+                        environment = made(**options)
+                    except Exception as error:  # whatever the user's class raises
+                        pipe.send(Reply(failure=f"its constructor raised {_said(error)}"))
+                        continue
+                pipe.send(_answer(environment, question))
     except (EOFError, ConnectionError):
         status = 0
     except BaseException:
@@ -154,7 +190,9 @@ def _play(
         os._exit(status)
 
 
-def _answer(environment: Environment, question: Reset | Step) -> Reply:
+def _answer(environment: Environment, question: Make | Reset | Step) -> Reply:
+    if isinstance(question, Make):
+        return Reply()
     doing = "reset" if isinstance(question, Reset) else "step"
     try:
         if isinstance(question, Reset):
@@ -168,7 +206,11 @@ def _answer(environment: Environment, question: Reset | Step) -> Reply:
                 return Reply([{"role": environment.tool_role, "content": f"error: {error}"}], malformed=True)
         return Reply(*checked_observation(environment.step(Turn(question.text, call))))
     except Exception as error:  # whatever a user's environment raises is that episode's failure, not the run's
-        return Reply(failure=f"{doing} raised {type(error).__name__}: {error}{_where(error)}")
+        return Reply(failure=f"{doing} raised {_said(error)}")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}{_where(error)}"
 
 
 def _where(error: BaseException) -> str:

@@ -13,10 +13,13 @@ import referencing
 from megarl.environment.interface import ToolCall
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
+# In the place of a MalformedCall that is longer than an observation may be.
+SHORT_ERROR = "error: malformed call"
 
 
 class MalformedCall(ValueError):
-    """A call that cannot be answered; the message is for the policy."""
+    """A call that cannot be answered; the message is for the policy, and repeats little of its words: that it says much
+    is no fault of the environment, whose observations must not be long."""
 
 
 def read_call(text: str, tools: Mapping[str, dict[str, Any]]) -> ToolCall | None:
@@ -35,12 +38,12 @@ def read_call(text: str, tools: Mapping[str, dict[str, Any]]) -> ToolCall | None
     try:
         call = json.loads(inside)
     except (ValueError, RecursionError) as error:
-        raise MalformedCall(f"no JSON between {OPENS} and {CLOSES}: {error}") from error
+        raise MalformedCall(f"no JSON between {OPENS} and {CLOSES}") from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise MalformedCall('an object with "name" and "arguments" is needed')
     name, arguments = call["name"], call.get("arguments", {})
     if name not in tools:
-        raise MalformedCall(f"no tool {name!r}; there is {', '.join(tools)}")
+        raise MalformedCall(f"no tool {_cut(name)}; there is {', '.join(tools)}")
     if not isinstance(arguments, dict):
         raise MalformedCall('"arguments" must be an object')
     schema = tools[name]
@@ -48,5 +51,11 @@ def read_call(text: str, tools: Mapping[str, dict[str, Any]]) -> ToolCall | None
     validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
     wrong = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
     if wrong is not None:
-        raise MalformedCall(f"arguments of {name}: {wrong.message}")
+        # Its own message repeats the arguments.
+        where, rule = _cut(".".join(map(str, wrong.absolute_path)) or "arguments"), wrong.validator or "false"
+        raise MalformedCall(f"{name}: {where} must keep to {rule} = {_cut(json.dumps(wrong.validator_value), 40)}")
     return ToolCall(name, arguments)
+
+
+def _cut(text: str, most: int = 20) -> str:
+    return text if len(text) <= most else text[:most] + "..."

@@ -78,6 +78,13 @@ def overlong(recipe: Recipe) -> Violations:
         key = "rollout.max_new_tokens" if recipe.environment is None else "what the turns of an episode may have"
         rule = f"must not exceed {key} = {longest}"
         yield Violation("algorithm.overlong.buffer", section.buffer, rule, str(longest))
+    turns = recipe.environment
+    if section.buffer and turns is not None and turns.max_episode_tokens is not None:
+        rule = (
+            f"penalises the last tokens before {longest} of the policy's own, which an episode may never have where "
+            f"environment.max_episode_tokens = {turns.max_episode_tokens} counts observations, too"
+        )
+        yield Violation("algorithm.overlong.buffer", section.buffer, rule, "0, or environment.max_episode_tokens: null")
     if not section.buffer and not section.mask:
         rule = "neither masks nor penalises anything"
         yield Violation("algorithm.overlong", GIVEN, rule, f"mask: true, or buffer: {max(1, longest // 4)}")

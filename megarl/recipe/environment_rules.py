@@ -25,8 +25,14 @@ def tokens(recipe: Recipe) -> Violations:
 
 
 def deadline(recipe: Recipe) -> Violations:
-    """A rollout waits for its environments."""
+    """A rollout waits for its environments, turn behind turn."""
     section, limit = recipe.environment, recipe.rollout.timeout_s
-    if section is not None and section.timeout_s >= limit:
-        rule = f"must be below rollout.timeout_s = {limit:g}, which ends the rollout of a step"
-        yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / 4:g}")
+    if section is None:
+        return
+    times = section.max_turns + 1
+    if times * section.timeout_s >= limit:
+        rule = (
+            f"a reset and environment.max_turns = {section.max_turns} steps may take {times * section.timeout_s:g} s, which "
+            f"must be below rollout.timeout_s = {limit:g}, the deadline of all turns of a step"
+        )
+        yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / (times + 1):g}")

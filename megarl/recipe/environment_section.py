@@ -27,7 +27,8 @@ class EnvironmentSection(Section):
     timeout_s: Seconds = 30.0
     """Deadline of each reset and of each step; what passes it is ended."""
     workers: Positive = 1
-    """Processes in the Ray cluster that run environments; each episode has one of its own below them."""
+    """Processes in the Ray cluster that run environments; each episode has one of its own below them, and each worker asks
+    64 of its episodes at a time."""
     on_error: Literal["mask", "stop"] = "mask"
     """What becomes of an episode whose environment raises, dies, passes its deadline, or returns what it must not: its
     sample counts for nothing and is counted in `rollout/failed_share`, or the run ends."""

@@ -22,7 +22,9 @@ import numpy as np
 from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environment.interface import load_environment
 from megarl.environment.keeper import Reply, Reset, Step
+from megarl.environment.tool_calls import SHORT_ERROR
 from megarl.environment.workers import EnvironmentWorkers
 from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
@@ -85,12 +87,14 @@ class Environments:
     """What the rollouts of a run need for episodes: the workers, and text to tokens and back."""
 
     def __init__(self, recipe: Recipe, model_path: str, num_tokens: int, stop_token_ids: Sequence[int], seed: int) -> None:
-        """Raises ValueError for an environment that does not load, or a chat template that cannot go on."""
+        """Raises RolloutError for an environment that does not load, ValueError for a chat template that cannot go on, or
+        not with its tools."""
         assert recipe.environment is not None
         self.section: EnvironmentSection = recipe.environment
         self.recipe, self.seed, self.stops = recipe, seed, frozenset(int(token) for token in stop_token_ids)
         self.tokenizer = load_tokenizer(model_path)
         self.observations = Observations(self.tokenizer, recipe.data, num_tokens)
+        check_tool_role(self.section, self.observations)
         # A reset or a step of each episode and of each greedy one, and the end of those before.
         self.workers = EnvironmentWorkers(self.section, max_calls=4 * recipe.num_sequences + 16)
         self.rounds = itertools.count()
@@ -98,6 +102,30 @@ class Environments:
     def close(self) -> None:
         """End all environments."""
         self.workers.close()
+
+
+def check_tool_role(section: EnvironmentSection, observations: Observations) -> None:
+    """Raises ValueError where an error about a tool call cannot be rendered, is not seen, or is longer than an observation
+    may be."""
+    made = load_environment(section.target, section.options)
+    if not made.tools:
+        return
+    role = f"{section.target}, tool_role = {made.tool_role!r}"
+    try:
+        # Behind a turn that was cut, where the observation is longest.
+        ids, other = (observations.behind(-1, [{"role": made.tool_role, "content": one}]) for one in (SHORT_ERROR, "ok"))
+    except ValueError as error:
+        raise ValueError(f"environment.target: {role}: {error}; give the class another tool_role, as 'user'") from error
+    if np.array_equal(ids, other):
+        raise ValueError(
+            f"environment.target: {role}: the model's chat template leaves messages of that role out; give the class "
+            "another tool_role, as 'user'"
+        )
+    if len(ids) > section.max_observation_tokens:
+        raise ValueError(
+            f"environment.max_observation_tokens = {section.max_observation_tokens}: an error about a tool call has "
+            f"{len(ids)} tokens with its template; {len(ids)} at least are needed"
+        )
 
 
 class Episodes:
@@ -231,18 +259,18 @@ class Episodes:
 
     def _first(self, number: int, reply: Reply) -> None:
         episode = self.episodes[number]
+        ids = episode.prompt_ids  # the row's own
         if reply.messages is not None:
             try:
                 ids = self._environments.observations.prompt(reply.messages)
             except ValueError as error:
                 self._fail(number, f"what reset returned cannot be used: {error}")
                 return
-            others = [one for one in self._members[episode.group] if one.begun]
-            if others and not np.array_equal(others[0].prompt_ids, ids):
-                self._fail(number, "reset returned another prompt than for others of its group, with the same row and seed")
-                return
-            episode.prompt_ids = ids
-        episode.begun = True
+        others = [one for one in self._members[episode.group] if one.begun]
+        if others and not np.array_equal(others[0].prompt_ids, ids):
+            self._fail(number, "reset returned another prompt than for others of its group, with the same row and seed")
+            return
+        episode.prompt_ids, episode.begun = ids, True
 
     def _next(self, number: int, reply: Reply) -> None:
         episode, section = self.episodes[number], self._environments.section
@@ -256,6 +284,10 @@ class Episodes:
             last = int(episode.ids[-1][-1])
             try:
                 ids = self._environments.observations.behind(last, reply.messages or [])
+                if reply.malformed and len(ids) > section.max_observation_tokens:
+                    # The policy's fault: its sample counts. `check_tool_role` has seen that this one fits.
+                    messages = [dict(message, content=SHORT_ERROR) for message in reply.messages or []]
+                    ids = self._environments.observations.behind(last, messages)
             except ValueError as error:
                 self._fail(number, f"Observation.content cannot be used: {error}")
                 return

@@ -76,6 +76,7 @@ class EnginePool:
         self._reports: dict[int, dict[str, float]] = {}  # by engine, of the version that is published
         self._refusals: dict[int, int] = {}
         self._batches = 0
+        self._deadline = 0.0  # of the rollout under way, by the monotonic clock
         self._with_greedy = recipe.algorithm.advantage == "remax"
         self._store: Any = None
         self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
@@ -358,9 +359,9 @@ class EnginePool:
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
         for engine in self._engines:
             calls |= self._submit(engine, work[engine.settings.index])
-        deadline = time.monotonic() + self._recipe.rollout.timeout_s
+        self._renew_deadline()
         while calls or asked:
-            ready, _ = ray.wait([*calls, *asked], timeout=max(0.0, deadline - time.monotonic()))
+            ready, _ = ray.wait([*calls, *asked], timeout=max(0.0, self._deadline - time.monotonic()))
             if not ready:
                 late = sorted({engine.name for engine, _, _ in calls.values()}) or [f"environments of {len(asked)} episodes"]
                 raise EngineSilent(
@@ -387,7 +388,6 @@ class EnginePool:
                 self._revive(engine, error)
                 calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
                 calls |= self._submit(engine, work[engine.settings.index])
-                deadline = time.monotonic() + self._recipe.rollout.timeout_s
             except RolloutError as error:
                 raise type(error)(f"{engine.name}, phase rollout, step {step}: {error}") from error
         return facts, tokens
@@ -424,12 +424,15 @@ class EnginePool:
         return results
 
     def _revive(self, engine: EngineHandle, cause: Exception) -> None:
-        """A fresh engine with the last published weights, in the middle of a rollout."""
+        """A fresh engine with the last published weights, in the middle of a rollout, whose deadline begins again."""
         self._restart(engine, "rollout", cause)
-        if self._version is None:
-            return
-        assert self._resync is not None, "generate() was not told how to bring weights back"
-        self._resync([engine.settings.index])
+        if self._version is not None:
+            assert self._resync is not None, "generate() was not told how to bring weights back"
+            self._resync([engine.settings.index])
+        self._renew_deadline()
+
+    def _renew_deadline(self) -> None:
+        self._deadline = time.monotonic() + self._recipe.rollout.timeout_s
 
     def _restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
         """A fresh engine, still without published weights. Raises RolloutError when the engine has been restarted often
