@@ -29,7 +29,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # vLLM keeps what one file's engines leave in its globals
 def engine_process() -> Iterator[ProcessPoolExecutor]:
     """A process that has imported vLLM, as soon as a first test has used it: for engines that need no other one."""
     from tests.in_process_engine import own_process
