@@ -109,7 +109,7 @@ def test_engines_cut_otherwise_are_put_back_to_tensor_ranks(tmp_path: Path) -> N
 
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
     file, last = write_qwen(tmp_path), 64
-    for memory_gib in (50, 80, 141, 288):
+    for memory_gib in (50, 64, 80, 100, 141, 192, 288):
         try:
             suggested = suggestions_of(file, [f"device.memory_gib={memory_gib}"])
         except NothingFits:
