@@ -18,7 +18,7 @@ def tokens(recipe: Recipe) -> Violations:
     key, limit = "environment.max_episode_tokens", section.max_episode_tokens
     if limit < turn:
         yield Violation(key, limit, f"has no room for one turn of rollout.max_new_tokens = {turn}", str(turn))
-    most = section.max_turns * turn + (section.max_turns - 1) * section.max_observation_tokens
+    most = section.most_tokens(turn)
     if limit > most:
         rule = f"is never reached: {section.max_turns} turns and the observations between them have {most} tokens at most"
         yield Violation(key, limit, rule, f"{most}, or null")

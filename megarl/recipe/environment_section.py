@@ -32,3 +32,7 @@ class EnvironmentSection(Section):
     on_error: Literal["mask", "stop"] = "mask"
     """What becomes of an episode whose environment raises, dies, passes its deadline, or returns what it must not: its
     sample counts for nothing and is counted in `rollout/failed_share`, or the run ends."""
+
+    def most_tokens(self, turn: int) -> int:
+        """Tokens of all turns, of `turn` each, with the observations between them, at their longest."""
+        return self.max_turns * turn + (self.max_turns - 1) * self.max_observation_tokens

@@ -153,7 +153,7 @@ class Recipe(Section):
         section, turn = self.environment, self.rollout.max_new_tokens
         if section is None:
             return turn
-        longest = section.max_turns * turn + (section.max_turns - 1) * section.max_observation_tokens
+        longest = section.most_tokens(turn)
         return longest if section.max_episode_tokens is None else min(longest, section.max_episode_tokens)
 
     @property
