@@ -30,6 +30,7 @@ from megarl.reshard.order import copy_order
 from megarl.sync import in_place
 from megarl.sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.sync.manifest import SyncError, WeightManifest
+from megarl.sync.read import Box
 from megarl.sync.ring import RingSender
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -194,7 +195,7 @@ def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:
 
 def test_an_engine_that_was_given_up_takes_nothing_of_what_it_read(models: tuple[Path, Path]) -> None:
     """It hangs with all but its last box read, the weights move on, and then it goes on."""
-    publisher = Publisher(models[0], engines=2, timeout_s=1.0, in_place=True)
+    publisher = Publisher(models[0], engines=2, timeout_s=3.0, in_place=True)
     engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(), engines=2, retries=1)
     sender = publisher.sync._sender
     assert isinstance(sender, RingSender)
@@ -369,9 +370,14 @@ def test_pieces_bring_every_element_once_to_where_the_plan_has_it(
             place, to = pieces.at_source(plan, number), pieces.at_destination(plan, number)
             content = part_of(held[rank, place.parameter], place.row, place.col, place.size, place.step)
             assert content.shape[:-1].numel() == 1 or content.numel() * 4 <= piece_bytes
-            target = part_of(taken[to.parameter], to.row, to.col, to.size, to.step)
+            box = Box(to.parameter, to.row, to.col, content, None, content.numpy(), to.step)
+            target, words = box.within(taken[to.parameter]), box.words_within(taken[to.parameter].numpy())
             assert bool((target == -1).all()), f"{to} is written twice"
-            target.copy_(content)
+            np.copyto(words, box.words)
+            assert torch.equal(target, content)
+            for row, col in ((sizes[to.parameter][0], to.col), (to.row, sizes[to.parameter][1])):
+                with pytest.raises(ValueError):
+                    box._replace(row=row, col=col).words_within(taken[to.parameter].numpy())
         assert all(torch.equal(taken[name], expected[name]) for name in sizes)
         if piece_bytes == 1 << 20 and trainer == 1 and groups > 1:  # of one group alone they are even steps of each other
             owner = [plan.destination_parameters[plan.destination_parameter[copy]] for copy in pieces.copy.tolist()]

@@ -39,7 +39,7 @@ from megarl.rollout.cpu_workers import complete
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
-from megarl.sync.in_place import as_words
+from megarl.sync.in_place import words_of
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader
 from megarl.sync.whole import whole_tensors
@@ -183,7 +183,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         owner: str | None = None
         in_place: list[str] = []  # modules whose own parameters were written: no memory waits for them to be packed
         targets: dict[str, torch.Tensor] = {}
-        words: dict[str, torch.Tensor] = {}  # the same as whole numbers: of the one that is read in place
+        words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
         for box in boxes:
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
@@ -199,8 +199,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     targets[box.parameter + SCALES] = scales
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
-                    words = {box.parameter: as_words(targets[box.parameter])}
-                np.copyto(box.within(words[box.parameter]).numpy(), box.words)
+                    words = {box.parameter: words_of(targets[box.parameter])}
+                np.copyto(box.words_within(words[box.parameter]), box.words)
                 continue
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
@@ -223,7 +223,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
         A vector is one column; experts stand one below the other."""
         module = self._modules[owner]
-        live = getattr(module, name)
+        live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
         if live.dtype != dtype:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = size
@@ -231,7 +231,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
         packed = live.numel() == 0 or stacked
         if not packed and live.numel() == rows * cols:
-            return live.data.view(rows, cols)
+            return live.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)

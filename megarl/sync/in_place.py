@@ -157,14 +157,9 @@ def _even_steps(plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> tuple[n
     return tuple(np.array(runs, dtype=np.int64).reshape(-1, 4).T)
 
 
-def as_words(content: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers: numpy knows no bfloat16."""
-    return content.view(_WORDS[content.itemsize])
-
-
 def words_of(content: torch.Tensor) -> np.ndarray:
-    """The same for numpy."""
-    return as_words(content).numpy()
+    """The same memory as whole numbers for numpy, which knows no bfloat16."""
+    return content.view(_WORDS[content.itemsize]).numpy()
 
 
 def hashed_parts(words: np.ndarray) -> list[np.ndarray]:

@@ -1,0 +1,101 @@
+"""Write docs/results.md and its pictures from what the benchmarks have measured.
+
+    python benchmarks/results.py [--check]
+
+Each part of the page comes from a file in benchmarks/results, written by the command that the page names. With --check
+nothing is written, and the exit status is 1 where the page says anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import held_out, learning  # noqa: E402
+from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, summary, targets  # noqa: E402
+
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+PAGE = DOCS / "results.md"
+Results = dict[str, Any]
+
+LEARNING = """## Each algorithm learns
+
+A random model of two layers ([`recipes/cpu/`](../recipes/cpu/)) learns to say odd digits to sums whose answer is odd, and
+even digits to the others; chance is one in twenty. A run counts if it ends at 0.9 or more within five minutes on two cores.
+
+![reward by step of each algorithm under three seeds](learning.png)"""
+HELD_OUT = """## A real model gets better at what it has not seen
+
+SmolLM2-135M-Instruct on sums of two numbers below 20: 300 of the 400 are trained on, 64 completions a step, and the other
+100 are asked four times each at temperature 1. Accuracy with half of its 95 % confidence interval over the questions.
+
+![held-out accuracy by step](held_out.png)"""
+END_TO_END = """## End to end, beside TRL
+
+GRPO of SmolLM2-135M-Instruct on one-digit sums: 8 prompts x 8 completions of up to 64 tokens, one update a step, KL against
+a reference, the same prompts, rewards, optimizer and precision on both sides, all cores of one machine. `trl-hf` is TRL's
+GRPOTrainer with Hugging Face generation, `trl-vllm` with vLLM in its process, whose weight sync had to be replaced to run on
+a CPU. Seconds a step, without the first one; tokens are those of prompts and completions, without padding."""
+
+
+def page(results: dict[str, Results]) -> str:
+    """The text of docs/results.md."""
+    makers = {"learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end}
+    parts = [part for name, make in makers.items() for part in make(results[name])]
+    return "\n\n".join(["# Results", *parts]) + "\n"
+
+
+def made_by(name: str, result: Results) -> str:
+    """How a part can be measured again."""
+    return f"Measured by `python benchmarks/{name}.py --check` on {result['device']}, at {result['commit'][:10]}."
+
+
+def of_learning(result: Results) -> list[str]:
+    return [LEARNING, "\n".join(learning.table(result["runs"])), made_by("learning", result)]
+
+
+def of_held_out(result: Results) -> list[str]:
+    return [HELD_OUT, "\n".join(held_out.table(result["runs"])), made_by("held_out", result)]
+
+
+def of_end_to_end(result: Results) -> list[str]:
+    rows = [f"| side | seeds | step | {' | '.join(PARTS)} | tokens/s | peak GB |", "|" + " --- |" * (len(PARTS) + 5)]
+    for side in (MEGARL, *PEERS):
+        if (own := summary(result["runs"], side)) is not None:
+            seconds = " | ".join(f"{own[part]:.1f}" for part in ("seconds", *PARTS))
+            seeds, peak = ", ".join(map(str, own["seeds"])), own["peak_bytes"] / 1e9
+            rows.append(f"| {side} | {seeds} | {seconds} | {own['tokens_per_s']:.0f} | {peak:.1f} |")
+    rewards = ["| reward by step |  |", "| --- | --- |"]
+    for run in result["runs"]:
+        curve = " ".join(f"{one['reward']:.2f}" for one in run["steps"])
+        rewards.append(f"| {run['side']}, seed {run['seed']} | {curve} |")
+    said = [
+        f"- {name}: {value:.3g} (target {limit}{'' if reached else ', missed'})"
+        for name, (value, limit, reached) in targets(result["runs"]).items()
+    ]
+    return [END_TO_END, "\n".join(rows), "\n".join(said), "\n".join(rewards), made_by("end_to_end", result)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    names = ("learning", "held_out", "end_to_end")
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
+    text = page(results)
+    if arguments.check:
+        return int(text != PAGE.read_text())
+    PAGE.write_text(text)
+    learning.draw(results["learning"]["runs"], DOCS / "learning.png")
+    held_out.draw(results["held_out"]["runs"], DOCS / "held_out.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
