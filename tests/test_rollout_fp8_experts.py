@@ -125,6 +125,7 @@ class Engines(ThreadEngines):
     def _read(self, engine: int, worker: int) -> Parameters:
         boxes = self.readers[engine, worker].boxes(self._manifest, engine)
         self.receivers[worker]._load(boxes, torch.bfloat16)
+        self.receivers[worker]._pack_rest()
         return {}
 
 

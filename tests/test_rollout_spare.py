@@ -79,6 +79,7 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory() -> No
     contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
     boxes = (Box(f"{name}.weight", 0, 0, content) for name, content in zip(names, contents, strict=True))
     receiver._load(boxes, torch.float32)
+    receiver._pack_rest()
     assert len(set(places)) == 1
     assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
@@ -100,5 +101,6 @@ def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None
         order.append("all came")
 
     receiver._load(boxes(), torch.float32)
+    receiver._pack_rest()
     assert order == ["packed", "all came", "a", "b"]
     assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]

@@ -146,12 +146,13 @@ def test_checksums_of_another_version_are_none_of_this_one(case: Case) -> None:
         case.assert_refused(0, "wrong bytes in piece 0")
 
 
-def test_whoever_writes_while_a_worker_reads_is_found(case: Case) -> None:
+@pytest.mark.parametrize("read", [1, 20])
+def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> None:
     """Some of what was read is of the old weights, and some of the new ones."""
     new = case.publisher.shards(case.models[1])
 
     def write(engine: int, worker: int, boxes: int) -> None:
-        if worker == 0 and boxes == 20:
+        if worker == 0 and boxes == read:
             for name, content in new.items():
                 case.shards[name].copy_(content)
 

@@ -84,6 +84,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
         self._spare = SpareMemory()
+        self._owner: str | None = None  # the module that is being written
+        self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
         self._repack_s = 0.0
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
@@ -122,7 +124,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         started = time.perf_counter()
         self._repack_s = 0.0
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
-        with contextlib.closing(self._reader.boxes(manifest, update_info.engine)) as boxes:
+        meanwhile = self._pack_rest if manifest.mode == "reshard" else lambda: None
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
                 load_checkpoint_tensors(self.model, self.model_config, tensors)
@@ -164,7 +167,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
 
     def _latent_attentions(self) -> list[tuple[str, MLAAttention]]:
-        return [(name, module) for name, module in self.model.named_modules() if isinstance(module, MLAAttention)]
+        return [(name, module) for name, module in self._modules.items() if isinstance(module, MLAAttention)]
 
     def _derived_names(self) -> set[str]:
         """Parameters that no checkpoint has: vLLM's latent attention owns no weight, and registers as parameters of its own
@@ -177,20 +180,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
     def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
         if not self._sizes:
+            self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
-            self._modules = dict(self.model.named_modules())
-        owner: str | None = None
-        in_place: list[str] = []  # modules whose own parameters were written: no memory waits for them to be packed
+        self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
         words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
         for box in boxes:
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
-                if module_name != owner:  # boxes come module by module
+                if module_name != self._owner:  # boxes come module by module
                     targets, words = {}, {}  # first: spare memory that somebody refers to is not lent again
-                    self._written(owner, in_place)
-                    owner = module_name
+                    self._written()
+                    self._owner = module_name
                 size = self._sizes[box.parameter]
                 targets[box.parameter] = self._target(module_name, name, dtype if box.scales is None else FP8, size)
                 if box.scales is not None:
@@ -206,9 +208,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
-        targets, words = {}, {}
-        self._written(owner, in_place)
-        for name in in_place:
+
+    def _pack_rest(self) -> None:
+        """Let vLLM pack what does that after everything has come."""
+        self._written()
+        for name in self._unpacked:
             self._process(name)
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
@@ -242,15 +246,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target.view(rows, cols)
 
-    def _written(self, owner: str | None, in_place: list[str]) -> None:
+    def _written(self) -> None:
         """A module is complete. What is in spare memory is packed at once, so that the next one may have it; all others when
         everything has come: packing between two buckets would take the cache from them."""
-        if owner is None:
+        if self._owner is None:
             return
         if self._spare.in_use:
-            self._process(owner)
+            self._process(self._owner)
         else:
-            in_place.append(owner)
+            self._unpacked.append(self._owner)
 
     def _process(self, owner: str) -> None:
         """Let vLLM pack what was written, as it does after load."""

@@ -5,9 +5,9 @@ The storages under the parameters are moved into shared memory at the first sync
 megatron-core's buffers and their views too, stays what it was. They are files without a name, that other processes of the
 machine open through `/proc`, and gone with the last process that maps them. Workers map them for reading alone.
 
-A box is copied in pieces, several small ones as one, and the bytes of a piece are hashed right after they were copied. A
-rank hashes its own, and the worker compares at the end, before its engine takes the version. So whoever writes to a
-parameter while it is read is found: what was read before is not what is hashed, or what was hashed is not what the rank had.
+A box is copied in pieces, several small ones as one, and the bytes of a piece are hashed right after they were copied. When
+all was read a rank hashes its own: later, so that both do not draw on the memory's rate at once, and it proves that what was
+read is what the rank still holds. The worker compares at the end, before its engine takes the version.
 """
 
 from __future__ import annotations

@@ -377,11 +377,15 @@ class WeightSync:
         return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
 
     def _seal(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
-        """Hash what workers read in place of this rank, and let nobody write to it before they all have read it."""
-        sender, begun = self._sender, time.perf_counter()
+        """Hash what workers have read in place of this rank, once they have: whatever was written to it meanwhile is in the
+        hashes. Nobody may write to it before they all have compared."""
+        sender = self._sender
         assert isinstance(sender, RingSender), "only what shares memory is read in place"
         try:
             sender.begin(manifest)
+            with span("wait_engines"):
+                sender.wait_copied([int(own[-1]) + 1 if len(own) else 0 for own in self._own])
+            begun = time.perf_counter()
             everyones = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
             for worker, (own, views) in enumerate(zip(self._own, everyones, strict=True)):
                 numbers = own.tolist()

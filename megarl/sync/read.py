@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,9 +83,13 @@ class StreamReader:
         self._link = Link()
         self.figures = ReadFigures()
 
-    def boxes(self, manifest: WeightManifest, engine: int) -> Generator[Box, None, None]:
-        """Every box of a version, layer by layer and verified; a box larger than a bucket comes in pieces. The contents are
-        overwritten after the next one was asked for. Who asks for no more has to close it.
+    def boxes(
+        self, manifest: WeightManifest, engine: int, meanwhile: Callable[[], None] = lambda: None
+    ) -> Generator[Box, None, None]:
+        """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
+        after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
+        the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
+        for no more boxes has to close it.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -96,10 +100,12 @@ class StreamReader:
         try:
             if manifest.homes:
                 assert isinstance(end, RingReceiver), "only what shares memory is read in place"
-                yield from self._read_in_place(manifest, end)
+                yield from self._read_in_place(manifest, end, meanwhile)
             for bucket in () if manifest.homes else range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
+            if not manifest.homes:
+                meanwhile()
             self._link.completed(manifest.version)
             complete = True
         finally:
@@ -114,9 +120,9 @@ class StreamReader:
         self._boxes, self._in_place, self._homes = {}, [], []
         self._link.close()
 
-    def _read_in_place(self, manifest: WeightManifest, end: RingReceiver) -> Iterator[Box]:
-        """Hand out every box where it lies, and hash what was copied while it is in the cache. The sums are compared at the
-        end, as they are made meanwhile."""
+    def _read_in_place(self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None]) -> Iterator[Box]:
+        """Hand out every box where it lies, and hash what was copied while it is in the cache. The ranks make their sums
+        when all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
@@ -137,6 +143,8 @@ class StreamReader:
             if number % RELEASE_PIECES == 0:
                 end.release(number)
             figures.verify_s += time.perf_counter() - begun
+        end.release(len(pieces) - 1)
+        meanwhile()
         begun = time.perf_counter()
         sums = end.sums(np.unique(pieces.source), len(pieces))
         figures.wait_s += time.perf_counter() - begun

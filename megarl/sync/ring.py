@@ -127,6 +127,10 @@ class Ring:
         self._segment.close()
 
 
+# How far each engine had read when it was last seen to move, and when that was.
+Moved = dict[int, tuple[tuple[int, ...], float]]
+
+
 class RingSender:
     """A writer's end of the rings of all streams; `rank` is its place in their `written`.
 
@@ -201,31 +205,40 @@ class RingSender:
         self._rings[worker].written[self._rank] = _mark(self._session, 1)
         self.sent_bytes += num_bytes
 
+    def wait_copied(self, num_pieces: Sequence[int]) -> None:
+        """Until every engine's workers have read so many pieces: all that they read in place of this rank's memory."""
+        moved: Moved = {}
+        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, READ_LOOK_S)
+        self._look()
+
     def wait_read(self, sources: Sequence[np.ndarray], num_pieces: Sequence[int]) -> None:
         """Until every engine's workers have read and compared all that they read in place, for the rank that looks after the
-        engines. One that reads no further until the deadline is given up. `sources` are the ranks that each worker reads
-        from, `num_pieces` how much it reads."""
+        engines. `sources` are the ranks that each worker reads from, `num_pieces` how much it reads."""
         if self._watch is None:
             return
         for worker, ranks in enumerate(sources):
             # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
             if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
                 return
-        moved: dict[int, tuple[tuple[int, ...], float]] = {int(engine): ((), time.monotonic()) for engine in self._engines}
-        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, READ_LOOK_S)
-        self._look()
+        self.wait_copied([count + 1 for count in num_pieces])
 
-    def _all_read(self, num_pieces: Sequence[int], moved: dict[int, tuple[tuple[int, ...], float]]) -> bool:
-        """`moved`: how far each engine was when it was last seen to move, and when that was."""
-        behind = {int(engine) for worker, count in enumerate(num_pieces) for engine in self._behind(worker, count + 1)}
+    def _all_read(self, num_pieces: Sequence[int], moved: Moved) -> bool:
+        """`moved`: how far each engine was when it was last seen to move, and when that was. One that reads no further until
+        the deadline is given up by the rank that looks after the engines; the others wait for it no longer than twice that.
+        """
+        behind = {int(engine) for worker, count in enumerate(num_pieces) for engine in self._behind(worker, count)}
+        waits = len(behind)
         for engine in behind:
             read, now = tuple(int(ring.read[engine]) for ring in self._rings), time.monotonic()
-            if read != moved[engine][0]:
+            known, since = moved.setdefault(engine, (read, now))
+            if read != known:
                 moved[engine] = read, now
-            elif now - moved[engine][1] > self._timeout_s:
+            elif self._watch is None:
+                waits -= now - since > 2 * self._timeout_s
+            elif now - since > self._timeout_s:
                 self.lost[engine] = "wait_read: it read no further"
                 self.lose(engine)
-        return not behind
+        return waits == 0
 
     def finish(self) -> None:
         """What is in a ring has left this rank's memory. The rank that looks after the engines does so until every other
