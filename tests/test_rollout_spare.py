@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.rollout.places import KnownPlaces
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.in_place import words_of
 from megarl.sync.read import Box
 
 CPU = torch.device("cpu")
@@ -49,6 +51,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
 
     receiver: Any = WeightReceiver.__new__(WeightReceiver)
     receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
+    receiver._known = KnownPlaces()
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
     receiver._reader = SimpleNamespace(elements=covered.__getitem__)
@@ -104,3 +107,45 @@ def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None
     receiver._pack_rest()
     assert order == ["packed", "all came", "a", "b"]
     assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]
+
+
+def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -> None:
+    packed: list[str] = []
+
+    class Noting:
+        def process_weights_after_loading(self, module: Any) -> None:
+            packed.append(next(name for name, one in modules.items() if one is module))
+
+    modules = {name: linear(32, Noting()) for name in ("a", "b")}
+    receiver = receiver_of(modules, {})
+    contents = [torch.zeros(4, 8), torch.zeros(4, 8)]
+    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(modules, contents, strict=True)]
+
+    def take(value: float, chosen: list[Box]) -> list[float]:
+        """Sums of both parameters after a version whose elements are all this value."""
+        for content in contents:
+            content.fill_(value)
+        packed.clear()
+        receiver._load(iter(chosen), torch.float32)
+        receiver._pack_rest()
+        assert packed == ["a", "b"]
+        return [float(module.get_parameter("weight").sum()) for module in modules.values()]
+
+    for module in modules.values():
+        module.weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+    assert take(1.0, boxes) == [32.0, 32.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receiver, "_target", None)  # nothing is looked for again
+        assert take(2.0, boxes) == [64.0, 64.0]
+    moved = modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+    assert take(3.0, boxes) == [96.0, 96.0] and (moved == 3.0).all()
+    others = [box._replace(row=0) for box in boxes]  # other boxes, as after a start of the trainer
+    assert take(4.0, others) == [128.0, 128.0]
+
+    def breaks_off() -> Iterator[Box]:
+        yield boxes[0]
+        raise ValueError("a rank failed")
+
+    with pytest.raises(ValueError, match="a rank failed"):
+        receiver._load(breaks_off(), torch.float32)
+    assert take(5.0, boxes) == [160.0, 160.0]

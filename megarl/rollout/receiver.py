@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.cpu_workers import complete
+from megarl.rollout.places import KnownPlaces
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
@@ -83,7 +85,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._reader: StreamReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
-        self._spare = SpareMemory()
+        self._spare, self._known = SpareMemory(), KnownPlaces()
         self._owner: str | None = None  # the module that is being written
         self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
         self._repack_s = 0.0
@@ -183,6 +185,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
+        first = next(boxes, None)
+        boxes = iter(()) if first is None else chain([first], boxes)
+        if first is not None and self._known.hold(first, self._modules):
+            self._owner, self._unpacked = None, list(self._known.owners)
+            for box in boxes:
+                self._known.take(box)
+            return
+        self._known, found, all_live = KnownPlaces(), KnownPlaces(), True
         self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
         words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
@@ -202,12 +212,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
                     words = {box.parameter: words_of(targets[box.parameter])}
-                np.copyto(box.words_within(words[box.parameter]), box.words)
+                place = box.words_within(words[box.parameter])
+                np.copyto(place, box.words)
+                found.note(box, place)
+                all_live = all_live and not self._spare.in_use
                 continue
+            all_live = False
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
+        if all_live and self._owner is not None:
+            found.keep([*self._unpacked, self._owner], self._modules, self._sizes)
+            self._known = found
 
     def _pack_rest(self) -> None:
         """Let vLLM pack what does that after everything has come."""
