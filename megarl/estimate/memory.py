@@ -21,7 +21,8 @@ the logits. An update, beside the activations of every micro-batch that 1F1B hol
     backward            gradients inside the last layer or the final norm
     embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
     reduction           gloo copies the gradient buffer (NCCL does not): 4 T, activations gone
-    step                two fp32 intermediates of the largest weight's share (fused optimizers have none)
+
+The optimizer's step, which is fused wherever it runs (`engine/settings.py`), needs nothing on top.
 
 Checked on the CPU path: `benchmarks/memory.py`, `tests/test_estimate_memory.py`.
 """
@@ -35,7 +36,6 @@ from megarl.estimate import activations
 from megarl.estimate.roles import (
     Role,
     adapter_weights,
-    largest_weight,
     stage_weights,
     trained_expert_weights,
     trained_weights,
@@ -169,7 +169,6 @@ def _update_moments(
         Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank), host=host),
         Memory(gradients=vocabulary * (width + widened) if embeds else 0),
         Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
-        Memory(optimizer=2 * _FP32 * min(largest_weight(role, pipeline_rank), _share(role, pipeline_rank))),
     ]
     if role.has_head(pipeline_rank) and not role.critic:
         rows = activations.head_rows(role, head_tokens)

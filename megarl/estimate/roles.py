@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.estimate.adapters import Adapters, adapted_sizes, layer_adapters
+from megarl.estimate.adapters import Adapters, layer_adapters
 from megarl.estimate.attention import attention_weights
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
@@ -163,23 +163,6 @@ def trained_weights(role: Role, pipeline_rank: int) -> int:
 def layer_norm_weights(shape: ModelShape) -> int:
     """Weights of one layer's norms."""
     return (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
-
-
-def largest_weight(role: Role, pipeline_rank: int) -> int:
-    """Elements of the largest trained weight of one pipeline stage on one rank."""
-    shape, layout = role.shape, role.layout
-    if role.adapters is not None:
-        return role.adapters.rank * max(max(adapted_sizes(shape, target)) for target in role.adapters.targets)
-    head = role.has_head(pipeline_rank) and role.trains_head and not role.critic
-    embedding = role.has_embedding(pipeline_rank) and role.trains_embedding
-    rows = [role.vocab_width if embedding or head else 0]
-    for layer in stage_layers(shape, layout, pipeline_rank):
-        if shape.experts is not None and shape.has_experts(layer):
-            experts = shape.experts
-            rows += [2 * experts.ffn // layout.expert_tensor_size, 2 * experts.shared_ffn // layout.tensor, experts.count]
-        else:
-            rows.append(2 * shape.ffn // layout.tensor)
-    return shape.hidden * max(rows)
 
 
 def adapter_weights(role: Role, pipeline_rank: int) -> int:
