@@ -339,6 +339,7 @@ class Pipeline:
                 compare(mini_batch, data_rank, shapes)
         cost, lengths, prompts = self.costs[ROLE_OF[plan.phase]], batch.lengths.tolist(), batch.prompt_lengths.tolist()
         self.figures |= schedule_figures(plan, ranks, lengths, cost, prompts)
+        self.sizes.ran[plan.phase] = planned
 
     def _advantages(self, batch: Batch) -> None:
         """Every rank computes them for every sequence: the same sum in the same order under every layout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
         valid=np.ones(count, bool),
         samples=samples,
     )
+
+
+def in_groups(batch: Batch, size: int) -> Batch:
+    """The batch with every `size` sequences, whose prompts are of one length, as completions of the first one's prompt."""
+    batch.groups = np.arange(len(batch.lengths)) // size
+    for number, sample in batch.samples.items():
+        batch.samples[number] = replace(sample, prompt_ids=batch.samples[number // size * size].prompt_ids)
+    return batch
 
 
 def engine(

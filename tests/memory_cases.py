@@ -32,7 +32,7 @@ from megarl.recipe.sections import (
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.schedule import Plan, Schedule, plan_phase
-from tests.engine_cases import random_batch, start_places
+from tests.engine_cases import in_groups, random_batch, start_places
 from tests.ranks import run_ranks
 
 TRAINED = ("actor", "critic")
@@ -67,6 +67,7 @@ EQUAL = ((32, 96),) * 16
 FEWER = EQUAL[:8]  # two micro-batches of 512 tokens hold what four do; a large vocabulary takes its time for each
 SHORT = ((4, 12),) * 4
 PROMPTS = ((126, 2),) * 16
+GROUPED = ((120, 8),) * 16
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Case:
     lora: LoraSection | None = None
     savings: Mapping[str, Savings] = field(default_factory=dict)  # by role
     frozen: Frozen = Frozen()  # of the running role
+    group_size: int | None = None  # of sequences that share their prompt; None: each has its own
 
     @property
     def config(self) -> dict[str, Any]:
@@ -98,6 +100,10 @@ class Case:
     @property
     def all_lengths(self) -> list[tuple[int, int]]:
         return list(self.lengths) * self.layout.data
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(pair) for pair in self.all_lengths]
 
     def roles(self) -> dict[str, Role]:
         shape, bonus = ModelShape.from_config(self.config), self.entropy_coefficient > 0
@@ -123,8 +129,11 @@ class Case:
             max_tokens=self.max_tokens,
             mini_batch=len(self.all_lengths) if self.update else None,
             max_micro_batches_in_flight=self.max_in_flight,
+            share_prompts=self.group_size is not None,
         )
-        return plan_phase(schedule, [sum(pair) for pair in self.all_lengths], self.layout, 0)
+        groups = [sample // (self.group_size or 1) for sample in range(len(self.all_lengths))]
+        prompts = [prompt for prompt, _ in self.all_lengths]
+        return plan_phase(schedule, self.totals, self.layout, 0, groups=groups, prompts=prompts)
 
     def predicted(self) -> Memory:
         """What the memory model says of the fullest rank under the phase's plan."""
@@ -139,6 +148,7 @@ class Case:
             longest=max(sum(pair) for pair in self.lengths),
             num_micro_batches=mini_batch.num_micro_batches,
             max_in_flight=self.max_in_flight,
+            copied_rows=max(one.rows_behind_prompts(self.totals) for one in micro_batches),
         )
 
 
@@ -203,6 +213,8 @@ CASES = (
          frozen=Frozen(layers=3)),
     Case("actor update, frozen norms", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024, "bf16",
          frozen=Frozen(norms=True)),
+    Case("actor update, shared prompts", "layers", "actor", True, {"actor": ONE}, GROUPED, 184, group_size=8),
+    Case("reference forward, shared prompts", "qwen3", "reference", False, {"reference": ONE}, GROUPED, 184, group_size=8),
     Case("actor forward, optimizer on the host", "vocabulary", "actor", False, {"actor": ONE}, FEWER, 256, "bf16",
          savings={"actor": Savings(offload="optimizer")}),
     Case("actor update, critic and reference on the host", "qwen3", "actor", True,
@@ -252,7 +264,7 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     optimizer's states."""
     gc.collect()  # the engines of the case before
     shape = ModelShape.from_config(case.config)
-    batch = random_batch(shape.vocab, case.all_lengths)
+    batch = in_groups(random_batch(shape.vocab, case.all_lengths), case.group_size or 1)
     (mini_batch,) = case.plan().mini_batches
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engines = {}

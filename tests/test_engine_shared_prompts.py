@@ -10,7 +10,7 @@ from megarl.engine.batch import pack
 from megarl.finite_guard import mask
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, Schedule, compare, plan_phase
-from tests.engine_cases import engine, objective_of, random_batch, start, total_loss
+from tests.engine_cases import engine, in_groups, objective_of, random_batch, start, total_loss
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -21,11 +21,7 @@ PROMPTS = [prompt for prompt, _ in LENGTHS]
 
 def grouped_batch(vocab):
     """Groups of SIZE completions of one prompt."""
-    batch = random_batch(vocab, LENGTHS)
-    batch.groups = np.arange(len(LENGTHS)) // SIZE
-    for number, sample in batch.samples.items():
-        batch.samples[number] = replace(sample, prompt_ids=batch.samples[number // SIZE * SIZE].prompt_ids)
-    return batch
+    return in_groups(random_batch(vocab, LENGTHS), SIZE)
 
 
 def plan(batch, layout, share, **cut):

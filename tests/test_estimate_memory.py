@@ -139,7 +139,8 @@ def test_the_largest_cap_fits_and_the_next_does_not(
     lowest = in_micro_batch(longest, role.layout)
     budget = int(total(lowest) * share)
     schedule = Schedule("actor_update", max_tokens=1, mini_batch=count if update else None)
-    cap = largest_cap([role], role, schedule, budget, num_sequences=count, longest=longest)
+    lengths: dict[str, int] = dict(num_sequences=count, longest=longest, longest_prompt=longest // 2, group_size=4)
+    cap = largest_cap([role], role, schedule, budget, **lengths)
     if cap is None:
         assert total(lowest) > budget
         return
@@ -148,6 +149,8 @@ def test_the_largest_cap_fits_and_the_next_does_not(
     step = role.layout.micro_batch_multiple
     assert cap % step == 0
     assert cap == lowest * count or total(cap + step) > budget
+    shared = largest_cap([role], role, replace(schedule, share_prompts=True), budget, **lengths)
+    assert shared is None or shared <= cap
 
 
 def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:

@@ -17,7 +17,7 @@ from megarl.planner.job import Job, job_of
 from megarl.planner.lengths import Lengths
 from megarl.recipe import load_recipe
 from megarl.recipe.memory import GIB
-from megarl.schedule import Cost, plan_phase, quality
+from megarl.schedule import Cost, Schedule, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
 
@@ -79,6 +79,17 @@ def test_time_is_operations_over_what_the_plan_leaves_of_the_rate(small: Path) -
     assert (slow.tflops, job_of(load_recipe(small, stated)).tflops, job_of(load_recipe(small)).tflops) == (2.0, 4.0, None)
 
 
+def test_a_shared_prompt_is_computed_once_in_operations_and_time(small: Path) -> None:
+    """Groups of two in one micro-batch each: every second prompt is left out, in full, and of the head nothing is."""
+    job = job_of(load_recipe(small), tflops=2.0)
+    lengths = Lengths((10,) * 16, (5,) * 16, "stated")
+    schedule = Schedule("actor_update", max_tokens=20, mini_batch=16, share_prompts=True)
+    phase = forecast_phase(replace(job, lengths=lengths), schedule)
+    needed = 3 * (16 * forward_flops(phase.role.shape, 15, 5) - 8 * forward_flops(phase.role.shape, 10, 0))
+    assert phase.flops == pytest.approx(needed)
+    assert phase.seconds == pytest.approx(needed / (8 * 2e12 * phase.quality.efficiency))
+
+
 RULES = ("{sequences: 1}", "{sequences: 3}", "{max_tokens: 64}", "{max_tokens: 150}", "{max_tokens: 4096}")
 LAYOUTS = ("{tensor: 1, pipeline: 1}", "{tensor: 2, pipeline: 2, sequence_parallel: true}", "{tensor: 1, pipeline: 4}")
 
@@ -100,12 +111,16 @@ def job_under(file: Path, rule: str, layout: str) -> Job:
     rule=st.sampled_from(RULES),
     layout=st.sampled_from(LAYOUTS),
     pairs=st.lists(st.tuples(st.integers(1, 32), st.integers(1, 32)), min_size=16, max_size=16),
+    share=st.booleans(),
 )
 def test_no_lengths_take_more_memory_than_the_worst_case(
-    recipe_file: Path, rule: str, layout: str, pairs: list[tuple[int, int]]
+    recipe_file: Path, rule: str, layout: str, pairs: list[tuple[int, int]], share: bool
 ) -> None:
     prompts, completions = zip(*pairs, strict=True)
-    job = replace(job_under(recipe_file, rule, layout), lengths=Lengths(prompts, completions, "drawn"))
+    job = job_under(recipe_file, rule, layout)
+    schedules = tuple(replace(schedule, share_prompts=share) for schedule in job.schedules)
+    one_each = tuple(prompts[group * job.limits.group_size] for group in job.groups) if share else prompts
+    job = replace(job, lengths=Lengths(one_each, completions, "drawn"), schedules=schedules)
     for phase in forecast(job).phases:
         assert phase.memory.total <= phase.worst_memory.total, phase.phase
 

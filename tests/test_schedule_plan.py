@@ -12,7 +12,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.boxes import Layout
-from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, plan_phase, violations, worst_case_micro_batches
+from megarl.schedule import (
+    Cost,
+    MicroBatch,
+    MiniBatch,
+    Plan,
+    Schedule,
+    most_rows_behind_prompts,
+    plan_phase,
+    violations,
+    worst_case_micro_batches,
+)
 from tests.schedule_cases import Case, cases
 
 FEW_CASES = settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
@@ -88,7 +98,9 @@ def check_sharing(case: Case, one: MicroBatch) -> int:
     assert len(firsts) == len(set(held))
     assert one.sharing == tuple(held.count(held[first]) for first in firsts)
     prompts = [case.prompts[sample] for sample in one.samples]
-    return sum(prompts) - sum(prompts[first] for first in firsts)
+    spared = sum(prompts) - sum(prompts[first] for first in firsts)
+    assert sum(one.spared(case.prompts)) == spared
+    return spared
 
 
 def check_groups(case: Case, mini_batch: MiniBatch) -> None:
@@ -254,3 +266,25 @@ def test_groups_that_cannot_stay_whole_are_drawn_as_samples(groups: list[int]) -
     schedule = Schedule("actor_update", sequences=1, mini_batch=4)
     plan = plan_phase(schedule, [1] * 8, Layout(), 1, groups=groups)
     assert plan == plan_phase(schedule, [1] * 8, Layout(), 1)
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=6)), min_size=1),
+    beside=st.tuples(st.integers(0, 3), st.integers(0, 9)),
+)
+def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], beside: tuple[int, int]) -> None:
+    """Whatever completions, of a token or more, a micro-batch has behind whatever prompts."""
+    sizes, lengths = [len(held) for _, held in groups], [prompt + one for prompt, held in groups for one in held]
+    slots = sum(prompt + sum(held) for prompt, held in groups)
+    rows = MicroBatch(tuple(range(len(lengths))), slots, slots, tuple(sizes)).rows_behind_prompts(lengths)
+    assert rows == sum(lengths)
+    longest_prompt, (more, longer) = max(prompt for prompt, _ in groups), beside
+    limits = (len(lengths) + more, max(lengths) + longer, max(sizes) + more, longest_prompt + longer)
+    assert rows <= most_rows_behind_prompts(slots, *limits)
+    assert MicroBatch((0,), 3, 3).rows_behind_prompts([3]) == 0
+
+
+def test_the_bound_of_rows_behind_prompts_is_reached() -> None:
+    """Three groups of four completions of one token behind ten: 14 slots and 44 rows each."""
+    assert most_rows_behind_prompts(42, 1000, 1000, 4, 10) == 3 * 44
+    assert most_rows_behind_prompts(42, 5, 11, 4, 10) == 55

@@ -1,6 +1,7 @@
 """Where a step's time went, worked by hand: ranks, roles, engines, devices, and the run as a whole."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from megarl.placement import EnginePlace
 from megarl.platform.peaks import peak_of
 from megarl.recipe import load_recipe
 from megarl.rollout.requests import ClockOffset, EngineReport, RequestLog, RequestTimes
+from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.devices import Devices
 from megarl.telemetry.engine_trace import FIRST_PROCESS, EngineTraces, in_lanes
 from megarl.telemetry.idle import bubble_figures, engine_figures, idle_figures, role_figures, worker_figures
+from megarl.telemetry.operations import step_flops
 from megarl.telemetry.step_figures import Sizes, StepFigures
 from megarl.telemetry.totals import run_totals, totals_lines
 from megarl.telemetry.trace import merge
@@ -236,7 +239,8 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     """Two ranks and an engine on devices of 2 * 10**12 operations a second, reckoned from the operations of the phases."""
     shape = ModelShape.from_directory(tiny_run(tmp_path))
     recipe = recipe_with(tmp_path, peak_tflops=2.0)
-    sizes = Sizes([3, 5], [4, 2], [True, False])
+    once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
+    sizes = Sizes([3, 5], [4, 2], [True, False], {"actor_update": (once, once), "critic_value": (once,)})
     times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [], 0)
     devices = Devices.of(2, 2, [EnginePlace(0, (0,))], shared=True)
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
@@ -250,7 +254,25 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     assert figures["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
     values = sum(forward_flops(shape, 7, completion, critic=True) for completion in (4, 2))
     assert figures["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
+    assert "mfu/critic_update" not in figures, "it did not run"
     unknown = StepFigures(recipe_with(tmp_path), shapes, devices, lambda precision: None)
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
     known = StepFigures(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
     assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == figures["mfu/actor_update"]
+
+
+def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
+    """Counted by hand: 3 completions of 2 tokens behind a prompt of 4 tokens, two of them in one micro-batch, through 2
+    layers. An early stop has left out the second epoch."""
+    recipe = recipe_with(tmp_path, peak_tflops=2.0)
+    shape = ModelShape.from_directory(tiny_run(tmp_path))
+    shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
+    pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
+    ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
+    flops = step_flops(recipe, {"actor": shape}, [4, 4, 4], [2, 2, 2], ran)
+    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
+    pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
+    head = 2 * 8 * 10 * 6
+    assert flops["actor_update"] == 3 * (2 * 14 * 2 * matrices + 2 * 2 * 2 * 8 * pairs + head)
+    assert flops["rollout"] == 2 * 18 * 2 * matrices + 2 * 2 * 2 * 8 * (3 * 21) + head
+    assert flops.keys() == {"rollout", "actor_update"}

@@ -17,6 +17,10 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
     adapters            rank b each         A x
 
+Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`engine/attention.py`): a
+layer keeps 2 k b for each row of those copies and of the completions, as many as the sequences' lengths add up to. In the
+backward pass their gradients take their place, one sequence after the other.
+
 Gemma's norms keep the normalised input in fp32, and it has four a layer; latent attention is counted with values as wide as
 its keys. Both are upper estimates, not compared with a measurement.
 
@@ -59,6 +63,20 @@ def _saved_by(role: Role, layer: int, pipeline_rank: int) -> int:
     elif role.frozen.norms:
         kept -= 2 * hidden_width(role) * role.bytes_per_weight
     return kept
+
+
+def copied_by_stage(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each row of keys and values behind a shared prompt that a stage's layers keep until their backward pass, on
+    the device or on the host. Recompute keeps none: attention is computed again."""
+    if role.savings.recompute != "none":
+        return 0
+    layers = stage_layers(role.shape, role.layout, pipeline_rank)
+    return sum(copied_per_row(role) for layer in layers if not role.passes_nothing_back(layer, pipeline_rank))
+
+
+def copied_per_row(role: Role) -> int:
+    """Bytes of one row of a layer's keys and values."""
+    return 2 * _heads_width(role)[1] * role.bytes_per_weight
 
 
 def recomputed_per_token(role: Role, layer: int) -> int:
@@ -104,11 +122,12 @@ def _latent_per_token(role: Role) -> int:
     return (_FP32 + 2 * width) * narrow // cut + _heads_width(role)[1] * width
 
 
-def mask_bytes(role: Role, longest: int) -> int:
+def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
     """Bytes of the masks that all layers share (`engine/attention.py`): of the sequences under context parallelism, of the
-    windows where a sequence is longer."""
+    windows where a sequence is longer; of sequences that continue a shared prompt at most one for each power of two."""
     window = max(role.shape.windows, default=0)
-    keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 else 0
+    keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
+    keys *= 2 if continues else 1
     if window and (longest > window or keys):
         keys += window + MASK_ROWS
     return MASK_ROWS * keys * role.bytes_per_weight
@@ -179,6 +198,13 @@ def forward_per_token(role: Role) -> int:
     routed = experts.forward_per_token(role) if True in with_experts else 0
     rotary = (7 * queries + 3 * keys) * width
     return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
+
+
+def attention_per_token(role: Role) -> int:
+    """Bytes of each token in the attention of a forward pass that keeps nothing, beside the rows behind shared prompts: four
+    hidden states as above, qkv, rotated queries and keys, the output and its copy that joins the sequences."""
+    queries, keys = _heads_width(role)
+    return (4 * hidden_width(role) + 4 * queries + 3 * keys) * role.bytes_per_weight
 
 
 def head_rows(role: Role, head_tokens: int) -> int:

@@ -112,12 +112,15 @@ def working(
     longest: int,
     num_micro_batches: int,
     max_in_flight: int | None,
+    copied_rows: int = 0,
 ) -> Memory:
     """What a phase holds on top of what is resident, at its peak.
 
     `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
     token, `longest` its longest sequence, `num_micro_batches` those of one data-parallel rank in one mini-batch,
-    `max_in_flight` the schedule's limit. Raises ValueError for an update of a role that is not trained.
+    `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are the rows of keys and values that stand
+    behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`). Raises ValueError for an
+    update of a role that is not trained.
     """
     if update and not role.trained:
         raise ValueError(f"the {role.name} is not trained: it has no update")
@@ -127,18 +130,20 @@ def working(
     if update:
         held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
         steady = num_micro_batches > 1 and max_in_flight != 1
-        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, steady)
+        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, steady, copied_rows)
     else:
-        moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches)
+        moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
     # Of the rotary embedding; twice where layers with a window have a base of their own.
     angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
-    shared = angles + activations.mask_bytes(role, longest)
+    shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
     return max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
 
 
-def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: int, num_micro_batches: int) -> list[Memory]:
+def _forward_moments(
+    role: Role, pipeline_rank: int, tokens: int, head_tokens: int, num_micro_batches: int, copied_rows: int
+) -> list[Memory]:
     kept = 0
     moments = []
     if role.has_head(pipeline_rank) and not role.critic:
@@ -147,12 +152,30 @@ def _forward_moments(role: Role, pipeline_rank: int, tokens: int, head_tokens: i
         hidden = tokens * role.shape.hidden * role.bytes_per_weight
         logits = activations.logits_forward(role, head_tokens, entropy=False)
         moments.append(Memory(activations=kept + hidden + rows, logits=logits))
-    per_token = activations.forward_per_token(role) + activations.gathered_per_token(role)
-    return [Memory(activations=tokens * per_token + kept), *moments]
+    gathered = tokens * activations.gathered_per_token(role) + kept
+    return [Memory(activations=_layer_forward(role, tokens, copied_rows) + gathered), *moments]
+
+
+def _layer_forward(role: Role, tokens: int, copied_rows: int) -> int:
+    """Bytes where a layer's forward pass that keeps nothing is largest; among shared prompts that may be its attention."""
+    largest = tokens * activations.forward_per_token(role)
+    if not copied_rows:
+        return largest
+    copies = copied_rows * activations.copied_per_row(role)
+    return max(largest, tokens * activations.attention_per_token(role) + copies)
+
+
+def _layer_backward(role: Role, pipeline_rank: int, tokens: int, copied_rows: int) -> int:
+    """Bytes on top of what is kept where the backward pass of a stage's last layer is largest. An upper bound among shared
+    prompts under selective recompute, which makes attention's copies when those of SwiGLU are gone."""
+    largest = tokens * activations.backward_per_token(role, pipeline_rank)
+    if role.savings.recompute != "none":
+        return largest + copied_rows * activations.copied_per_row(role)
+    return max(largest, _layer_forward(role, tokens, copied_rows)) if role.savings.offload_activations else largest
 
 
 def _update_moments(
-    role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool
+    role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool, copied_rows: int
 ) -> list[Memory]:
     """`held` micro-batches at once; `steady`: a pipeline run has more than one."""
     kept, offloads = activations.saved_by_stage(role, pipeline_rank), role.savings.offload_activations
@@ -160,13 +183,15 @@ def _update_moments(
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
     saved = int(held * tokens * per_token) + tokens * beside
     host = int(held * tokens * kept) if offloads else 0
+    copies = int(held * copied_rows * activations.copied_by_stage(role, pipeline_rank))
+    saved, host = (saved, host + copies) if offloads else (saved + copies, host)
     weights, routed = trained_weights(role, pipeline_rank), trained_expert_weights(role, pipeline_rank)
     # Of adapters alone no gradient of the head or the embedding is computed.
     width, vocabulary = role.bytes_per_weight, 0 if role.adapters is not None else role.vocab_width * role.shape.hidden
     widened = _FP32 if width != _FP32 else 0
     embeds = role.has_embedding(pipeline_rank) and role.trains_embedding
     moments = [
-        Memory(activations=saved + tokens * activations.backward_per_token(role, pipeline_rank), host=host),
+        Memory(activations=saved + _layer_backward(role, pipeline_rank, tokens, copied_rows), host=host),
         Memory(gradients=vocabulary * (width + widened) if embeds else 0),
         Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
     ]
@@ -192,6 +217,7 @@ def peak(
     longest: int,
     num_micro_batches: int,
     max_in_flight: int | None,
+    copied_rows: int = 0,
 ) -> Memory:
     """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases.
 
@@ -213,6 +239,7 @@ def peak(
             longest=longest,
             num_micro_batches=num_micro_batches,
             max_in_flight=max_in_flight,
+            copied_rows=copied_rows,
         )
         for pipeline_rank in range(running.layout.pipeline)
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak, resting
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
-from megarl.schedule import Cost, Plan, Quality, Schedule, plan_phase, quality
+from megarl.schedule import Cost, Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,14 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     found = quality(plan, lengths, cost, job.lengths.prompts)
     pairs = zip(lengths, job.lengths.completions, strict=True)
     once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
+    # Where prompts are shared, what sequences leave out.
+    spared = [length for one in plan.micro_batches for length in one.spared(job.lengths.prompts)]
+    ran = once * schedule.epochs - sum(forward_flops(role.shape, length, 0) for length in spared)
     # A backward pass takes twice the operations of a forward pass.
-    flops = once * 3 * schedule.epochs if is_update(schedule) else once
+    flops = ran * 3 if is_update(schedule) else ran
     seconds = None
     if job.tflops is not None:
-        # Where prompts are shared, fewer tokens run than sequences have. The head's part is taken to shrink with them.
-        ran = found.tokens / (sum(lengths) * schedule.epochs)
-        seconds = flops * ran / (job.ranks * job.tflops * 1e12 * found.efficiency)
+        seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
     return PhaseForecast(
         schedule,
         role,
@@ -154,14 +155,17 @@ def worst_memory(job: Job, schedule: Schedule) -> Memory:
     """The fullest trainer rank when every micro-batch is as full as the schedule allows and the pipeline is full."""
     role, size = job.role(schedule.phase), schedule.mini_batch or job.limits.num_sequences
     if schedule.sequences is not None:
-        sequences = min(schedule.sequences, size // role.layout.data)
+        size = sequences = min(schedule.sequences, size // role.layout.data)
         slots = sequences * longest_slots(job, role.layout)
         head_tokens = sequences * job.limits.max_completion
     else:
         assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
         slots = min(schedule.max_tokens, size * longest_slots(job, role.layout))
         head_tokens = slots
-    return _peak(job, role, schedule, slots, head_tokens, job.limits.longest, most_held(role.layout))
+    copied_rows, limits = 0, job.limits
+    if schedule.share_prompts:
+        copied_rows = most_rows_behind_prompts(slots, size, limits.longest, limits.group_size, limits.max_prompt)
+    return _peak(job, role, schedule, slots, head_tokens, limits.longest, most_held(role.layout), copied_rows)
 
 
 def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
@@ -180,14 +184,15 @@ def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None)
         budget_bytes,
         num_sequences=job.limits.num_sequences,
         longest=job.limits.longest,
+        longest_prompt=job.limits.max_prompt,
+        group_size=job.limits.group_size,
     )
     return cap or 0
 
 
 def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Memory:
     """The fullest trainer rank with the plan's largest micro-batch."""
-    completions = job.lengths.completions
-    every = [one for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for one in rank]
+    completions, every = job.lengths.completions, plan.micro_batches
     return _peak(
         job,
         role,
@@ -196,11 +201,19 @@ def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Mem
         max(sum(completions[sample] for sample in one.samples) for one in every),
         max(job.lengths.totals),
         min(most_held(role.layout), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
+        max(one.rows_behind_prompts(job.lengths.totals) for one in every),
     )
 
 
 def _peak(
-    job: Job, role: Role, schedule: Schedule, slots: int, head_tokens: int, longest: int, num_micro_batches: int
+    job: Job,
+    role: Role,
+    schedule: Schedule,
+    slots: int,
+    head_tokens: int,
+    longest: int,
+    num_micro_batches: int,
+    copied_rows: int,
 ) -> Memory:
     return peak(
         job.roles,
@@ -211,4 +224,5 @@ def _peak(
         longest=longest,
         num_micro_batches=num_micro_batches,
         max_in_flight=schedule.max_micro_batches_in_flight,
+        copied_rows=copied_rows,
     )

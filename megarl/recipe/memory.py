@@ -104,6 +104,8 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
                 budget,
                 num_sequences=recipe.num_sequences,
                 longest=recipe.max_sequence_tokens,
+                longest_prompt=recipe.data.max_prompt_tokens,
+                group_size=recipe.algorithm.group_size,
             )
 
         cap = largest(usable_bytes(device_bytes) - engine_bytes)

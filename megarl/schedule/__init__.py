@@ -6,6 +6,7 @@ from megarl.schedule.legal import violations
 from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
 from megarl.schedule.quality import Quality, quality
 from megarl.schedule.schedule import Schedule, bubble_share, worst_case_micro_batches
+from megarl.schedule.share import most_rows_behind_prompts
 
 __all__ = [
     "Cost",
@@ -20,6 +21,7 @@ __all__ = [
     "Turn",
     "bubble_share",
     "compare",
+    "most_rows_behind_prompts",
     "plan_phase",
     "quality",
     "refuse_unlike",

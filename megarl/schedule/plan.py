@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megarl.reshard.boxes import Layout
 from megarl.schedule.balance import balance
@@ -36,6 +37,21 @@ class MicroBatch:
     tokens: int
     slots: int
     sharing: tuple[int, ...] = ()
+
+    def spared(self, prompts: Sequence[int]) -> list[int]:
+        """Lengths of the prompts that samples leave out, as another one of the micro-batch has them: `prompts` are those of
+        all samples of the batch."""
+        first = accumulate(self.sharing, initial=0)
+        return [
+            int(prompts[self.samples[start]])
+            for start, size in zip(first, self.sharing, strict=False)
+            for _ in range(size - 1)
+        ]
+
+    def rows_behind_prompts(self, lengths: Sequence[int]) -> int:
+        """Rows of keys, and of values, that attention lays behind copies of shared prompts: for each sample its whole
+        sequence. `lengths` are those of all samples of the batch."""
+        return sum(int(lengths[sample]) for sample in self.samples) if self.sharing else 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,11 @@ class Plan:
     phase: str
     mini_batches: tuple[MiniBatch, ...]
     layout: Layout
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """Of all mini-batches and data-parallel ranks."""
+        return tuple(one for mini_batch in self.mini_batches for rank in mini_batch.micro_batches for one in rank)
 
 
 def plan_phase(

@@ -34,10 +34,7 @@ class Quality:
 def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None) -> Quality:
     """The figures of `plan` for the batch of `lengths`, and of `prompts` where it shares them, that it was made for."""
     costs = [cost.sequence(slots) for slots in padded([int(length) for length in lengths], plan.layout)]
-    layout, every = (
-        plan.layout,
-        [one for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for one in rank],
-    )
+    layout, every = plan.layout, plan.micro_batches
     useful = highest = mean = slowest = spent = bubble = 0.0
     for mini_batch in plan.mini_batches:
         useful += sum(cost.sequence(int(lengths[sample])) for sample in mini_batch.samples)
@@ -66,9 +63,7 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[in
 
 def _spared(micro_batch: MicroBatch, prompts: Sequence[int] | None, cost: Cost) -> float:
     """Cost of the prompts that sequences of a micro-batch leave out, as another one has them."""
-    spared, first = 0.0, 0
-    for size in micro_batch.sharing:
-        assert prompts is not None, "a plan that shares prompts is rated with their lengths"
-        spared += (size - 1) * cost.sequence(int(prompts[micro_batch.samples[first]]))
-        first += size
-    return spared
+    if not micro_batch.sharing:
+        return 0.0
+    assert prompts is not None, "a plan that shares prompts is rated with their lengths"
+    return sum(map(cost.sequence, micro_batch.spared(prompts)))

@@ -60,6 +60,17 @@ class Shared:
         return sum(cost.sequence(self.lengths[sample]) for sample in run) - spared
 
 
+def most_rows_behind_prompts(slots: int, num_sequences: int, longest: int, group_size: int, longest_prompt: int) -> int:
+    """Upper bound of `MicroBatch.rows_behind_prompts` for a micro-batch of `slots` tokens and at most `num_sequences`
+    sequences of at most `longest` tokens.
+
+    k completions of s tokens in all behind a prompt of p are k p + s rows for p + s tokens. That share grows with k and p
+    and falls with s, so that it is largest for a whole group of completions of one token behind the longest prompt.
+    """
+    rows, tokens = group_size * (longest_prompt + 1), longest_prompt + group_size
+    return min(slots * rows // tokens, num_sequences * longest)
+
+
 def balance_shared(schedule: Schedule, samples: Sequence[int], shared: Shared, layout: Layout, cost: Cost) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank, groups whole as far as cap and number of micro-batches allow.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.family import ModelShape
 from megarl.recipe import ENGINE_PHASES, Recipe
+from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.devices import Devices
 from megarl.telemetry.idle import Spans, bubble_figures, engine_figures, idle_figures, role_figures, worker_figures
@@ -16,11 +17,13 @@ from megarl.telemetry.operations import step_flops
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of each sequence of a step, and whether it counts: a masked one does not."""
+    """Tokens of each sequence of a step, and whether it counts: a masked one does not; and by engine phase the mini-batches
+    that ran."""
 
     prompts: Sequence[int]
     completions: Sequence[int]
     valid: Sequence[bool]
+    ran: dict[str, Sequence[MiniBatch]] = field(default_factory=dict)
 
     @property
     def useful(self) -> int:
@@ -79,7 +82,7 @@ class StepFigures:
         """`mfu/<phase>`: operations that a phase needs, as part of what its devices could have done in its time."""
         if not any(self._peaks.values()):
             return {}
-        flops = step_flops(self._recipe, self._shapes, sizes.prompts, sizes.completions)
+        flops = step_flops(self._recipe, self._shapes, sizes.prompts, sizes.completions, sizes.ran)
         figures = {}
         for phase, needed in flops.items():
             peak = self._peaks[phase]
