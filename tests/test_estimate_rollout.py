@@ -69,3 +69,49 @@ def test_a_key_value_group_is_not_cut() -> None:
         engine_memory(replace(QWEN_7B, heads=32), RolloutLayout(tensor), "bf16", 0, 1, 2048).weights for tensor in (4, 8)
     )
     assert eight > four / 2
+
+
+# Queries of 2 heads and keys and values of one of 128 are 512 rows, the output 256 columns; feed-forward 384.
+BLOCKS = ModelShape.from_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 640, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "others"),
+    [
+        # qkv 4 x 2 blocks, output 2 x 2, gate and up 6 x 2, down 2 x 3: 30 a layer. The embedding and seven norms.
+        (RolloutLayout(), 3 * (8 + 4 + 12 + 6), 640 * 256 + 7 * 256),
+        # Two layers of three in the fullest stage.
+        (RolloutLayout(1, 2), 2 * (8 + 4 + 12 + 6), 640 * 256 + 5 * 256),
+    ],
+)
+def test_quantised_weights_take_a_byte_an_element_and_a_scale_a_block(
+    layout: RolloutLayout, blocks: int, others: int
+) -> None:
+    memory = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048, "fp8")
+    assert memory.weights == blocks * (128 * 128 + 4) + 2 * others
+    plain = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048)
+    assert plain.weights == 2 * (blocks * 128 * 128 + others)
+    assert (plain.activations, plain.logits, plain.engine) == (memory.activations, memory.logits, memory.engine)
+
+
+def test_a_router_keeps_its_precision_and_each_expert_has_blocks_of_its_own() -> None:
+    """Four experts of 128 rows behind a router, on one of two workers that they are dealt over, in one layer."""
+    config = {
+        "model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 640, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    weights = engine_memory(
+        ModelShape.from_config(config), RolloutLayout(2, expert_parallel=True), "bf16", 0, 1, 8, "fp8"
+    ).weights
+    attention, experts = (
+        3 * 2 + 2,
+        2 * (2 * 2 + 2),
+    )  # blocks: half of queries, keys and values, and of the output; two experts
+    others = 4 * 256 + 2 * 640 // 2 * 256 + 3 * 256  # the router, half of embedding and head, and the norms
+    assert weights == (attention + experts) * (128 * 128 + 4) + 2 * others

@@ -6,7 +6,8 @@ With t the engine's tensor ranks and b the bytes of its precision:
     weights       the decoder layers of the stage that has most, cut over t (with fewer key-value groups than ranks each rank
                   keeps one group), experts cut over the data-parallel ranks too, or dealt over all of them; the embedding
                   and, where not tied, the head cut over the vocabulary padded to 64 (on every stage, as some of vLLM's
-                  models build them there)
+                  models build them there); under FP8 (`reshard/blocks.py`) an element of a quantised parameter has one byte,
+                  and each block of 128 x 128 a scale of four
     engine        the KV cache, as the recipe sizes it
     activations   of a prefill step of `batched_tokens` tokens: four hidden states, attention's input and output, and
                   SwiGLU's gate, up and product
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from megarl.estimate.memory import Memory
 from megarl.estimate.roles import BYTES, expert_weights, layer_weights
 from megarl.family import ModelShape
+from megarl.reshard.blocks import block_bytes, quantised_parameters
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import held_experts, padded_vocab, stage_layers
 
@@ -29,7 +31,7 @@ from megarl.reshard.vllm import held_experts, padded_vocab, stage_layers
 class Engines:
     """The rollout engines: `count` of them, each cut as `layout`; `utilization` is the recipe's
     `rollout.memory_utilization`, `placement` its `rollout.placement`, and `shared` says that their memory is the host's, as
-    the trainer's is: on CPUs."""
+    the trainer's is: on CPUs. `quantization` is `rollout.quantization`."""
 
     shape: ModelShape
     count: int
@@ -41,12 +43,19 @@ class Engines:
     utilization: float | None
     placement: str = "colocated"
     shared: bool = False
+    quantization: str | None = None
 
     @property
     def memory(self) -> Memory:
         """What the fullest worker of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
         return engine_memory(
-            self.shape, self.layout, self.precision, self.kv_cache_bytes, self.max_concurrent, self.batched_tokens
+            self.shape,
+            self.layout,
+            self.precision,
+            self.kv_cache_bytes,
+            self.max_concurrent,
+            self.batched_tokens,
+            self.quantization,
         )
 
     @property
@@ -77,24 +86,39 @@ class Engines:
 
 
 def engine_memory(
-    shape: ModelShape, layout: RolloutLayout, precision: str, kv_cache_bytes: int, max_concurrent: int, batched_tokens: int
+    shape: ModelShape,
+    layout: RolloutLayout,
+    precision: str,
+    kv_cache_bytes: int,
+    max_concurrent: int,
+    batched_tokens: int,
+    quantization: str | None = None,
 ) -> Memory:
     """The fullest worker of an engine that runs up to `max_concurrent` sequences at once and takes up to `batched_tokens`
     prompt tokens a step (`Recipe.batched_tokens`)."""
     width, tensor = BYTES[precision], layout.tensor
     local = replace(shape, groups=max(shape.groups, tensor))
     vocabulary = padded_vocab(shape) // tensor * shape.hidden
-    stages = [stage_layers(shape.num_layers, layout.pipeline, stage) for stage in range(layout.pipeline)]
-    layers = max(sum(_layer_weights(local, n, layout) for n in stage) for stage in stages)
-    weights = layers + shape.hidden + vocabulary * (1 if shape.tied else 2)
+    layers = []
+    for stage in range(layout.pipeline):
+        held = stage_layers(shape.num_layers, layout.pipeline, stage)
+        spared = _spared_bytes(shape, layout, stage, width) if quantization == "fp8" else 0
+        layers.append(sum(_layer_weights(local, layer, layout) for layer in held) * width - spared)
+    ends = shape.hidden + vocabulary * (1 if shape.tied else 2)
     attention = 2 * (local.heads + local.groups) * shape.head_dim // tensor
     per_token = 4 * shape.hidden + attention + 3 * shape.ffn // tensor
     return Memory(
-        weights=weights * width,
+        weights=max(layers) + ends * width,
         activations=batched_tokens * per_token * width,
         logits=-(-max_concurrent // layout.data) * shape.vocab * (width + 4 * 4),
         engine=kv_cache_bytes,
     )
+
+
+def _spared_bytes(shape: ModelShape, layout: RolloutLayout, stage: int, width: int) -> int:
+    """What FP8 blocks save of the weights of a stage's first worker, of which none holds more experts."""
+    quantised = quantised_parameters(shape, layout, layout.worker(0, stage)).values()
+    return sum(rows * columns * width - block_bytes(rows, columns) for rows, columns in quantised)
 
 
 def cached_layers(shape: ModelShape, layout: RolloutLayout) -> int:

@@ -70,6 +70,7 @@ def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
         rollout.memory_utilization,
         rollout.placement,
         shared=recipe.device is not None and recipe.device.kind == "cpu",
+        quantization=rollout.quantization,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megarl.family import ModelShape
+from megarl.family import ModelShape, Weight
 from megarl.reshard.boxes import RolloutLayout, Segment
-from megarl.reshard.vllm import stage_weights
+from megarl.reshard.vllm import parameter_sizes, stage_weights
 
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
 BLOCK = 128
@@ -21,11 +21,24 @@ def quantised_tensors(shape: ModelShape) -> dict[str, tuple[int, int]]:
     each expert's too. Embedding, output head, norms and biases keep their format, and routers but those of some families."""
     found = {}
     for prefix, weight in stage_weights(shape, RolloutLayout(), 0):
-        routes = weight.megatron.parameter == ROUTER and shape.family not in QUANTISED_ROUTERS
-        if prefix and weight.columns > 1 and not routes:
+        if _is_quantised(shape, prefix, weight):
             for expert in range(weight.experts or 1):
                 found[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
     return found
+
+
+def quantised_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the parameters that one worker of an engine holds in blocks, as `parameter_sizes` has them."""
+    stage, sizes = rollout.coordinates(worker)[1], parameter_sizes(shape, rollout, worker)
+    rows = stage_weights(shape, rollout, stage)
+    names = {prefix + weight.vllm[0] for prefix, weight in rows if _is_quantised(shape, prefix, weight)}
+    return {name: size for name, size in sizes.items() if name in names}
+
+
+def _is_quantised(shape: ModelShape, prefix: str, weight: Weight) -> bool:
+    """Of a row of the weight table; `prefix` is that of its layer, empty outside of the layers."""
+    routes = weight.megatron.parameter == ROUTER and shape.family not in QUANTISED_ROUTERS
+    return bool(prefix) and weight.columns > 1 and not routes
 
 
 def block_bytes(rows: int, columns: int) -> int:
