@@ -90,6 +90,14 @@ def test_a_shared_prompt_is_computed_once_in_operations_and_time(small: Path) ->
     assert phase.seconds == pytest.approx(needed / (8 * 2e12 * phase.quality.efficiency))
 
 
+@pytest.mark.parametrize("rule", [{"max_tokens": 4096}, {"sequences": 4}])
+def test_the_worst_case_of_shared_prompts_holds_their_copies(small: Path, rule: dict[str, int]) -> None:
+    job = job_of(load_recipe(small))
+    plain = Schedule("critic_update", mini_batch=16, **rule)
+    shared = replace(plain, share_prompts=True)
+    assert worst_memory(job, shared).total > worst_memory(job, plain).total
+
+
 RULES = ("{sequences: 1}", "{sequences: 3}", "{max_tokens: 64}", "{max_tokens: 150}", "{max_tokens: 4096}")
 LAYOUTS = ("{tensor: 1, pipeline: 1}", "{tensor: 2, pipeline: 2, sequence_parallel: true}", "{tensor: 1, pipeline: 4}")
 

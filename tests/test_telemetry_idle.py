@@ -264,8 +264,8 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
 def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
     """Counted by hand: 3 completions of 2 tokens behind a prompt of 4 tokens, two of them in one micro-batch, through 2
     layers. An early stop has left out the second epoch."""
-    recipe = recipe_with(tmp_path, peak_tflops=2.0)
     shape = ModelShape.from_directory(tiny_run(tmp_path))
+    recipe = recipe_with(tmp_path, peak_tflops=2.0)
     shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
     pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
     ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}

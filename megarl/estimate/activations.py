@@ -124,10 +124,9 @@ def _latent_per_token(role: Role) -> int:
 
 def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
     """Bytes of the masks that all layers share (`engine/attention.py`): of the sequences under context parallelism, of the
-    windows where a sequence is longer; of sequences that continue a shared prompt at most one for each power of two."""
+    windows where a sequence is longer; `continues`: of sequences that continue a shared prompt."""
     window = max(role.shape.windows, default=0)
     keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
-    keys *= 2 if continues else 1
     if window and (longest > window or keys):
         keys += window + MASK_ROWS
     return MASK_ROWS * keys * role.bytes_per_weight
