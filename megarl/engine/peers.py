@@ -131,7 +131,7 @@ def watch_peers(timeout_s: float, phase: Callable[[], str | None]) -> Iterator[N
     peers = Peers(dist.get_rank(), _connect(timeout_s), timeout_s, phase)
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever a lost machine makes of a collective: it gets the note, and goes on
         for note in peers.silent():
             error.add_note(note)
         raise

@@ -68,7 +68,7 @@ class Watch:
         engines are closed behind it. `place_of` gives the phase and the span in which an error was raised."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # SystemExit of a rank that is asked to end, too: it goes on when all is told
             if deadline_passed(error) and ASKED.name is None:  # else others are leaving, and so do not answer
                 self.beats.beat(*place_of(error))
                 self.beats.note(str(error))

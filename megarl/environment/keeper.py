@@ -184,7 +184,7 @@ def _play(
                 pipe.send(_answer(environment, question))
     except (EOFError, ConnectionError):
         status = 0
-    except BaseException:
+    except BaseException:  # SystemExit too: a forked process must not go on with the keeper's stack
         traceback.print_exc()
     finally:
         os._exit(status)

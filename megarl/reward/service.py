@@ -153,7 +153,7 @@ class Answers:
         try:
             for verdict in self._service.judge(texts, prompts, self.deadline):
                 self._verdicts.append(verdict)
-        except BaseException as error:
+        except BaseException as error:  # a thread would end without a word: `wait` raises it
             self._error = error
 
 

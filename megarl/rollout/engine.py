@@ -173,7 +173,7 @@ class RolloutEngine:
                 await self._engine.collective_rpc("megarl_complete")
             if self._settings.record_routing and not _records_itself():
                 await self._engine.collective_rpc("megarl_record_routing")
-        except Exception as error:
+        except Exception as error:  # whatever vLLM raises is handed to rank 0 as one error, with what its log says
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()

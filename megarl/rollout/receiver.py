@@ -112,7 +112,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 torch.accelerator.synchronize()
         except SyncError as error:
             self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
-        except Exception as error:
+        except Exception as error:  # a call that fails would mix up the answers of other workers (above): `report` has it
             logger.exception("a worker took no weights")
             self.report = (False, f"{type(error).__name__}: {error}", False)
 

@@ -331,7 +331,7 @@ class WeightSync:
             return (), {}
         try:
             again, figures = self._engines.finish()
-        except Exception as error:
+        except Exception as error:  # whatever fails: engines meet anew in the next sync; it is raised again
             self._meetings = [0] * len(self._meetings)  # a failed engine has let go of its group
             for rank, engine, why in lost:
                 error.add_note(f"trainer rank {rank} gave up engine {engine}: {why}")
@@ -370,7 +370,7 @@ class WeightSync:
                         self._sender.send(worker, bucket)
                         pack_s += time.perf_counter() - begun
             self._sender.finish()
-        except BaseException:
+        except BaseException:  # SystemExit too: engines wait for what is not sent any more; it is raised again
             self._sender.abort()
             raise
         sent, parts = (self._sender.sent_bytes, dict(self._sender.lost)), self._parts
@@ -396,7 +396,7 @@ class WeightSync:
             pack_s = time.perf_counter() - begun
             with span("wait_engines"):
                 sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], [len(p) for p in self._in_place])
-        except BaseException:
+        except BaseException:  # the same
             sender.abort()
             raise
         return Streamed(pack_s, sender.sent_bytes, dict(sender.lost))

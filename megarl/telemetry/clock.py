@@ -135,7 +135,7 @@ class PhaseClock:
             yield
             if self._on_end is not None:
                 self._on_end()
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the phase, SystemExit too, is told where it was, and goes on
             error.add_note(f"in phase {name} on rank {self._rank}")
             self._left(error)
             raise
@@ -153,7 +153,7 @@ class PhaseClock:
         opened = self.start(name)
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the span, SystemExit too: where it was is kept, and it goes on
             self._left(error)
             raise
         finally:

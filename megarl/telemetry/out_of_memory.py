@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import resource
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "memory"
 LARGEST, LARGEST_SHAPES = 50, 4
@@ -72,13 +75,16 @@ def largest_tensors(most: int) -> list[dict[str, Any]]:
     Those that Python can see: what autograd alone holds on to is not among them.
     """
     held: dict[tuple[str, int], dict[str, Any]] = {}
+    unread = 0
     for found in gc.get_objects():
         if not issubclass(type(found), torch.Tensor):
             continue
         try:
             _add(found, held)
-        except Exception:  # whatever a tensor of a library's own kind says that has no memory
-            continue
+        except Exception:  # whatever a tensor of a library's own kind raises that has no memory: the others are to be seen
+            unread += 1
+    if unread:
+        logger.warning("%d tensors do not say what memory they hold, and are left out of the largest", unread)
     largest = sorted(held.values(), key=lambda one: -one["bytes"])[:most]
     for one in largest:
         one["shapes"] = sorted(one["shapes"], key=math.prod, reverse=True)[:LARGEST_SHAPES]

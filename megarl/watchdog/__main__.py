@@ -18,7 +18,6 @@ if __name__ == "__main__":
         sys.exit(0)
     try:
         watcher.watch()
-    except BaseException as error:
-        # The rank that started it says so, and starts another one.
+    except BaseException as error:  # whatever ends it: the rank that started it says so, and starts another one
         watcher.say_last(error)
         raise

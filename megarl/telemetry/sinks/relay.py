@@ -88,12 +88,12 @@ class Relay:
                 if step > self._memory.step:
                     self._memory.keep(step=step)
                 call(self._sink)
-            except Exception as error:  # the same
+            except Exception as error:  # the same: one call that fails leaves out none of those behind it
                 self._fail(f"step {step}: {what} not written: {type(error).__name__}: {error}")
         try:
             if self._sink is not None:
                 self._sink.close(taken)
-        except Exception as error:  # the same
+        except Exception as error:  # the same: the run has ended, and nothing of it is lost
             self._fail(f"not closed: {type(error).__name__}: {error}")
 
     def _fail(self, said: str) -> None:
