@@ -1,4 +1,5 @@
-"""A vLLM engine in one process that holds its linear weights in FP8 blocks and takes versions of two models.
+"""A vLLM engine in one process that holds its linear weights in FP8 blocks and takes versions of two models; and which
+weights vLLM's own models hold so.
 
 vLLM has block kernels for GPUs and for CPUs with AMX tiles; here one of plain torch stands in, so that all else, vLLM's
 layers and parameters too, is real.
@@ -70,3 +71,49 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     sync.close()
     close_engines()
     return found | {"bound_bytes": figures["sync/bound_bytes"]}
+
+
+def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
+    """Sizes of the checkpoint tensors that vLLM puts into parameters which it quantises; nothing of megarl says which.
+
+    vLLM's own model is built without memory. A tensor goes where the model's loader puts it, and is quantised where the
+    module there has a method for FP8 blocks: those of matrices, as biases keep their format.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import PlatformEnum
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from megarl.rollout.engine import QUANTIZATIONS
+    from tests.in_process_engine import close_engines
+    from tests.rollout_cases import checkpoint
+
+    config = EngineArgs(
+        model=str(model), dtype="bfloat16", quantization=QUANTIZATIONS["fp8"], skip_tokenizer_init=True, enforce_eager=True,
+        max_model_len=64,
+    ).create_engine_config()  # fmt: skip
+    methods = fp8.Fp8PerBlockOnlineLinearMethod, fp8.Fp8PerBlockOnlineMoEMethod
+    found = {}
+    with (
+        mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}),
+        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **asked: (Fp8MoeBackend.TRITON, None)),
+        mock.patch.object(layerwise, "_layerwise_process"),  # there is no content that it could quantise
+        set_current_vllm_config(config),
+    ):
+        init_distributed_environment(1, 0, f"file://{model / 'meeting'}", 0, "gloo")
+        initialize_model_parallel()
+        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            made: Any = initialize_model(config)
+        for name, tensor in checkpoint(model).items():
+            (parameter,) = made.load_weights([(name, tensor.to("meta"))])
+            method = getattr(made.get_submodule(parameter.rpartition(".")[0]), "quant_method", None)
+            if isinstance(method, methods) and made.get_parameter(parameter).dim() > 1:
+                found[name] = tuple(tensor.shape)
+    close_engines()
+    return found

@@ -1,4 +1,5 @@
-"""An engine that holds FP8 blocks and was synced equals one that loaded the same weights and quantised them itself."""
+"""An engine that holds FP8 blocks and was synced equals one that loaded the same weights and quantised them itself; and
+the weights that are sent in blocks are those that vLLM quantises, of every family."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.family import ModelShape
+from megarl.family import FAMILIES, ModelShape
 from megarl.reshard.blocks import block_bytes, quantised_tensors
 from megarl.sync.codec import dequantise_blocks, quantise_blocks
-from tests.fp8_engine import sampled
+from tests.fp8_engine import quantised_by_vllm, sampled
 from tests.rollout_cases import checkpoint
+from tests.rollout_cases import save_model as save_small_model
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -60,3 +62,15 @@ def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(
     sizes = {name: tensor.numel() for name, tensor in checkpoint(new).items()}
     rest = 2 * sum(size for name, size in sizes.items() if name not in quantised)
     assert found["bound_bytes"] == rest + sum(block_bytes(*size) for size in quantised.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_sent_in_blocks_are_those_that_vllm_quantises(
+    engine_process: ProcessPoolExecutor, tmp_path: Path, family: str
+) -> None:
+    """Routers above all: vLLM quantises those of some families and not of others."""
+    model = save_small_model(tmp_path / "model", family.removesuffix("_text"), False, 0)
+    shape = ModelShape.from_directory(model)
+    assert shape.family == family
+    expected = engine_process.submit(quantised_by_vllm, model).result(timeout=300)
+    assert expected and quantised_tensors(shape) == expected
