@@ -43,5 +43,7 @@ def test_whatever_catches_everything_says_why() -> None:
 def test_broad_handlers_are_found(caught: str, found: int) -> None:
     for name in BROAD:
         assert list(unexplained(caught.format(name))) == [found]
-        assert not list(unexplained(caught.replace(":\n    b", ":  # why\n    b").replace("):\n", "):  # why\n").format(name)))
+        assert not list(
+            unexplained(caught.replace(":\n    b", ":  # why\n    b").replace("):\n", "):  # why\n").format(name))
+        )
     assert not list(unexplained(caught.format("OSError")))
