@@ -96,6 +96,22 @@ def test_the_calculator_answers_calls_and_judges_the_answer() -> None:
         game.reset({"answer": "none"}, 1)
 
 
+def test_the_calculator_s_examples_are_what_it_would_answer() -> None:
+    """A model that was shown no tool calls one as it is shown here."""
+    game = Calculator(examples=4)
+    messages: Any = game.reset({"question": "Calculate 2 * 3.", "answer": "6"}, 1)
+    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "assistant"] * 4 + ["user"]
+    assert messages[-1]["content"] == "Calculate 2 * 3."
+    assert len({one["content"] for one in messages}) == 3 * 4 + 1, "four different ones"
+    for question, call, result, answer in (messages[n : n + 4] for n in range(0, 16, 4)):
+        left, right = map(int, re.findall("[0-9]+", question["content"]))
+        game.reset({"question": "", "answer": str(left * right)}, 1)
+        assert game.step(Turn(call["content"], read_call(call["content"], TOOLS))).content == [result]
+        assert game.step(Turn(answer["content"])) == Observation(reward=1.0, done=True)
+    with pytest.raises(ValueError, match="environment.options: examples = 5; 0 to 4"):
+        Calculator(examples=5)
+
+
 @pytest.mark.parametrize("text", ["__import__('os')", "2**9", "x", "True", "'a'*9", "(" * 300, "1e999"])
 def test_the_calculator_knows_numbers_alone(text: str) -> None:
     with pytest.raises((ValueError, ArithmeticError)):

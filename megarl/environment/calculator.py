@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from megarl.environment.interface import Environment, Messages, Observation, Turn, environment
+from megarl.environment.interface import Environment, Messages, Observation, ToolCall, Turn, environment
+from megarl.environment.tool_calls import write_call
 from megarl.reward.verifiers import numbers
 
 MAX_CHARACTERS = 200
+# What is asked and calculated before the question, of which a model that was never shown a tool learns how it is called.
+EXAMPLES = ("27*41", "63*15", "35*86", "74*29")
 LONGEST = 10**15  # from here on an integer is said in ten digits, too
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -24,7 +27,8 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 @environment
 class Calculator(Environment):
     """Answers calls of the tool `calculator`. A turn without a call is the answer: its last number is compared with that of
-    the row's answer. `call_cost` is taken off for each call."""
+    the row's answer. `call_cost` is taken off for each call. So many `examples`, each a question, the call, its result and
+    the answer, stand before the row's question."""
 
     tools = {
         "calculator": {
@@ -35,16 +39,35 @@ class Calculator(Environment):
         }
     }
 
-    def __init__(self, answer_field: str = "answer", call_cost: float = 0.0) -> None:
+    def __init__(
+        self, answer_field: str = "answer", call_cost: float = 0.0, examples: int = 0, question_field: str = "question"
+    ) -> None:
+        """Raises ValueError for more examples than there are."""
+        if not 0 <= examples <= len(EXAMPLES):
+            raise ValueError(f"environment.options: examples = {examples}; 0 to {len(EXAMPLES)} are there")
         self._field, self._cost = answer_field, call_cost
+        self._examples, self._question_field = EXAMPLES[:examples], question_field
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
-        """The row's own prompt. Raises ValueError where its answer is no number."""
+        """The row's own prompt, or its question behind the examples. Raises ValueError where its answer is no number."""
         wanted = numbers(str(row[self._field]))
         if len(wanted) != 1:
             raise ValueError(f"field {self._field!r} is {row[self._field]!r}; one number is needed")
         self._wanted = wanted[0]
-        return None
+        if not self._examples:
+            return None
+        shown = [message for expression in self._examples for message in self._shown(expression)]
+        return [*shown, {"role": "user", "content": str(row[self._question_field])}]
+
+    def _shown(self, expression: str) -> list[dict[str, str]]:
+        """An example: as the questions of reasoning-gym's `basic_arithmetic` are put, and `step` answers."""
+        result = _text(calculate(expression))
+        return [
+            {"role": "user", "content": f"Calculate {expression.replace('*', ' * ')}."},
+            {"role": "assistant", "content": write_call(ToolCall("calculator", {"expression": expression}))},
+            {"role": self.tool_role, "content": result},
+            {"role": "assistant", "content": result},
+        ]
 
     def step(self, turn: Turn) -> Observation:
         """What a call comes to, or the end with 1 for a right answer."""

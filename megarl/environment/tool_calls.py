@@ -57,5 +57,10 @@ def read_call(text: str, tools: Mapping[str, dict[str, Any]]) -> ToolCall | None
     return ToolCall(name, arguments)
 
 
+def write_call(call: ToolCall) -> str:
+    """The text of a call, as `read_call` reads it; for examples in prompts."""
+    return f"{OPENS}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSES}"
+
+
 def _cut(text: str, most: int = 20) -> str:
     return text if len(text) <= most else text[:most] + "..."
