@@ -4,6 +4,7 @@ observation's own, and limits, failures and seeds are as the recipe has them."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,16 @@ from megarl.figures import rollout_figures
 from megarl.pipeline import Pipeline
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
-from megarl.rollout.batch import EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
+from megarl.rollout.arrivals import Arrivals
+from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload
 from megarl.rounds import Rounds
 from megarl.telemetry.step_figures import Sizes
+from tests.rollout_cases import Reference
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -123,6 +127,95 @@ def play(
     episodes.close()
     assert len(given.workers.ended) == len(episodes.episodes)
     return episodes
+
+
+class Answering(Reference):
+    """Counts how often a call is looked at until it has answered."""
+
+    looks = 0
+
+    def future(self) -> Any:
+        type(self).looks += 1
+        return super().future()
+
+    @classmethod
+    def wait(cls, references: Sequence[Answering], **options: Any) -> tuple[list[Answering], list[Answering]]:
+        """As `ray.wait`, of which one has answered."""
+        cls.looks += len(references)
+        return list(references[:1]), list(references[1:])
+
+
+class Shuffled(Arrivals):
+    """Calls answer in any order."""
+
+    def __init__(self) -> None:
+        self._answered, self._random = [], random.Random(5)  # type: ignore[assignment,var-annotated]
+
+    def expect(self, references: Any) -> Any:
+        self._answered.extend(references)  # type: ignore[attr-defined]
+        return references
+
+    def next(self, timeout_s: float) -> Any:
+        return self._answered.pop(self._random.randrange(len(self._answered)))  # type: ignore[attr-defined]
+
+
+class Sampler:
+    """In the place of an engine's handle."""
+
+    def __init__(self, index: int, policy: Callable[[int, int], list[int]]) -> None:
+        self.settings, self._policy, self.turns = SimpleNamespace(index=index), policy, []  # type: ignore[var-annotated]
+
+    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+        if method == "submit":
+            self.turns.append({request.position: request for request in arguments[0]})
+            return Answering(None)
+        turn = len(self.turns) - 1
+        (position,) = arguments
+        given = result(self.turns[turn][position], self._policy(position, turn), version=turn)
+        return Answering(GroupFacts.of(given)), Answering(given)
+
+    def get(self, reference: Any, phase: str) -> Any:
+        return reference.said
+
+
+def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]) -> Any:
+    """All of it, by the pool, on two engines; the episodes, and what each engine was asked turn by turn."""
+    ask, reply = given.workers.ask, given.workers.reply
+    given.workers.ask = lambda *question: Answering(ask(*question))
+    given.workers.reply = lambda reference: reply(reference.said)
+    pool: Any = EnginePool.__new__(EnginePool)
+    pool._recipe, pool._engines = given.recipe, [Sampler(index, policy) for index in range(2)]
+    episodes = Episodes(given, groups, DRAW, engines=2)
+    pool._run({0: {}, 1: {}}, 1, episodes)
+    asked = [{number: (one.seeds, one.prompt_ids.tolist()) for number, one in turn.items()}
+             for engine in pool._engines for turn in engine.turns]  # fmt: skip
+    return episodes, asked
+
+
+def policy_of(sample: int, turn: int) -> list[int]:
+    return [5 + sample % 7, 6 + turn, END]
+
+
+def test_the_answers_of_a_rollout_are_waited_for_in_linear_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reference is looked at once, however many there are."""
+    monkeypatch.setattr("megarl.rollout.pool.ray.wait", Answering.wait)
+    monkeypatch.setattr(Answering, "looks", 0)
+    groups: list[Any] = [(prompt, 8, None) for prompt in prompts(tokenizer, 8)]
+    episodes, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    assert episodes.facts(range(8)).turns.tolist() == [3] * 64 and len(asked) == 6
+    assert Answering.looks == 64 * (1 + 3 + 3), "a reset, and three turns and as many steps, of each episode"
+
+
+def test_who_answers_first_changes_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = [(prompt, 4, None) for prompt in prompts(tokenizer, 4)]
+    first, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    monkeypatch.setattr("megarl.rollout.pool.Arrivals", Shuffled)
+    other, shuffled = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    assert asked == shuffled
+    for position, found in first.results().items():
+        also = other.results()[position]
+        assert found.token_ids.tolist() == also.token_ids.tolist() and found.finish_reasons == also.finish_reasons
+        assert found.logprobs.tolist() == also.logprobs.tolist() and found.own.tolist() == also.own.tolist()
 
 
 def says(*texts: str, reward: float = 0.0) -> Callable[[int, Reset | Step], Reply]:

@@ -19,7 +19,7 @@ from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.telemetry import work
-from tests.rollout_cases import recipe, save_model
+from tests.rollout_cases import Reference, recipe, save_model
 
 pytestmark = pytest.mark.sync
 
@@ -132,14 +132,16 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
     assert waits.restarts == 0
 
 
-def test_completions_are_counted_group_by_group(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_are_counted_group_by_group(pools: Pools) -> None:
     """Three prompts on two engines; what arrives first is told first, and the first of the three is lost once."""
-    monkeypatch.setattr("megarl.rollout.pool.ray.wait", lambda calls, timeout: ([calls[0]], calls[1:]))
     said = [DEAD, *(GroupFacts(position, 3, (2, 2), (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
 
     class Answering(Scripted):
         def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-            return "queued" if method == "submit" else (said.pop(0), "tokens")
+            return "queued" if method == "submit" else (Reference(said.pop(0)), "tokens")
+
+        def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
+            return super()._get(getattr(reference, "said", reference), phase, timeout_s, rule)
 
     pool = pools(Answering(0, [], []), Answering(1, [], []))
     pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})

@@ -19,6 +19,7 @@ from megarl.family import ModelShape
 from megarl.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
+from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
 from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
@@ -270,7 +271,8 @@ class EnginePool:
 
     def failed(self) -> list[int]:
         """Engines that received no more than a part of what is streamed; does not wait."""
-        ended, _ = ray.wait(list(self._receiving.values()), num_returns=len(self._receiving), timeout=0)
+        calls = list(self._receiving.values())
+        ended = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
         return [index for index, call in self._receiving.items() if call in ended and self._ended_badly(call)]
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
@@ -355,39 +357,42 @@ class EnginePool:
         tokens: dict[int, Any] = {}
         sequences = sum(len(request.seeds) for requests in work.values() for request in requests.values())
         begin("sequences", sequences if episodes is None else len(episodes.episodes))
-        asked = [] if episodes is None else episodes.begin()  # environments
+        arrivals = Arrivals()
+        asked = set() if episodes is None else set(arrivals.expect(episodes.begin()))  # environments
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
         for engine in self._engines:
-            calls |= self._submit(engine, work[engine.settings.index])
+            calls |= arrivals.expect(self._submit(engine, work[engine.settings.index]))
         self._renew_deadline()
         while calls or asked:
-            ready, _ = ray.wait([*calls, *asked], timeout=max(0.0, self._deadline - time.monotonic()))
-            if not ready:
+            answered = arrivals.next(max(0.0, self._deadline - time.monotonic()))
+            if answered is None:
                 late = sorted({engine.name for engine, _, _ in calls.values()}) or [f"environments of {len(asked)} episodes"]
                 raise EngineSilent(
                     f"{', '.join(late)}: {len(calls)} of {sum(map(len, work.values()))} groups of step {step} not "
                     f"finished in phase rollout within rollout.timeout_s = {self._recipe.rollout.timeout_s:g}"
                 )
-            if ready[0] not in calls:
+            if answered in asked:
                 assert episodes is not None, "nobody else asks environments"
-                asked.remove(ready[0])
-                calls |= self._next_turn(episodes, episodes.hear(ready[0]), work)
+                asked.remove(answered)
+                calls |= arrivals.expect(self._next_turn(episodes, episodes.hear(answered), work))
                 continue
-            engine, position, token_reference = calls.pop(ready[0])
+            if answered not in calls:
+                continue  # of an engine that was started again since
+            engine, position, token_reference = calls.pop(answered)
             try:
-                facts[position] = engine.get(ready[0], "rollout")
+                facts[position] = engine.get(answered, "rollout")
                 tokens[position] = token_reference
                 result: Any = None if episodes is None else engine.get(token_reference, "rollout")
                 del work[engine.settings.index][position]
                 if episodes is None:
                     advance(len(facts[position].lengths))
                 else:
-                    asked += episodes.sampled(position, result)
-                    calls |= self._next_turn(episodes, engine.settings.index, work)
+                    asked.update(arrivals.expect(episodes.sampled(position, result)))
+                    calls |= arrivals.expect(self._next_turn(episodes, engine.settings.index, work))
             except EngineDied as error:
                 self._revive(engine, error)
                 calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
-                calls |= self._submit(engine, work[engine.settings.index])
+                calls |= arrivals.expect(self._submit(engine, work[engine.settings.index]))
             except RolloutError as error:
                 raise type(error)(f"{engine.name}, phase rollout, step {step}: {error}") from error
         return facts, tokens
