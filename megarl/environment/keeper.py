@@ -12,13 +12,14 @@ import ctypes
 import os
 import pickle
 import resource
+import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 from megarl.environment import interface
@@ -82,17 +83,19 @@ class Keeper:
     def __init__(self, parent: Connection, made: type[Environment], options: Mapping[str, Any]) -> None:
         self._parent, self._made, self._options = parent, made, options
         self._episodes: dict[Any, tuple[int, Connection]] = {}  # process and its end of a pipe
+        # It knows the pipes, and is not told all of them for each answer.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(parent, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Until the parent has gone."""
         try:
             while True:
-                by_pipe = {pipe: episode for episode, (_, pipe) in self._episodes.items()}
-                for ready in wait([self._parent, *by_pipe]):
-                    if ready is self._parent:
+                for ready, _ in self._selector.select():
+                    if ready.fileobj is self._parent:
                         self._hear(*self._parent.recv())
-                    elif by_pipe[ready] in self._episodes:  # type: ignore[index]
-                        self._hand_on(by_pipe[ready])  # type: ignore[index]
+                    elif ready.data in self._episodes:  # else it has been ended just now
+                        self._hand_on(ready.data)
         except (EOFError, ConnectionError):
             return
         finally:
@@ -134,14 +137,16 @@ class Keeper:
             theirs.close()
             raise
         if not process:
-            _play(keeper, theirs, [self._parent, ours, *(pipe for _, pipe in self._episodes.values())],
+            _play(keeper, theirs, [self._selector, self._parent, ours, *(pipe for _, pipe in self._episodes.values())],
                   self._made, self._options)  # fmt: skip
         theirs.close()
         self._episodes[episode] = process, ours
+        self._selector.register(ours, selectors.EVENT_READ, episode)
 
     def _end(self, episode: Any) -> str:
         """End an episode's process, and those that it has started; how the former ended."""
         process, pipe = self._episodes.pop(episode)
+        self._selector.unregister(pipe)
         pipe.close()
         # Of what has ended by itself it does nothing: it is not waited for yet. Before setsid there is no group, nor others.
         with suppress(ProcessLookupError):
@@ -162,7 +167,11 @@ def _no_process(error: OSError, num_episodes: int) -> str:
 
 
 def _play(
-    keeper: int, pipe: Connection, others: list[Connection], made: type[Environment], options: Mapping[str, Any]
+    keeper: int,
+    pipe: Connection,
+    others: Sequence[Connection | selectors.BaseSelector],
+    made: type[Environment],
+    options: Mapping[str, Any],
 ) -> NoReturn:
     """The process of one episode, until its pipe is closed. It never returns into the keeper's stack."""
     status = 1
