@@ -93,7 +93,7 @@ def test_a_shared_prompt_is_computed_once_in_operations_and_time(small: Path) ->
 @pytest.mark.parametrize("rule", [{"max_tokens": 4096}, {"sequences": 4}])
 def test_the_worst_case_of_shared_prompts_holds_their_copies(small: Path, rule: dict[str, int]) -> None:
     job = job_of(load_recipe(small))
-    plain = Schedule("critic_update", mini_batch=16, **rule)
+    plain = Schedule("critic_update", mini_batch=16, **rule)  # type: ignore[arg-type]
     shared = replace(plain, share_prompts=True)
     assert worst_memory(job, shared).total > worst_memory(job, plain).total
 

@@ -156,7 +156,7 @@ class Shuffled(Arrivals):
         return references
 
     def next(self, timeout_s: float) -> Any:
-        return self._answered.pop(self._random.randrange(len(self._answered)))  # type: ignore[attr-defined]
+        return self._answered.pop(self._random.randrange(len(self._answered)))  # type: ignore[attr-defined,arg-type]
 
 
 class Sampler:

@@ -220,11 +220,11 @@ def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> Non
     def stay_away_once(reader: StreamReader) -> None:
         boxes = reader.boxes
 
-        def stay_away(manifest: WeightManifest, engine: int) -> Any:
+        def stay_away(*arguments: Any) -> Any:
             reader.boxes = boxes  # type: ignore[method-assign]
             raise SyncError("it does something else")
 
-        reader.boxes = stay_away  # type: ignore[method-assign]
+        reader.boxes = stay_away  # type: ignore[assignment]
 
     for engine in range(3):
         stay_away_once(engines.readers[engine, 0])
