@@ -2,8 +2,9 @@
 
     python benchmarks/results.py [--check]
 
-Each part of the page comes from a file in benchmarks/results, written by the command that the page names. With --check
-nothing is written, and the exit status is 1 where the page says anything else.
+Each part of the page comes from a file in benchmarks/results, which `learning.py`, `held_out.py` and `end_to_end.py` write
+with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and the exit status is 1 where
+the page says anything else.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ a CPU. Seconds a step, without the first one; tokens are those of prompts and co
 def page(results: dict[str, Results]) -> str:
     """The text of docs/results.md."""
     makers = {"learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end}
-    parts = [part for name, make in makers.items() for part in make(results[name])]
+    parts = [part for name, make in makers.items() if name in results for part in make(results[name])]
     return "\n\n".join(["# Results", *parts]) + "\n"
 
 
@@ -86,14 +87,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    names = ("learning", "held_out", "end_to_end")
-    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
+    files = {name: RESULTS / f"{name}.json" for name in ("learning", "held_out", "end_to_end")}
+    results = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    if not results:
+        parser.error(f"no results in {RESULTS}: benchmarks/learning.py --json {files['learning']} measures some")
     text = page(results)
     if arguments.check:
         return int(text != PAGE.read_text())
     PAGE.write_text(text)
-    learning.draw(results["learning"]["runs"], DOCS / "learning.png")
-    held_out.draw(results["held_out"]["runs"], DOCS / "held_out.png")
+    for name, draw in (("learning", learning.draw), ("held_out", held_out.draw)):
+        if name in results:
+            draw(results[name]["runs"], DOCS / f"{name}.png")
     return 0
 
 
