@@ -3,8 +3,8 @@
     python benchmarks/results.py [--check]
 
 Each part of the page comes from a file in benchmarks/results, which `learning.py`, `held_out.py` and `end_to_end.py` write
-with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and the exit status is 1 where
-the page says anything else.
+with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and the exit status is 1
+where the page says anything else.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class KnownPlaces:
 
     def take(self, box: Box) -> None:
         """Copy a box to its place."""
+        assert box.words is not None, "what comes in buckets has no known place"
         np.copyto(self._places[id(box)][1], box.words)
 
 
