@@ -38,7 +38,7 @@ CORE, ACTOR, WORKER = "engine-0 EngineCore", "engine-0 actor", "reward-worker-0"
 # Of a run that replays rollouts: it has no Ray, so that it starts in a fraction of the time.
 VERIFIERS = "child of rank 0 verifiers"
 # Deadlines of calls to them, in seconds. That of a rollout is this only once the fault is there: engines start under it too.
-ROLLOUT_S, SYNC_S, REWARD_S = 8.0, 5.0, 4.0
+ROLLOUT_S, SYNC_S, REWARD_S = 8.0, 5.0, 7.0  # a killed reward worker is there again within twice that and STEP_S
 
 
 @dataclass(frozen=True)
