@@ -27,7 +27,7 @@ from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import engine_plan
 from megarl.reshard.order import copy_order
-from megarl.sync import in_place
+from megarl.sync import in_place, publish
 from megarl.sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.read import Box
@@ -158,6 +158,24 @@ def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> 
 
     case.engines.before = write
     case.assert_refused(0, "wrong bytes in piece")
+
+
+def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:
+    """So that whatever is written to it meanwhile is in its hashes."""
+    sync = case.publisher.sync
+    sender, checksum = sync._sender, publish.piece_checksum
+    assert isinstance(sender, RingSender)
+    own = [int(numbers[-1]) + 1 for numbers in sync._own]
+    read: list[list[int]] = []
+
+    def look(*arguments: Any) -> int:
+        read.append([int(ring.read[0]) & 0xFFFFFFFF for ring in sender._rings])
+        return checksum(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "piece_checksum", look)
+        case.publish(1)
+    assert read and all(found >= least for found, least in zip(read[0], own, strict=True))
 
 
 def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:

@@ -6,7 +6,7 @@ megatron-core's buffers and their views too, stays what it was. They are files w
 machine open through `/proc`, and gone with the last process that maps them. Workers map them for reading alone.
 
 A box is copied in pieces, several small ones as one, and the bytes of a piece are hashed right after they were copied. When
-most was read a rank hashes its own: later, so that both do not draw on the memory's rate at once, and it shows that what was
+all was read a rank hashes its own: later, so that both do not draw on the memory's rate at once, and it proves that what was
 read is what the rank still holds. The worker compares at the end, before its engine takes the version.
 """
 

@@ -377,15 +377,14 @@ class WeightSync:
         return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
 
     def _seal(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
-        """Hash what workers read in place of this rank, once they have read most of it, so that both do not draw on the
-        memory's rate at once. What was written to it meanwhile is in the hashes of what was read before. Nobody may write to
-        it before they all have compared."""
+        """Hash what workers have read in place of this rank, once they have: whatever was written to it meanwhile is in the
+        hashes. Nobody may write to it before they all have compared, which they do when vLLM has packed."""
         sender = self._sender
         assert isinstance(sender, RingSender), "only what shares memory is read in place"
         try:
             sender.begin(manifest)
             with span("wait_engines"):
-                sender.wait_copied([int(own[len(own) * 3 // 4]) if len(own) else 0 for own in self._own])
+                sender.wait_copied([int(own[-1]) + 1 if len(own) else 0 for own in self._own])
             begun = time.perf_counter()
             everyones = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
             for worker, (own, views) in enumerate(zip(self._own, everyones, strict=True)):

@@ -122,7 +122,7 @@ class StreamReader:
 
     def _read_in_place(self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None]) -> Iterator[Box]:
         """Hand out every box where it lies, and hash what was copied while it is in the cache. The ranks make their sums
-        when most was read, and these are compared."""
+        when all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
