@@ -31,7 +31,7 @@ from megarl.sync import in_place, publish
 from megarl.sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.read import Box
-from megarl.sync.ring import RingSender
+from megarl.sync.ring import SESSION_SHIFT, RingSender
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -169,9 +169,16 @@ def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:
     read: list[list[int]] = []
 
     def look(*arguments: Any) -> int:
-        read.append([int(ring.read[0]) & 0xFFFFFFFF for ring in sender._rings])
+        read.append([int(ring.read[0]) - (sender._session << SESSION_SHIFT) for ring in sender._rings])
         return checksum(*arguments)
 
+    def late(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == 1:
+            end = time.monotonic() + 0.3  # time enough to hash, for a rank that does not wait
+            while not read and time.monotonic() < end:
+                time.sleep(0.001)
+
+    case.engines.before = late
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publish, "piece_checksum", look)
         case.publish(1)
