@@ -20,9 +20,8 @@ sync, which loads into tensors that vLLM has packed away on a CPU and fails (vLL
 engine's number format, which TRL leaves to the checkpoint's (`end_to_end_trl.py`).
 
 Steps are measured from end to end; the first one warms up. Useful tokens are those of prompts and completions. Peak
-memory is of all processes of a side, shared pages counted once. CPU seconds are of all its processes: where a machine is
-not quiet they say more than the clock. Each result is merged with others only if commit, device and settings are the
-same.
+memory is what the machine had less of than before. CPU seconds are of all of a side's processes: where a machine is not
+quiet they say more than the clock. Each result is merged with others only if commit, device and settings are the same.
 
 Targets (with --check, exit 1 when one is missed or a side has no run): useful tokens a second at least 2.5 times those
 of TRL in each mode; mean reward of the last quarter of the steps at most 0.05 below TRL's, which three seeds may differ
@@ -217,22 +216,22 @@ def install_trl() -> None:
 
 def watch(process: subprocess.Popen[bytes], lines: Path) -> tuple[int, list[float]]:
     """Wait for a side's end: the most memory its processes held, and their CPU seconds at the end of each step, which is
-    when a line comes into its file."""
+    when a line comes into its file. Of the memory that what the machine has left: to have the kernel go through the pages of
+    large processes took more than half a core from the side that was measured."""
     deadline, peak, spent, at_line = time.monotonic() + DEADLINE_S, 0, {}, []
+    before = psutil.virtual_memory().available
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise SystemExit(f"no end within {DEADLINE_S:.0f} s")
-        held = 0
         for one in tree(process.pid):
             try:
                 spent[one.pid] = sum(one.cpu_times()[:2])
-                held += one.memory_full_info().pss
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        peak = max(peak, held)
+        peak = max(peak, before - psutil.virtual_memory().available)
         count = lines.read_text().count("\n") if lines.is_file() else 0
         at_line += [sum(spent.values())] * (count - len(at_line))
-        time.sleep(0.5)
+        time.sleep(1.0)
     count = lines.read_text().count("\n") if lines.is_file() else 0
     return peak, at_line + [sum(spent.values())] * (count - len(at_line))
 

@@ -64,8 +64,10 @@ def engine_cores(cores: Sequence[int], load: NodeLoad, engine: int) -> tuple[int
 
 
 def worker_threads(cores: Sequence[int], workers: int) -> int:
-    """Threads of each worker of an engine on its cores: one core of each is left to what schedules its work, in Python."""
-    return max(1, len(cores) // workers - 1)
+    """Threads of each worker of an engine on its cores. Where a worker has more than two, one is left to what schedules its
+    work, in Python; of two both compute, as scheduling waits for them most of the time (`benchmarks/end_to_end.py`)."""
+    own = len(cores) // workers
+    return own - 1 if own > 2 else max(1, own)
 
 
 def bind(cores: Iterable[int]) -> None:

@@ -61,9 +61,9 @@ def test_nobody_beside_another_shares_a_core() -> None:
                 assert flat == (list(range(num_cores)) if num_cores >= ranks + sum(workers) else [])
 
 
-def test_a_worker_leaves_a_core_to_what_schedules_it() -> None:
-    cases = (((0,), 1), ((0, 1), 1), (range(8), 1), (range(8), 2))
-    assert [worker_threads(cores, workers) for cores, workers in cases] == [1, 1, 7, 3]
+def test_a_worker_of_more_than_two_cores_leaves_one_to_what_schedules_it() -> None:
+    cases = (((0,), 1), ((0, 1), 1), (range(3), 1), (range(8), 1), (range(8), 2))
+    assert [worker_threads(cores, workers) for cores, workers in cases] == [1, 2, 2, 7, 3]
 
 
 def test_the_load_of_a_node_is_what_was_placed_there() -> None:

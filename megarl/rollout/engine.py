@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DEATH_POLL_S = 0.25
 # vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
 QUANTIZATIONS = {"fp8": "fp8_per_block"}
+# The smallest that vLLM's attention for CPUs takes without a warning.
+CPU_BLOCK = 32
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 # Of a worker: whether another process failed before it, what happened, and whether that was a deadline.
 Failure = tuple[bool, str, bool]
@@ -426,6 +428,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
         # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
         enable_chunked_prefill=False,
+        block_size=_block_size(settings.model_path),
         max_num_batched_tokens=settings.batched_tokens,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
@@ -436,6 +439,15 @@ def _engine_args(settings: EngineSettings) -> Any:
         worker_extension_cls="megarl.rollout.receiver.WorkerReport",
         **_rotary_fix(settings.model_path),
     )
+
+
+def _block_size(model_path: str) -> int | None:
+    """Tokens of a block of the cache; None for vLLM's own choice. Only whole blocks are shared, and on CPUs vLLM takes 128
+    (0.32): a shorter prompt was then computed once for each completion of its group. Latent attention has its own there."""
+    from vllm.platforms import current_platform
+
+    latent = ModelShape.from_directory(model_path).latent is not None
+    return CPU_BLOCK if current_platform.is_cpu() and not latent else None
 
 
 def _rotary_fix(model_path: str) -> dict[str, Any]:
