@@ -22,6 +22,7 @@ from megarl.placement import EnginePlace, visible_devices
 from megarl.preemption import holds_signals, keep_holding_signals
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
+from megarl.rollout.cpu_kernels import PRIORITY
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
@@ -428,7 +429,6 @@ def _engine_args(settings: EngineSettings) -> Any:
         # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
         # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
         enable_chunked_prefill=False,
-        block_size=_block_size(settings.model_path),
         max_num_batched_tokens=settings.batched_tokens,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
@@ -437,27 +437,26 @@ def _engine_args(settings: EngineSettings) -> Any:
         seed=settings.seed % 2**32,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls="megarl.rollout.receiver.WorkerReport",
-        **_rotary_fix(settings.model_path),
+        **_for_cpus(settings.model_path),
     )
 
 
-def _block_size(model_path: str) -> int | None:
-    """Tokens of a block of the cache; None for vLLM's own choice. Only whole blocks are shared, and on CPUs vLLM takes 128
-    (0.32): a shorter prompt was then computed once for each completion of its group. Latent attention has its own there."""
+def _for_cpus(model_path: str) -> dict[str, Any]:
+    """What an engine on CPUs is told besides (vLLM 0.32).
+
+    Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
+    each completion of its group. Latent attention has its own size. And vLLM's rotary kernel for CPUs takes the stride
+    between heads for that between tokens; latent attention hands it a part of each head, and all positions but the first
+    come out wrong. So there it is torch that rotates.
+    """
     from vllm.platforms import current_platform
 
-    latent = ModelShape.from_directory(model_path).latent is not None
-    return CPU_BLOCK if current_platform.is_cpu() and not latent else None
-
-
-def _rotary_fix(model_path: str) -> dict[str, Any]:
-    """vLLM's own rotary kernel for CPUs takes the stride between heads for that between tokens (0.32), and latent attention
-    hands it a part of each head: all positions but the first come out wrong. So there it is torch that rotates."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or ModelShape.from_directory(model_path).latent is None:
+    if not current_platform.is_cpu():
         return {}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    own: dict[str, Any] = {"ir_op_priority": PRIORITY}
+    if ModelShape.from_directory(model_path).latent is None:
+        return own | {"block_size": CPU_BLOCK}
+    return own | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _records_itself() -> bool:
