@@ -9,8 +9,8 @@ from benchmarks.results import DOCS, PAGE, RESULTS, page
 
 
 def learned(*seeds: int) -> dict[str, object]:
-    runs = [{"algorithm": "GRPO", "seed": seed, "rewards": [0.05, 0.9], "learned": 0.95, "goal_at": 2, "seconds": 100.0 + seed}
-            for seed in seeds]  # fmt: skip
+    run = {"algorithm": "GRPO", "rewards": [0.05, 0.9], "learned": 0.95, "goal_at": 2}
+    runs = [run | {"seed": seed, "seconds": 100.0 + seed} for seed in seeds]
     return {"commit": "0123456789abcdef", "device": "x86_64, 2 cores", "runs": runs}
 
 

@@ -17,6 +17,7 @@ from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes, megatron_segments
 from megarl.reshard.vllm import parameter_sizes, vllm_segments
+from megarl.rollout.failure import RolloutError
 from megarl.rollout.places import KnownPlaces
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
@@ -173,3 +174,37 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
             assert taken[name].dtype == content.dtype and taken[name].shape == content.shape, name
             assert torch.equal(taken[name].view(torch.uint8), content.view(torch.uint8)), name
         assert sum(content.dtype == FP8 for content in taken.values()) > 4
+
+
+def test_an_engine_that_has_started_names_the_formats_that_no_sync_writes() -> None:
+    """Marlin's experts are integers with scales of 16 bits, and DeepGEMM's scales may be powers of two in integers;
+    here by hand, since no CPU has those kernels."""
+    pytest.importorskip("vllm", reason="needs vLLM's quantisation")
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    from megarl.rollout.engine import refuse_other_formats
+
+    shape, rollout = ModelShape.from_config(QWEN), RolloutLayout()
+    tensors = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in checkpoint_sizes(shape).items()}
+    worker = Worker(shape, rollout, 0, tensors)
+    receiver = worker.receiver(shape, rollout, 0, None)
+    receiver._rollout, receiver._worker = rollout, lambda: 0
+    receiver.model = SimpleNamespace(named_modules=worker.modules.items)
+    assert receiver.other_formats() == []
+    refuse_other_formats("fp8", [[], []])
+
+    experts, output = (
+        worker.modules[f"model.layers.0.{name}"] for name in ("mlp.experts.routed_experts", "self_attn.o_proj")
+    )
+    experts.quant_method.fp8_backend = Fp8MoeBackend.MARLIN
+    experts.w2_weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
+    experts.w2_weight_scale_inv = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16), requires_grad=False)
+    output.weight_scale_inv = torch.nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
+    found = receiver.other_formats()
+    assert sorted(found) == [
+        "model.layers.0.mlp.experts.routed_experts.w2_weight is torch.int32, not torch.float8_e4m3fn, under MARLIN",
+        "model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv is torch.bfloat16, not torch.float32, under MARLIN",
+        "model.layers.0.self_attn.o_proj.weight_scale_inv is torch.int32, not torch.float32, under SimpleNamespace",
+    ]
+    with pytest.raises(RolloutError, match=r"rollout.quantization = fp8: .* \(and 2 more\); set it to null"):
+        refuse_other_formats("fp8", [[], found])

@@ -37,6 +37,9 @@ def quantization(recipe: Recipe) -> Violations:
     if importlib.metadata.version("torch").endswith("+cpu"):
         rule = "vLLM multiplies FP8 blocks on GPUs, and the torch that is installed here knows none"
         yield Violation(key, name, rule, "null")
+    elif recipe.device is not None and recipe.device.kind == "cpu":
+        rule = "vLLM multiplies FP8 blocks on GPUs, and device.kind is cpu"
+        yield Violation(key, name, rule, "null")
     elif recipe.rollout_precision == "fp32":
         rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
         yield Violation(key, name, rule, "rollout.precision: bf16")

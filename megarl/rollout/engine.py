@@ -176,8 +176,12 @@ class RolloutEngine:
                 await self._engine.collective_rpc("megarl_complete")
             if self._settings.record_routing and not _records_itself():
                 await self._engine.collective_rpc("megarl_record_routing")
+            if self._settings.quantization is not None:
+                formats = await self._every_worker("megarl_other_formats")
         except Exception as error:  # whatever vLLM raises is handed to rank 0 as one error, with what its log says
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
+        if self._settings.quantization is not None:
+            refuse_other_formats(self._settings.quantization, formats)
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
         return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
@@ -399,6 +403,18 @@ class RolloutEngine:
             return await call
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}") from error
+
+
+def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:
+    """Raises RolloutError where a worker keeps quantised weights as no sync brings them: before the first step, not at its
+    end. `formats` is what the workers said of theirs (`WeightReceiver.other_formats`). Not yet run on a GPU."""
+    found = [one for worker in formats for one in worker]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise RolloutError(
+            f"rollout.quantization = {quantization}: the kernel that vLLM has chosen for these devices has a number format "
+            f"of its own, which weight syncs do not write: {found[0]}{more}; set it to null, or take other GPUs"
+        )
 
 
 def _engine_args(settings: EngineSettings) -> Any:

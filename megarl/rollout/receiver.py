@@ -31,7 +31,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 )
 
 from megarl.family import ModelShape
-from megarl.reshard.blocks import BLOCK
+from megarl.reshard.blocks import BLOCK, quantised_parameters
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
@@ -240,6 +240,20 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
+    def other_formats(self) -> list[str]:
+        """Quantised weights and their scales that vLLM keeps in another number format, for the kernel it has chosen: no sync
+        can write them. Each with what it is, and the kernel."""
+        found, modules = [], dict(self.model.named_modules())
+        for parameter in quantised_parameters(self._shape, self._rollout, self._worker()):
+            owner, _, name = parameter.rpartition(".")
+            module = modules[owner]
+            for part, dtype in ((name, FP8), (name + SCALES, torch.float32)):
+                live = getattr(module, part, None)
+                if live is None or live.dtype != dtype:
+                    held = "missing" if live is None else live.dtype
+                    found.append(f"{owner}.{part} is {held}, not {dtype}, under {_kernel(module)}")
+        return found
+
     def _target(self, owner: str, name: str, dtype: torch.dtype, size: tuple[int, int]) -> torch.Tensor:
         """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
         A vector is one column; experts stand one below the other."""
@@ -293,6 +307,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._repack_s += time.perf_counter() - begun
 
 
+def _kernel(module: torch.nn.Module) -> str:
+    """The name of the kernel that vLLM has chosen for a quantised module."""
+    method = getattr(module, "quant_method", None)
+    backend = getattr(method, "fp8_backend", None)  # of experts
+    return str(backend.value if backend is not None else type(getattr(method, "fp8_linear", method)).__name__)
+
+
 class WorkerReport:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did and
     what routers chose."""
@@ -300,6 +321,11 @@ class WorkerReport:
     def megarl_complete(self) -> None:
         """Make up for what vLLM leaves out where an engine has several workers."""
         complete(self)
+
+    def megarl_other_formats(self) -> list[str]:
+        """Quantised parameters that no sync could write."""
+        worker: Any = self
+        return worker.weight_transfer_engine.other_formats()
 
     def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
         """Take a version, as vLLM's three calls would have it: each of them asks all of an engine's processes. Version and
