@@ -73,6 +73,9 @@ class _Workers:
         for connection in self._connections:
             connection.recv()  # it has made its memory
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
         return [EngineFacts("here", 1) for _ in engines]
 

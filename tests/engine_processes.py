@@ -49,6 +49,9 @@ class ProcessEngines:
         for engine in range(num_engines):
             self._start(engine)
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         for engine in engines:
             if self._ask(engine, ("pause", self.faults.pop(engine, None))) is None:

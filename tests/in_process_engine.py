@@ -95,6 +95,9 @@ class Receiving:
         self._engine, self._thread = engine, ThreadPoolExecutor(1)
         self._call: Future[Any]
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         return [EngineFacts("here", 0)]
 

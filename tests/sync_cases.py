@@ -42,6 +42,9 @@ class ThreadEngines:
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
         self._manifest: WeightManifest
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         return [EngineFacts(node, starts) for node, starts in zip(self.nodes, self.starts, strict=True)]
 

@@ -87,6 +87,8 @@ def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
     while wanted:
         attempt += 1
         assert attempt < 9, "no end to it"
+        if attempt == 1:
+            pool.ask(1, wanted)
         pool.pause(1, attempt, wanted)
         pool.begin(replace(MANIFEST, attempt=attempt, engines=wanted))
         wanted, figures = pool.finish()

@@ -131,6 +131,9 @@ class Told:
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = connections
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         for connection in self._connections:
             connection.send(("pause", None))

@@ -74,6 +74,7 @@ class EnginePool:
         self._resync: Callable[[Sequence[int]], None] | None = None
         self._manifest: WeightManifest  # of the sync under way
         self._receiving: dict[int, Any] = {}  # by engine: the call under way in a sync
+        self._pausing: dict[int, Any] = {}  # likewise, those that were asked to pause
         self._reports: dict[int, dict[str, float]] = {}  # by engine, of the version that is published
         self._refusals: dict[int, int] = {}
         self._batches = 0
@@ -235,17 +236,26 @@ class EnginePool:
             with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync starts it again
                 engine.get(call, "rollout")
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """Have some engines begin to pause for a version, with their weights unknown from here on; `pause` waits for them,
+        and says which of them cannot."""
+        self._pausing = {}
+        for index in engines:
+            with contextlib.suppress(EngineDied):
+                self._pausing[index] = self._call_pause(index, version)
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        """Pause some engines for a version, with their weights unknown from here on; where every engine runs. What they
-        generate is waited for, kept or aborted, as the recipe says. One that is dead is started again, and so is a silent
-        one where nothing is waited for. Raises RolloutError for an engine that does not pause."""
+        """Pause some engines for a version, where they were not asked to yet, with their weights unknown from here on; where
+        every engine runs. What they generate is waited for, kept or aborted, as the recipe says. One that is dead is started
+        again, and so is a silent one where nothing is waited for. Raises RolloutError for an engine that does not pause."""
         if attempt == 1:
             self._reports, self._refusals = {}, {}
         self._version = version
         section = self._recipe.weight_sync
-        order = ("pause", version, section.in_flight)
-        pausing = [(self._engines[index], self._engines[index].call(*order)) for index in engines]
-        for engine, call in pausing:
+        asked, self._pausing = self._pausing, {}
+        pausing = [(index, asked[index] if index in asked else self._call_pause(index, version)) for index in engines]
+        for index, call in pausing:
+            engine = self._engines[index]
             while True:
                 try:
                     report = engine.get_paused(call, section.in_flight, section.timeout_s)
@@ -254,15 +264,18 @@ class EnginePool:
                     if isinstance(error, RolloutError) and section.in_flight == "wait":
                         raise
                     self._restart(engine, "weight_sync", error)
-                    call = engine.call(*order)
-            earlier = self._reports.get(engine.settings.index, {"pause_s": 0.0, "in_flight": 0.0})
-            self._reports[engine.settings.index] = {
+                    call = self._call_pause(index, version)
+            earlier = self._reports.get(index, {"pause_s": 0.0, "in_flight": 0.0})
+            self._reports[index] = {
                 "pause_s": earlier["pause_s"] + report["pause_s"],
                 # What an earlier attempt kept or aborted has not gone on since, and is counted again.
                 "in_flight": max(earlier["in_flight"], report["in_flight"]),
             }
         hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
         return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
+
+    def _call_pause(self, index: int, version: int) -> Any:
+        return self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
 
     def begin(self, manifest: WeightManifest) -> None:
         """Have the manifest's engines receive; does not wait for them."""

@@ -84,8 +84,11 @@ class EngineFacts(NamedTuple):
 class Engines(Protocol):
     """The engines, seen from rank 0."""
 
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """Have some engines begin to pause for the first attempt at a version; does not wait."""
+
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
-        """Have some engines pause for a version; the facts of all."""
+        """Have some engines pause for a version, where they were not asked to yet, and wait; the facts of all."""
 
     def begin(self, manifest: WeightManifest) -> None:
         """Have the manifest's engines receive; does not wait for them."""
@@ -165,8 +168,10 @@ class WeightSync:
         the rank or the engine that failed and why; rank 0 raises what `engines` raised.
         """
         self._engines, self._begun = engines, time.perf_counter()
-        self._homes = self._find_homes(parameters)
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
+        if engines is not None:
+            engines.ask(version, every)
+        self._homes = self._find_homes(parameters)
         figures: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
         changed_bytes = content_bytes = 0
