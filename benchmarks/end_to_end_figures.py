@@ -105,7 +105,7 @@ def summary(runs: Sequence[Run], side: str) -> dict[str, Any] | None:
     tokens = sum(step["prompt_tokens"] + step["completion_tokens"] for step in steps)
     names = {name for step in steps for name in step.get("overhead", {})}
     overhead = {name: fmean(step["overhead"].get(name, 0.0) for step in steps) for name in names}
-    cpu = [step["cpu_seconds"] for step in steps if step.get("cpu_seconds")]
+    cpu = [step["cpu_seconds"] for step in steps if step.get("cpu_seconds") is not None]
     return {
         "seeds": sorted(run["seed"] for run in own), "steps": min(len(run["steps"]) for run in own),
         "seconds": seconds / len(steps), **{part: fmean(step[part] for step in steps) for part in PARTS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from tests.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    cpu_kernels.register()
-    cpu_kernels.register()  # as vLLM may
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cpu_kernels.ASKED, "1")
+        cpu_kernels.register()
+        cpu_kernels.register()  # as vLLM may
+        yield
 
 
 def rows(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,6 +56,8 @@ def test_gates() -> None:
     assert_close(cpu_kernels.silu_and_mul(x), expected.float())
     assert SiluAndMul.forward_cpu is cpu_kernels._silu_and_mul
     assert_close(cpu_kernels._silu_and_mul(None, x.t().contiguous().t()), expected.float())
+    narrow = rows(5, 2 * 12)  # half a vector is left over: the kernel would raise
+    assert_close(cpu_kernels._silu_and_mul(None, narrow), torch.nn.functional.silu(narrow[:, :12]) * narrow[:, 12:])
 
 
 def test_what_the_kernels_would_misread_is_left_to_torch() -> None:
@@ -59,16 +65,20 @@ def test_what_the_kernels_would_misread_is_left_to_torch() -> None:
     part = rows(5, 3 * 16)[:, 16:32]
     weight = rows(16)
     assert not cpu_kernels._fits(part, weight, 1e-5)
+    assert not cpu_kernels._fits(rows(1, 20), rows(20), 1e-5)  # in whole vectors alone
     assert not cpu_kernels._fits(part.contiguous(), weight.bfloat16(), 1e-5)
     assert not cpu_kernels._fits(part.contiguous(), None, 1e-5)
     assert not cpu_kernels._fits(part.contiguous(), weight, 1e-5, 8)
     assert not cpu_kernels._fits_both(part.contiguous(), part, weight, 1e-5)
 
 
-def asks_for_a_group(model: Path) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Tokens that each completion of a prompt found in the cache; what was sampled, and what with no cache shared."""
+def asks_for_a_group(model: Path) -> tuple[int, list[int], list[list[int]], list[list[int]]]:
+    """How often the norms ran; tokens that each completion of a prompt found in the cache; what was sampled, and what with
+    no cache shared."""
     from vllm import SamplingParams
 
+    calls, kernel = [], torch.ops._C.fused_add_rms_norm
+    torch.ops._C.fused_add_rms_norm = lambda *rows: (calls.append(1), kernel(*rows))
     prompt: Any = {"prompt_token_ids": list(range(2, 47))}
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     found = []
@@ -78,13 +88,14 @@ def asks_for_a_group(model: Path) -> tuple[list[int], list[list[int]], list[list
         del engine
         close_engines()
     cached = [one.num_cached_tokens or 0 for one in found[0]]
-    return cached, *([list(one.outputs[0].token_ids) for one in outputs] for outputs in found)
+    return len(calls), cached, *([list(one.outputs[0].token_ids) for one in outputs] for outputs in found)
 
 
 def test_a_group_shares_a_prompt_that_is_shorter_than_vllms_blocks(
     engine_process: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     model = save_tiny_model(tmp_path, "llama", head_dim=32)
-    cached, sampled, alone = engine_process.submit(asks_for_a_group, model).result(300)
+    norms, cached, sampled, alone = engine_process.submit(asks_for_a_group, model).result(300)
     assert cached == [0, 32, 32, 32]
     assert sampled == alone
+    assert norms >= 2 * 4 * 8, "two engines, four passes, two norms in each of four layers"

@@ -35,7 +35,7 @@ class Scripted(EngineHandle):
     """An engine that answers each call from a list, then from the last entry; starting it takes no time."""
 
     def __init__(self, index: int, pauses: list[Said], reports: list[Said]) -> None:
-        super().__init__(SimpleNamespace(index=index), 1.0, 1)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(index=index, takes_turns=False), 1.0, 1)  # type: ignore[arg-type]
         self._said = {"pause": pauses, "receive": reports}
 
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:

@@ -23,7 +23,8 @@ def group_advantages(
 
     rewards [n] float, groups [n] integer ids in any order, valid [n] bool; returns [n], 0 where not valid. Groups may differ
     in size. A reward that is not valid is never read, so it may be NaN. With `leave_one_out` the mean is that of the other
-    members; the deviation stays the whole group's.
+    members; the deviation stays the whole group's. Computed in double precision: a mean of equal rewards that were rounded
+    to single would differ from them, and the deviation, nearly 0, would make an advantage of that.
     Sources: Shao et al. 2024 (GRPO, DeepSeekMath, arXiv:2402.03300), section 4.1.2, outcome supervision; without the
     deviation Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2; without it and leaving one out Ahmadian et al. 2024
     (RLOO, arXiv:2402.14740), section 3.2.
@@ -35,8 +36,9 @@ def group_advantages(
         raise ValueError(f"rewards of samples {bad} are not finite; mask them as not valid or repair the reward")
     _, position = torch.unique(groups, return_inverse=True)
     num_groups = int(position.max()) + 1 if len(position) else 0
-    weight = valid.to(rewards.dtype)
-    totals = rewards.new_zeros(num_groups)
+    known = known.double()
+    weight = valid.double()
+    totals = known.new_zeros(num_groups)
     count = totals.index_add(0, position, weight)
     mean = totals.index_add(0, position, known) / count.clamp(min=1)
     centered = (known - mean[position]) * weight
@@ -47,7 +49,7 @@ def group_advantages(
     if deviation:
         variance = totals.index_add(0, position, centered.square()) / others
         advantages = advantages / (variance.sqrt() + GROUP_EPSILON)[position]
-    return advantages
+    return advantages.to(rewards.dtype)
 
 
 def returns_to_go(rewards: torch.Tensor) -> torch.Tensor:
@@ -109,13 +111,13 @@ def whiten(advantages: list[torch.Tensor]) -> list[torch.Tensor]:
     """Shift and scale advantages to mean 0 and deviation 1 over all tokens of all given sequences.
 
     One [tokens] tensor a sequence, same shapes back; leave masked sequences out. With fewer than two tokens
-    there is no deviation, and they come back only shifted.
+    there is no deviation, and they come back only shifted. Double precision, as for groups.
     Source: the PPO2 code of OpenAI baselines normalises advantages over the batch; unbiased deviation, with
     1e-8 added to the variance, as TRL and verl have it.
     """
-    flat = torch.cat(advantages) if advantages else torch.zeros(0)
+    flat = torch.cat(advantages).double() if advantages else torch.zeros(0)
     if not len(flat):
         return [advantage.clone() for advantage in advantages]
     mean = flat.mean()
     scale = torch.rsqrt(flat.var() + WHITEN_EPSILON) if len(flat) > 1 else 1.0
-    return [(advantage - mean) * scale for advantage in advantages]
+    return [((advantage - mean) * scale).to(advantage.dtype) for advantage in advantages]

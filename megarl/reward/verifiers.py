@@ -70,13 +70,14 @@ def math_verify(text: str, prompt: Prompt) -> float:
     """1 where math-verify finds the text's expression equal to the answer's.
 
     Its own time limits are switched off: they are signals, which raise in any thread but the main one, and
-    what they interrupt it reports as "not equal", which would be a reward of 0.
+    what they interrupt it reports as "not equal", which would be a reward of 0. So is, unless it is told otherwise, whatever
+    goes wrong in it. Text in which it can read no expression is its own business: that is a wrong answer.
     """
     import math_verify as library
 
     gold = _math_answer(prompt)
-    found = library.parse(text, parsing_timeout=None)
-    return float(library.verify(gold, found, timeout_seconds=None))
+    found = library.parse(text, parsing_timeout=None, raise_on_error=True)
+    return float(library.verify(gold, found, timeout_seconds=None, raise_on_error=True))
 
 
 def _math_answer(prompt: Prompt) -> list:
@@ -134,9 +135,9 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
         blocks = FENCED.findall(text)
         try:
             document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_no_json)
-            return float(validator.is_valid(document))
         except (ValueError, RecursionError):  # no JSON, or nested beyond what anybody reads
             return 0.0
+        return float(validator.is_valid(document))  # a schema that refers to itself without end raises: no 0
 
     return allowed
 
@@ -158,7 +159,7 @@ def _last_number(text: str) -> str | None:
 def _expression(text: str) -> str | None:
     import math_verify as library
 
-    found = library.parse(text, parsing_timeout=None)
+    found = library.parse(text, parsing_timeout=None, raise_on_error=True)
     return str(found[0]) if found else None
 
 

@@ -4,23 +4,30 @@ operations each, which for the few rows of a decode step is mostly the time to s
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 PROVIDER = "megarl_cpu"
+# Set in the processes of megarl's engines alone (`engine_environment`): vLLM calls its plugins in everybody's.
+ASKED = "MEGARL_CPU_KERNELS"
+# The kernels take rows in whole vectors and refuse others; those of a processor have at most so many elements.
+VECTOR = 16
 # `ir_op_priority` of an engine's arguments.
 PRIORITY = {"rms_norm": [PROVIDER, "native"], "fused_add_rms_norm": [PROVIDER, "native"]}
 
 
 def register() -> None:
     """Offer the norms to vLLM under `PROVIDER`, and have gated layers use theirs. Safe to call more than once; nothing
-    where the platform is no CPU, or this build of vLLM has no such kernels."""
-    from vllm import ir
-    from vllm.model_executor.layers.activation import SiluAndMul
+    where nobody `ASKED` for it, the platform is no CPU, or this build of vLLM has no such kernels."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if ASKED not in os.environ or not current_platform.is_cpu():
         return
+    from vllm import ir
+    from vllm.model_executor.layers.activation import SiluAndMul
+
     current_platform.import_kernels()
     kernels = all(hasattr(torch.ops._C, name) for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"))
     if PROVIDER not in ir.ops.rms_norm.impls:
@@ -54,12 +61,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def _silu_and_mul(self: object, x: Tensor) -> Tensor:
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    return silu_and_mul(x) if x.is_contiguous() else SiluAndMul.forward_native(x)
+    fits = x.is_contiguous() and x.shape[-1] // 2 % VECTOR == 0
+    return silu_and_mul(x) if fits else SiluAndMul.forward_native(x)
 
 
 def _fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     """The kernel walks through memory row by row, whatever the strides; it takes one format and the whole row's variance."""
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+    if variance_size is not None or weight is None or weight.dtype != x.dtype:
+        return False
+    return x.is_contiguous() and x.shape[-1] % VECTOR == 0
 
 
 def _fits_both(

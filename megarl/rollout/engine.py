@@ -22,7 +22,7 @@ from megarl.placement import EnginePlace, visible_devices
 from megarl.preemption import holds_signals, keep_holding_signals
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
-from megarl.rollout.cpu_kernels import PRIORITY
+from megarl.rollout.cpu_kernels import ASKED, PRIORITY
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
@@ -177,11 +177,13 @@ class RolloutEngine:
             if self._settings.record_routing and not _records_itself():
                 await self._engine.collective_rpc("megarl_record_routing")
             if self._settings.quantization is not None:
-                formats = await self._every_worker("megarl_other_formats")
+                formats = await self._utility(self._every_worker("megarl_other_formats"))
+                refuse_other_formats(self._settings.quantization, formats)
+        except RolloutError:
+            await self.stop()  # no retry may find its memory taken
+            raise
         except Exception as error:  # whatever vLLM raises is handed to rank 0 as one error, with what its log says
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
-        if self._settings.quantization is not None:
-            refuse_other_formats(self._settings.quantization, formats)
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
         return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
@@ -461,7 +463,7 @@ def _for_cpus(model_path: str) -> dict[str, Any]:
     """What an engine on CPUs is told besides (vLLM 0.32).
 
     Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
-    each completion of its group. Latent attention has its own size. And vLLM's rotary kernel for CPUs takes the stride
+    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary kernel for CPUs takes the stride
     between heads for that between tokens; latent attention hands it a part of each head, and all positions but the first
     come out wrong. So there it is torch that rotates.
     """
@@ -469,7 +471,7 @@ def _for_cpus(model_path: str) -> dict[str, Any]:
 
     if not current_platform.is_cpu():
         return {}
-    own: dict[str, Any] = {"ir_op_priority": PRIORITY}
+    own: dict[str, Any] = {"ir_op_priority": PRIORITY} if ASKED in os.environ else {}
     if ModelShape.from_directory(model_path).latent is None:
         return own | {"block_size": CPU_BLOCK}
     return own | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,12 +237,10 @@ class EnginePool:
                 engine.get(call, "rollout")
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
-        """Have some engines begin to pause for a version, with their weights unknown from here on; `pause` waits for them,
-        and says which of them cannot."""
-        self._pausing = {}
-        for index in engines:
-            with contextlib.suppress(EngineDied):
-                self._pausing[index] = self._call_pause(index, version)
+        """Have some engines begin to pause for a version, with their weights unknown from here on; `pause` waits for them.
+        One that sleeps is not asked yet: it wakes to the memory of its weights, and not all ranks may have left theirs. Nor
+        is one without an actor: `pause` says so."""
+        self._pausing = self._call_pause((one for one in engines if not self._engines[one].settings.takes_turns), version)
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
         """Pause some engines for a version, where they were not asked to yet, with their weights unknown from here on; where
@@ -253,18 +251,18 @@ class EnginePool:
         self._version = version
         section = self._recipe.weight_sync
         asked, self._pausing = self._pausing, {}
-        pausing = [(index, asked[index] if index in asked else self._call_pause(index, version)) for index in engines]
-        for index, call in pausing:
+        asked |= self._call_pause((one for one in engines if one not in asked), version)
+        for index in engines:
             engine = self._engines[index]
             while True:
                 try:
+                    call = asked.pop(index, None) or engine.call("pause", version, section.in_flight)
                     report = engine.get_paused(call, section.in_flight, section.timeout_s)
                     break
                 except (EngineDied, RolloutError) as error:
                     if isinstance(error, RolloutError) and section.in_flight == "wait":
                         raise
                     self._restart(engine, "weight_sync", error)
-                    call = self._call_pause(index, version)
             earlier = self._reports.get(index, {"pause_s": 0.0, "in_flight": 0.0})
             self._reports[index] = {
                 "pause_s": earlier["pause_s"] + report["pause_s"],
@@ -274,8 +272,13 @@ class EnginePool:
         hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
         return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
 
-    def _call_pause(self, index: int, version: int) -> Any:
-        return self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
+    def _call_pause(self, engines: Iterable[int], version: int) -> dict[int, Any]:
+        """The calls by engine; none of one that has no actor any more."""
+        calls = {}
+        for index in engines:
+            with contextlib.suppress(EngineDied):
+                calls[index] = self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
+        return calls
 
     def begin(self, manifest: WeightManifest) -> None:
         """Have the manifest's engines receive; does not wait for them."""

@@ -169,9 +169,7 @@ class WeightSync:
         """
         self._engines, self._begun = engines, time.perf_counter()
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
-        if engines is not None:
-            engines.ask(version, every)
-        self._homes = self._find_homes(parameters)
+        self._homes = self._find_homes(parameters, version, every)
         figures: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
         changed_bytes = content_bytes = 0
@@ -238,10 +236,16 @@ class WeightSync:
         self._sender = PointToPointSender(self._streams, self._rank, store, on_device, self._parts)
         return settings.host, store.port
 
-    def _find_homes(self, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    def _find_homes(self, parameters: Mapping[str, torch.Tensor], version: int, engines: Sequence[int]) -> tuple[str, ...]:
         """Where the parameters of each rank are read in place; none where they have to be written into buckets. All ranks
-        move theirs into shared memory, or none does: there is room for all of them."""
-        begun = self._together("weight_sync: begin", lambda: self._begin_in_place(parameters))
+        move theirs into shared memory, or none does: there is room for all of them. Meanwhile engines come to a stand."""
+
+        def begin() -> tuple[int | None, str]:
+            if self._engines is not None:
+                self._engines.ask(version, engines)
+            return self._begin_in_place(parameters)
+
+        begun = self._together("weight_sync: begin", begin)
         total = sum(private for private, _ in begun if private is not None)
         if any(private is None for private, _ in begun) or (total and not self._from_first(lambda: has_room(total))):
             self._kept = [], "", []
