@@ -2,7 +2,13 @@
 
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import BaseModel
 
 from megarl.algorithm.estimate import ADVANTAGES
 from megarl.recipe.algorithm_sections import Advantage, AlgorithmSection, KlSection, PolicyLossSection
@@ -14,7 +20,11 @@ TEXT = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
 def rows(title: str) -> dict[str, str]:
     """Lines of the table below a heading, by the name in their first column."""
     (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
-    return {name: line for line in part.splitlines() for name in re.findall(r"^\| `(\w+)` \|", line)}
+    lines = {name: line for line in part.splitlines() for name in re.findall(r"^\| `(\w+)` \|", line)}
+    for line in lines.values():  # formula and source; a loss without keys has none to name
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[1] and cells[-1], line
+    return lines
 
 
 def test_every_advantage_has_a_row() -> None:
@@ -27,6 +37,32 @@ def test_every_policy_loss_has_a_row_with_its_keys() -> None:
     assert set(found) == set(sections)
     for kind, section in sections.items():
         assert re.findall(r"`(\w+)`", found[kind].split("|")[3]) == [key for key in section.model_fields if key != "kind"]
+
+
+def keys_of(section: type[BaseModel]) -> Iterator[str]:
+    """All keys below a section of the recipe."""
+    for key, field in section.model_fields.items():
+        yield key
+        for part in sections_of(field.annotation):
+            yield from keys_of(part)
+
+
+def test_every_key_is_named() -> None:
+    spans = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    named = {word for span in re.findall(r"`([^`]+)`", spans) for word in re.findall(r"\w+", span)}
+    assert set(keys_of(AlgorithmSection)) - named - {"kind"} == set()
+
+
+def test_the_functions_of_ones_own_run_as_they_are_written() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    made: dict[str, typing.Any] = {}
+    exec(code, made)
+    rewards, valid = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
+    assert made["centred"](rewards, torch.zeros(3), valid).tolist() == [-0.5, 0.5, 7.5]
+    old, new, ones = torch.tensor([-1.0, -1.0]), torch.tensor([-1.05, -2.0]), torch.ones(2)
+    tokens = SimpleNamespace(logprobs=new, old_logprobs=old, advantages=2 * ones)
+    loss, beyond = made["bounded"](tokens, 0.1)
+    assert beyond.tolist() == [False, True] and loss.tolist() == pytest.approx([2.1, 0.0])
 
 
 def test_every_other_choice_is_named() -> None:

@@ -463,9 +463,9 @@ def _for_cpus(model_path: str) -> dict[str, Any]:
     """What an engine on CPUs is told besides (vLLM 0.32).
 
     Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
-    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary kernel for CPUs takes the stride
-    between heads for that between tokens; latent attention hands it a part of each head, and all positions but the first
-    come out wrong. So there it is torch that rotates.
+    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary
+    kernel for CPUs takes the stride between heads for that between tokens; latent attention hands it a part of each head,
+    and all positions but the first come out wrong. So there it is torch that rotates.
     """
     from vllm.platforms import current_platform
 
