@@ -34,6 +34,23 @@ def test_kl_estimators_by_hand():
         kl(logprobs, reference, "k4")
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "absolute"])
+def test_the_gradient_of_a_kl_term_is_the_difference_quotient(estimator: str) -> None:
+    """Of near and far tokens; the kink of `absolute`, and the clamp of k3 at 20, are left out."""
+    reference = torch.tensor([-1.0, -2.0, -0.5, -9.0, -30.0], dtype=torch.float64)
+    start = torch.tensor([-1.2, -1.0, -0.6, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda at: kl(at, reference, estimator), (start,), eps=1e-7, atol=1e-6)
+
+
+def test_the_gradient_of_the_value_loss_is_the_difference_quotient() -> None:
+    """Within the clip, beyond it on either side, and where the clipped value is the worse one."""
+    old, returns = torch.zeros(6, dtype=torch.float64), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.1, 0.4], dtype=torch.float64)
+    start = torch.tensor([0.1, 0.9, 0.7, -0.6, 0.3, -0.1], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda at: value_loss(at, old, returns, 0.2)[0], (start,), eps=1e-7, atol=1e-6)
+    clipped = value_loss(start, old, returns, 0.2)[1]
+    assert clipped.any() and not clipped.all()
+
+
 def test_kl_estimators_meet_the_true_kl_in_expectation():
     # Exact expectation over a small vocabulary: k1 and k3 are unbiased for any two distributions.
     generator = torch.Generator().manual_seed(3)

@@ -113,6 +113,16 @@ def test_the_gradient_of_gspo_is_that_of_the_sequence_form(options: dict[str, fl
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("options", OPTIONS["gspo"])
+def test_the_gradient_of_gspo_is_the_difference_quotient_of_its_sequences(options: dict[str, float]) -> None:
+    def of_sequences(at: torch.Tensor) -> torch.Tensor:
+        pieces = gspo(tokens(at), **options)[0].split(LENGTHS)
+        return torch.stack([piece.mean() for piece in pieces if len(piece)])
+
+    start = tokens().logprobs.detach().requires_grad_()
+    assert torch.autograd.gradcheck(of_sequences, (start,), eps=1e-7, atol=1e-6)
+
+
 def test_no_token_of_cispo_loses_its_gradient() -> None:
     start = tokens().logprobs.detach().requires_grad_()
     given = tokens(start)

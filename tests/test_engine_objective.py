@@ -7,7 +7,13 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.engine.batch import Batch, pack
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
-from megarl.recipe.algorithm_sections import AlgorithmSection, KlSection, ValueLossSection
+from megarl.recipe.algorithm_sections import (
+    AlgorithmSection,
+    EarlyStopSection,
+    KlSection,
+    MismatchSection,
+    ValueLossSection,
+)
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, MiniBatch
 
@@ -123,3 +129,34 @@ def test_value_loss_is_the_clipped_half_square(batch, cut):
     held = old + (values - old).clamp(-0.2, 0.2)
     errors = 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)
     assert loss.item() == pytest.approx(((errors * COUNTED).sum() / COUNTED.sum()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
+    """All but the tokens of a sample whose results are no numbers. Schulman's estimators with the tokens of the old policy: d = log(new) - log(old), k1 = -d, k3 = exp(d) - 1 - d."""
+    batch.masked.add(1)
+    stop = EarlyStopSection(target_kl=0.1, estimator=estimator)
+    settings = AlgorithmSection(advantage="grpo", group_size=2, early_stop=stop)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    logprobs = torch.linspace(-0.4, 0.9, TOKENS)
+    (sums,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    d = logprobs - torch.cat(batch.fields["logprobs"])
+    wanted = {"k1": -d, "k3": d.exp() - 1 - d}[estimator]
+    assert sums["moved_kl_sum"].item() == pytest.approx((wanted * COUNTED).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("correction", "cap"), [("truncate", 1.5), ("mask", 4.0)])
+def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, correction, cap):
+    """Engines said -1.5 for each token: w = exp(old + 1.5), which `truncate` bounds and `mask` makes 0 beyond the cap."""
+    batch.masked.add(1)
+    mismatch = MismatchSection(correction=correction, cap=cap)
+    settings = AlgorithmSection(advantage="grpo", group_size=2, mismatch=mismatch)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    (sums,) = _sums(objective, batch, torch.cat(batch.fields["logprobs"]), [(0, 1, 2)])
+    weight = (torch.cat(batch.fields["logprobs"]) + 1.5).exp()
+    beyond = weight > cap
+    weight = weight.clamp(max=cap) if correction == "truncate" else weight * ~beyond
+    assert (beyond * COUNTED).any() and not (beyond + 1 - COUNTED).all()
+    assert sums["mismatch_weight_sum"].item() == pytest.approx((weight * COUNTED).sum().item(), rel=1e-5)
+    assert sums["mismatch_weight_max"].item() == pytest.approx((weight * COUNTED).max().item(), rel=1e-5)
+    assert sums["mismatch_beyond_sum"].item() == (beyond * COUNTED).sum().item()

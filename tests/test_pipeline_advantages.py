@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import megarl.pipeline
 from megarl.engine.batch import Batch
 from megarl.pipeline import Pipeline, Sizes
 from megarl.recipe import load_recipe
+from megarl.schedule import MiniBatch
 from tests.runs import tiny_recipe, tiny_run
 
 
@@ -132,3 +135,30 @@ def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> 
     scored.valid = np.array([True, False])
     with pytest.raises(ValueError, match="no prompt has both a completion and a greedy completion"):
         made._compare_with_greedy(of, greedy, scored)
+
+
+def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folder: Path) -> None:
+    """`fixed_length` divides by the sequences times rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__aggregation="fixed_length")
+    of, mini_batch = batch([1.0, 0.0], [2, 5]), MiniBatch(0, (0, 1), ())
+    seen: list[dict[int, float]] = []
+
+    class Engine:
+        role, place, router_replay = "critic", SimpleNamespace(data_rank=0), None
+
+        def present(self, training: bool) -> Any:
+            return nullcontext()
+
+        def update(self, batch: Batch, mini_batch: MiniBatch, objective: Any) -> Any:
+            return SimpleNamespace(executed=())
+
+    plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
+    made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_agree", "_prove"):
+            patch.setattr(made, name, lambda *_: None)
+        for name in ("_announce", "compare"):
+            patch.setattr(megarl.pipeline, name, lambda *_, **__: None)
+        patch.setattr(megarl.pipeline, "update_figures", lambda *_: {})
+        made._update(Engine(), plan, of, lambda settings, batch, weights: seen.append(weights))  # type: ignore[arg-type]
+    assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]
