@@ -133,7 +133,8 @@ def test_value_loss_is_the_clipped_half_square(batch, cut):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
-    """All but the tokens of a sample whose results are no numbers. Schulman's estimators with the tokens of the old policy: d = log(new) - log(old), k1 = -d, k3 = exp(d) - 1 - d."""
+    """All but the tokens of a sample whose results are no numbers. Schulman's estimators with the tokens of the old policy:
+    d = log(new) - log(old), k1 = -d, k3 = exp(d) - 1 - d."""
     batch.masked.add(1)
     stop = EarlyStopSection(target_kl=0.1, estimator=estimator)
     settings = AlgorithmSection(advantage="grpo", group_size=2, early_stop=stop)
@@ -145,7 +146,7 @@ def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estima
     assert sums["moved_kl_sum"].item() == pytest.approx((wanted * COUNTED).sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("correction", "cap"), [("truncate", 1.5), ("mask", 4.0)])
+@pytest.mark.parametrize(("correction", "cap"), [("truncate", 4.5), ("mask", 4.0)])
 def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, correction, cap):
     """Engines said -1.5 for each token: w = exp(old + 1.5), which `truncate` bounds and `mask` makes 0 beyond the cap."""
     batch.masked.add(1)
