@@ -200,6 +200,25 @@ def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
         PromptStream(section(jsonl(path), max_prompt_tokens=2), 0, byte_tokenizer())
 
 
+@pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
+def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path, on_bad_row):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9)))
+    settings = {"max_prompt_tokens": 5, "on_long_prompt": "stop", "on_bad_row": on_bad_row}
+    said = r"mixed.jsonl, line 2: .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*on_long_prompt: skip"
+    with pytest.raises(ValueError, match=said):
+        PromptStream(section(jsonl(path), **settings), 0, byte_tokenizer())
+
+
+def test_an_empty_prompt_is_a_bad_row(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("x", "")))
+    with pytest.raises(ValueError, match=r"empty.jsonl.*no tokens|empty.jsonl.*empty"):
+        PromptStream(section(jsonl(path)), 0, byte_tokenizer())
+    stream = PromptStream(section(jsonl(path), on_bad_row="skip"), 0, byte_tokenizer())
+    assert (stream.num_rows, stream.num_dropped, stream.num_bad_rows) == (1, 0, 1)
+
+
 @pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])
 def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
     """With the model that set-up makes for it."""

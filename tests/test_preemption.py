@@ -126,7 +126,7 @@ def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refus
     assert run.check(faster, Resume.ALWAYS) == run.checkpoints / "step-000002"
     # Keys that have come since the run began say nothing of it.
     written = yaml.safe_load(run.recipe.read_text())
-    for key in ("prompt_format", "answer_format", "on_bad_row", "curriculum"):
+    for key in ("prompt_format", "answer_format", "on_bad_row", "on_long_prompt", "curriculum"):
         del written["data"][key]
     del written["algorithm"]["early_stop"]
     run.recipe.write_text(yaml.safe_dump(written))

@@ -19,8 +19,9 @@ class PromptStream:
     """Prompts without end: of each source epoch after epoch over its rows, each in an order of its own.
 
     What comes next is a function of the recipe's section, the seed and `state()`: a stream that restores a state of another
-    one goes on as that one does. Rows whose prompt is longer than `data.max_prompt_tokens` are left out; `num_dropped` says
-    how many, and `num_bad_rows` how many were left out because they cannot be used.
+    one goes on as that one does. Rows whose prompt is longer than `data.max_prompt_tokens` end it all with
+    `data.on_long_prompt: stop`, or are left out; `num_dropped` says how many, and `num_bad_rows` how many were left out
+    because they cannot be used.
 
     `num_tokens` is how many the model knows, and `judge` raises ValueError for a prompt whose answer no reward can judge by;
     both are asked of every row. `key` is where the recipe has the source. Raises ValueError for data that cannot be used and
@@ -142,12 +143,13 @@ class _Part:
         self._epoch = -1
         lengths = []
         for row, token_ids in _rendered(data, rows, tokenizer, bad):
+            lengths.append(len(token_ids))
+            if len(token_ids) > data.max_prompt_tokens:
+                _check_long(row, len(token_ids), data)
+                self.num_dropped += 1
+                continue
             try:
                 _check_vocabulary(row, token_ids, num_tokens)
-                lengths.append(len(token_ids))
-                if not 0 < len(token_ids) <= data.max_prompt_tokens:
-                    self.num_dropped += 1
-                    continue
                 self._check_answer(row, judge)
             except ValueError as error:
                 bad.add(error)
@@ -227,9 +229,19 @@ def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) 
             bad.add(ValueError(f"{row.where}: {error}"))
 
 
+def _check_long(row: Row, length: int, data: DataSection) -> None:
+    if data.on_long_prompt == "stop":
+        raise ValueError(
+            f"{row.where}: the prompt ({row.question[:80]!r}) has {length} tokens and data.max_prompt_tokens is "
+            f"{data.max_prompt_tokens}; raise it, shorten the prompt, or leave such rows out: data.on_long_prompt: skip"
+        )
+
+
 def _check_vocabulary(row: Row, token_ids: list[int], num_tokens: int | None) -> None:
     """An engine that is given a token without an embedding is lost, with all that it has in flight."""
-    if num_tokens is None or not token_ids or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
+    if not token_ids:
+        raise ValueError(f"{row.where}: the prompt has no tokens")
+    if num_tokens is None or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
         return
     wrong = next(one for one in token_ids if not 0 <= one < num_tokens)
     raise ValueError(

@@ -88,7 +88,10 @@ class DataSection(Section):
     prompts: PromptsSection
     """Where questions and answers come from."""
     max_prompt_tokens: Positive
-    """Longer prompts are dropped when the data is loaded, and counted."""
+    """Tokens of the longest prompt that is used, as rendered."""
+    on_long_prompt: Literal["stop", "skip"] = "skip"
+    """What becomes of a row with a longer prompt: it ends the run before it starts, or is left out and counted in
+    `data/num_dropped`."""
     system_prompt: str | None = None
     """System message of the chat; null leaves it to the chat template."""
     prompt_template: str | None = None
