@@ -22,7 +22,6 @@ from megarl.placement import EnginePlace, visible_devices
 from megarl.preemption import holds_signals, keep_holding_signals
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
-from megarl.rollout.cpu_kernels import ASKED, PRIORITY
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
@@ -471,10 +470,9 @@ def _for_cpus(model_path: str) -> dict[str, Any]:
 
     if not current_platform.is_cpu():
         return {}
-    own: dict[str, Any] = {"ir_op_priority": PRIORITY} if ASKED in os.environ else {}
     if ModelShape.from_directory(model_path).latent is None:
-        return own | {"block_size": CPU_BLOCK}
-    return own | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        return {"block_size": CPU_BLOCK}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _records_itself() -> bool:

@@ -15,7 +15,6 @@ import ray
 from megarl.cores import BIND, CHOSEN
 from megarl.platform import current as device_platform
 from megarl.rollout.cluster import node_share
-from megarl.rollout.cpu_kernels import ASKED
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.sync.manifest import SyncError
@@ -32,7 +31,7 @@ def engine_environment(workers: int, own: Mapping[str, str] = os.environ) -> dic
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if device_platform.kind != "cpu":
         return variables
-    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1", ASKED: "1"}
+    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
     chosen = {} if BIND in own else {name: own[name] for name in CHOSEN if name in own}
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | chosen
     if workers == 1:

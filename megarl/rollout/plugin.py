@@ -16,8 +16,5 @@ def register() -> None:
     mark_from_environment("" if multiprocessing.parent_process() is None else multiprocessing.current_process().name)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from megarl.rollout import cpu_kernels
-
-    cpu_kernels.register()
     if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.receiver", "WeightReceiver")
