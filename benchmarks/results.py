@@ -54,7 +54,8 @@ def page(results: dict[str, Results]) -> str:
 
 def made_by(name: str, result: Results) -> str:
     """How a part can be measured again."""
-    return f"Measured by `python benchmarks/{name}.py --check` on {result['device']}, at {result['commit'][:10]}."
+    commits = ", ".join(commit[:10] for commit in result["commit"].split(", "))
+    return f"Measured by `python benchmarks/{name}.py --check` on {result['device']}, at {commits}."
 
 
 def of_learning(result: Results) -> list[str]:
