@@ -2,7 +2,7 @@
 
     python benchmarks/results.py [--check]
 
-Each part of the page comes from a file in benchmarks/results, which `learning.py`, `held_out.py` and `end_to_end.py` write
+Each part of the page comes from a file in benchmarks/measured, which `learning.py`, `held_out.py` and `end_to_end.py` write
 with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and the exit status is 1
 where the page says anything else.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import held_out, learning  # noqa: E402
 from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, summary, targets  # noqa: E402
 
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+RESULTS, DOCS = ROOT / "benchmarks" / "measured", ROOT / "docs"
 PAGE = DOCS / "results.md"
 Results = dict[str, Any]
 

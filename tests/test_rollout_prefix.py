@@ -23,7 +23,8 @@ def asks_for_a_group(model: Path) -> tuple[list[int], list[list[int]], list[list
         del engine
         close_engines()
     cached = [one.num_cached_tokens or 0 for one in found[0]]
-    return cached, *([list(one.outputs[0].token_ids) for one in outputs] for outputs in found)
+    sampled, alone = ([list(one.outputs[0].token_ids) for one in outputs] for outputs in found)
+    return cached, sampled, alone
 
 
 def test_a_group_shares_a_prompt_that_is_shorter_than_vllms_blocks(
