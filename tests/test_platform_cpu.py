@@ -48,6 +48,30 @@ print("unchanged")
     assert done.stdout.strip() == "unchanged", done.stderr
 
 
+def test_a_rank_alone_gathers_without_a_thread_of_gloo():
+    """Whose team of threads would take the waiting loops from all others of the process. What torch itself does is the
+    reason, and is seen here too: without it the replacement may go."""
+    script = """
+import os, torch, torch.distributed as dist
+import megarl.platform
+from megatron.core.distributed import param_and_grad_buffer as buffers
+threads = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+own, whole = torch.arange(1 << 21).float(), torch.zeros(1 << 21)
+own.clone()
+counts = [threads()]
+for function in (buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func):
+    function(own, own[:], group=dist.group.WORLD, async_op=False)
+    assert function(whole.zero_(), own, group=dist.group.WORLD, async_op=True) is None and torch.equal(own, whole)
+counts.append(threads())
+dist.all_gather_into_tensor(whole, own)
+print(*[count - counts[0] for count in counts + [threads()]])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["0", "0", "1"], done
+
+
 def test_names_of_transformer_engine_map_to_the_local_ones():
     from megarl.engine.model import local_name
 

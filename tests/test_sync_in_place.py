@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import multiprocessing
 import os
 import re
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait as wait_for
@@ -349,6 +351,26 @@ def test_a_file_that_has_the_number_of_another_one_is_not_taken_for_it() -> None
     inode = os.stat(said_file(said)).st_ino
     with pytest.raises(SyncError, match="is not the weights of trainer rank 0"):
         Home(said.replace(str(inode), str(inode + 1)), 0, torch.float32)
+
+
+def test_weights_stay_mapped_while_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system lets a process lock memory; elsewhere they are only mapped."""
+    parameters = {"a": torch.arange(1 << 16).float().view(256, 256)}
+    said = shared(parameters)
+    assert said is not None
+    before = locked_bytes()
+    home = Home(said, 0, torch.float32)
+    may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != 0 or os.geteuid() == 0
+    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
+    monkeypatch.setattr(in_place, "LOCKED", mmap.MAP_PRIVATE | 1 << 30)  # with MAP_SHARED: flags that no kernel knows
+    for one in (home, Home(said, 0, torch.float32)):
+        assert torch.equal(one.box(Place("a", 0, 0, 256, 256)), parameters["a"])
+    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
+
+
+def locked_bytes() -> int:
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmLck:")]
+    return int(line.split()[1]) * 1024
 
 
 def said_file(said: str) -> str:

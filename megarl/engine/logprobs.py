@@ -1,7 +1,7 @@
 """Log-probabilities and entropy straight from hidden rows and the head's weight: never all logits at once.
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch are its largest tensor, so they
-are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 64 MiB, and with its logits in the
+are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 24 MiB, and with its logits in the
 model's precision and what entropy needs at most 2.5 times that, whatever the micro-batch and the vocabulary. Forward keeps
 the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
 

@@ -7,7 +7,7 @@ process and break vLLM beside it; so only the syntax trees of `megatron.core` mo
 - the literals "cuda" and "torch.cuda.<X>Tensor" become their CPU names;
 - `x.cuda()` and `x.pin_memory()` become `x`, `pin_memory=True` becomes False, `x.is_cuda` (read: "on the device") True;
 - `x.record_stream(stream)` becomes `x`: there is one stream, and torch takes no stand-in for it;
-- gathers and scatters of uneven parts pad them (`gloo_uneven.py`);
+- gathers and scatters of uneven parts pad them (`gloo_uneven.py`), those of a rank alone do nothing (`gloo_alone.py`);
 - the router's `te_general_gemm`, which 0.16 leaves undefined without Transformer Engine and then asks for, becomes None;
 - `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled, and the RNG tracker uses the CPU generator.
 
@@ -93,6 +93,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
             from megarl.platform import gloo_uneven  # here: it imports torch, which this file leaves to megatron-core
 
             gloo_uneven.install(module)
+        elif module.__name__ == "megatron.core.distributed.param_and_grad_buffer":
+            from megarl.platform import gloo_alone
+
+            gloo_alone.install(module)
         elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
             vars(module).setdefault("te_general_gemm", None)
 

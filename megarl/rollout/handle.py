@@ -24,14 +24,15 @@ STOP_S = 10.0
 
 
 def engine_environment(workers: int, own: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: two spinning OpenMP
-    threads under contention are ten times slower; Dynamo compiles for seconds at the first log-probability; vLLM's own
-    binding would pin every engine to the same cores. What the user has chosen in their `own` environment stays (`cores.py`).
+    """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: Dynamo compiles for
+    seconds at the first log-probability; vLLM's own binding would pin every engine to the same cores; threads that share a
+    core with others are ten times slower than one, so an engine has one until it is bound to cores of its own. What the
+    user has chosen in their `own` environment stays (`cores.py`).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if device_platform.kind != "cpu":
         return variables
-    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
+    variables |= {"TORCHDYNAMO_DISABLE": "1"}
     chosen = {} if BIND in own else {name: own[name] for name in CHOSEN if name in own}
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | chosen
     if workers == 1:

@@ -31,6 +31,8 @@ from megarl.sync.stream import CHECKSUM_BYTES, checksum_of_parts
 
 # What is hashed at a time: the copy has left it in the cache.
 PIECE_BYTES = 2 << 20
+# Linux's MAP_LOCKED, which Python 3.11 has no name for.
+LOCKED = 0x2000
 # Of the files that a process may have open, those that parameters may be.
 FILES_SHARE = 4
 _WORDS = {2: torch.int16, 4: torch.int32}
@@ -275,9 +277,19 @@ def _mapped(process: int, rank: int, descriptor: int, number: int, num_bytes: in
             raise SyncError(
                 f"{path} is not the weights of trainer rank {rank}: it is gone, or other processes have its number"
             )
-        content = mmap.mmap(own, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        content = _read_only(own, num_bytes)
     finally:
         os.close(own)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch knows no memory that is only read; nobody writes to this
         return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _read_only(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Kept mapped where the system lets us (`ulimit -l`): nobody touches the weights while completions are generated, and a
+    kernel that unmaps what lies idle makes the next sync pay for each page."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    try:
+        return mmap.mmap(descriptor, num_bytes, flags | LOCKED, mmap.PROT_READ)
+    except OSError:
+        return mmap.mmap(descriptor, num_bytes, flags, mmap.PROT_READ)
