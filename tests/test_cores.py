@@ -96,7 +96,7 @@ def test_what_the_user_has_chosen_stays() -> None:
     assert (bound["OMP_NUM_THREADS"], bound["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
     chosen = handle.engine_environment(1, {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "0-2"})
     assert (chosen["OMP_NUM_THREADS"], chosen["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "0-2")
-    # Threads on cores of their own wait for each other in a loop, as libgomp has it, unless somebody else wants it otherwise.
+    # Threads on cores of their own wait for each other in a loop, as libgomp has it.
     assert "OMP_WAIT_POLICY" not in bound
 
 
