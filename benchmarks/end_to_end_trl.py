@@ -147,7 +147,7 @@ def main(settings: dict[str, Any]) -> None:
         adam_beta1=settings["beta1"], adam_beta2=settings["beta2"], adam_epsilon=settings["epsilon"],
         max_grad_norm=settings["grad_clip"],
         use_vllm=vllm, vllm_mode="colocate", vllm_max_model_length=settings["max_model_len"],
-        vllm_gpu_memory_utilization=0.1,
+        vllm_gpu_memory_utilization=0.3,  # of the host's memory, what the trainer takes included
     )  # fmt: skip
     if vllm:
         vllm_generation.LLM = partial(vllm_generation.LLM, dtype=ENGINE_DTYPES[settings["precision"]])

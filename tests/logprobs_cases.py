@@ -68,7 +68,7 @@ def run_head(cases: list[Case], main_grad: bool = False) -> list[dict[str, np.nd
     place = start(Layout(tensor=cases[0].tensor))
     found = []
     for case in cases:
-        with patch.multiple(blocks, BLOCK_BYTES=case.block_bytes, BLOCK_ROWS=case.block_rows):
+        with patch.multiple(blocks, CPU_BLOCK_BYTES=case.block_bytes, BLOCK_ROWS=case.block_rows):
             found.append(_run(case, place, main_grad))
     return found
 

@@ -117,6 +117,7 @@ class Case:
                 name in TRAINED,
                 entropy_bonus=bonus and name == "actor",
                 adapters=adapters,
+                on_cpu=True,
                 savings=self.savings.get(name, Savings()),
                 frozen=self.frozen if name == self.running else Frozen(),
             )

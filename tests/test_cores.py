@@ -96,8 +96,9 @@ def test_what_the_user_has_chosen_stays() -> None:
     assert (bound["OMP_NUM_THREADS"], bound["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
     chosen = handle.engine_environment(1, {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "0-2"})
     assert (chosen["OMP_NUM_THREADS"], chosen["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "0-2")
-    # Threads on cores of their own wait for each other in a loop, as libgomp has it.
-    assert "OMP_WAIT_POLICY" not in bound
+    # Threads on cores of their own wait for each other in a loop, as libgomp has it; others might wait for their own core.
+    assert "OMP_WAIT_POLICY" not in bound and chosen["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert handle.engine_environment(1, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_process_is_bound_with_the_threads_that_it_has_and_what_it_starts() -> None:

@@ -65,12 +65,12 @@ def test_a_short_precision_rounds_the_logits_and_nothing_behind_them(precision: 
         assert error < 0.02, f"gradient of {name}: {error}"
 
 
-@given(st.integers(0, 40_000), st.integers(0, 200_000))
-def test_blocks_cover_everything_once_within_the_bound(rows: int, columns: int) -> None:
-    covered = 0
-    for row, column in blocks.cut(rows, columns):
+@given(st.integers(0, 40_000), st.integers(0, 200_000), st.booleans())
+def test_blocks_cover_everything_once_within_the_bound(rows: int, columns: int, on_cpu: bool) -> None:
+    covered, bound = 0, blocks.CPU_BLOCK_BYTES if on_cpu else blocks.BLOCK_BYTES
+    for row, column in blocks.cut(rows, columns, on_cpu):
         size = (row.stop - row.start) * (column.stop - column.start)
-        assert size * 4 <= blocks.BLOCK_BYTES and row.stop <= rows and column.stop <= columns
+        assert size * 4 <= bound and row.stop <= rows and column.stop <= columns
         covered += size
     assert covered == rows * columns
 
@@ -101,7 +101,7 @@ def _peaks(precision: torch.dtype) -> dict[str, int]:
             outputs = head(hidden, weight, targets, entropy=True)
         (outputs["logprobs"].sum() + outputs["entropy"].sum()).backward()
 
-    with patch.object(blocks, "BLOCK_BYTES", 2**20):
+    with patch.object(blocks, "CPU_BLOCK_BYTES", 2**20):
         return {name: peak_of(lambda whole=whole: run(whole)) for name, whole in (("head", False), ("naive", True))}  # type: ignore[misc]
 
 
@@ -117,7 +117,8 @@ def test_memory_does_not_grow_with_the_vocabulary(precision: torch.dtype) -> Non
 
 
 def test_the_bound_is_that_of_the_page() -> None:
-    """Two fp32 blocks and one of bf16, of 24 MiB in fp32, whatever the micro-batch."""
-    rows, columns = blocks.largest_block(100_000, 152_000)
-    assert blocks.bytes_of(rows, columns, 2, entropy=True) <= 2.5 * 24 * 2**20
-    assert blocks.bytes_of(rows, columns, 4, entropy=False) <= 24 * 2**20
+    """Two fp32 blocks and one of bf16, of 64 MiB in fp32 and of 24 on a CPU, whatever the micro-batch."""
+    for on_cpu, mebibytes in ((False, 64), (True, 24)):
+        rows, columns = blocks.largest_block(100_000, 152_000, on_cpu)
+        assert blocks.bytes_of(rows, columns, 2, entropy=True) <= 2.5 * mebibytes * 2**20
+        assert blocks.bytes_of(rows, columns, 4, entropy=False) <= mebibytes * 2**20

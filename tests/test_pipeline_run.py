@@ -174,6 +174,9 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
         assert {key for key in line if key.startswith("sync/")} == set(re.findall(r"`(sync/\w+)`", rows))
         assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0 and line["sync/attempts"] == 1
         assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
+        # Of one engine: each figure is that of the slowest.
+        stages = line["sync/pause_s"] + line["sync/receive_s"] + line["sync/resume_s"]
+        assert line["sync/total_s"] > line["sync/standstill_s"] > stages
 
 
 def _resume(run, **more):

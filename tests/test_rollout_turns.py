@@ -15,6 +15,7 @@ from megarl.rollout import pool as pool_module
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.failure import EngineDied, EngineDirty
 from megarl.rollout.pool import EnginePool
+from megarl.sync.manifest import SyncError
 from tests.rollout_cases import recipe, save_model
 
 
@@ -64,6 +65,26 @@ def test_an_engine_wakes_for_the_weights_first_and_answers_only_then(monkeypatch
         "resume_generation",
         "pause_scheduler_async wait True",
     ]
+
+
+def test_an_engine_stands_still_from_its_first_pause_until_a_sync_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "WeightManifest", SimpleNamespace(from_dict=lambda values: SimpleNamespace(**values)))
+
+    async def syncs() -> list[dict[str, float]]:
+        settings: Any = SimpleNamespace(index=0, layout=RolloutLayout())
+        engine = RolloutEngine(settings)
+        engine._engine = Recorder([])  # type: ignore[assignment]
+        await engine.pause(3, "keep")
+        with pytest.raises(SyncError):  # the worker took version 3
+            await engine.receive({"version": 4})
+        await asyncio.sleep(0.5)
+        await engine.pause(3, "keep")
+        first = await engine.receive({"version": 3})
+        await engine.pause(3, "keep")
+        return [first, await engine.receive({"version": 3})]
+
+    first, second = asyncio.run(syncs())
+    assert first["standstill_s"] > 0.5 > second["standstill_s"] > second["receive_s"] + second["resume_s"]
 
 
 def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Log-probabilities and entropy straight from hidden rows and the head's weight: never all logits at once.
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch are its largest tensor, so they
-are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 24 MiB, and with its logits in the
-model's precision and what entropy needs at most 2.5 times that, whatever the micro-batch and the vocabulary. Forward keeps
-the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
+are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 64 MiB, on a CPU 24, and with its
+logits in the model's precision and what entropy needs at most 2.5 times that, whatever micro-batch and vocabulary. Forward
+keeps the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
 
 Columns are cut first: then the weight gradient of a block's columns is complete with one product over its rows, and what
 adds up over blocks is the rows' gradient, the smaller of the two.
@@ -58,7 +58,8 @@ class LogProbabilities:
 
     def blocks(self, num_rows: int, weight: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and columns (of this rank's) of each block; the vocabulary's padding is in none."""
-        return blocks.cut(num_rows, max(0, min(len(weight), self.vocab - self.first_column(weight))))
+        columns = max(0, min(len(weight), self.vocab - self.first_column(weight)))
+        return blocks.cut(num_rows, columns, weight.device.type == "cpu")
 
 
 class _Head(torch.autograd.Function):

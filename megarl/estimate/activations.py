@@ -230,7 +230,7 @@ def logits_backward(role: Role, head_tokens: int) -> int:
 
 
 def _block(role: Role, head_tokens: int) -> tuple[int, int]:
-    return largest_block(head_tokens, min(role.vocab_width, role.shape.vocab))
+    return largest_block(head_tokens, min(role.vocab_width, role.shape.vocab), role.on_cpu)
 
 
 def hidden_width(role: Role) -> int:

@@ -36,7 +36,7 @@ class Frozen:
 class Role:
     """One Megatron engine: `trained` says that it has gradients and an optimizer; `entropy_bonus` that its loss has an
     entropy term, whose gradient takes more memory. With `adapters` they alone are trained; `borrows_weights` says that its
-    weights are another role's."""
+    weights are another role's, and `on_cpu` that it is known to run on a CPU."""
 
     name: str
     shape: ModelShape
@@ -46,6 +46,7 @@ class Role:
     entropy_bonus: bool = False
     adapters: Adapters | None = None
     borrows_weights: bool = False
+    on_cpu: bool = False
     savings: Savings = Savings()
     frozen: Frozen = Frozen()
 

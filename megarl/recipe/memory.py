@@ -27,11 +27,17 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
             entropy_bonus=bonus and role == "actor",
             adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
             borrows_weights=role == "reference" and recipe.reference_is_base,
+            on_cpu=_on_cpu(recipe),
             savings=_savings(recipe, role),
             frozen=_frozen(recipe, role),
         )
         for role in recipe.roles
     }
+
+
+def _on_cpu(recipe: Recipe) -> bool:
+    """Whether the recipe says that it runs on CPUs."""
+    return recipe.device is not None and recipe.device.kind == "cpu"
 
 
 def _savings(recipe: Recipe, role: str) -> Savings:
@@ -69,7 +75,7 @@ def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
         recipe.batched_tokens,
         rollout.memory_utilization,
         rollout.placement,
-        shared=recipe.device is not None and recipe.device.kind == "cpu",
+        shared=_on_cpu(recipe),
         quantization=rollout.quantization,
     )
 

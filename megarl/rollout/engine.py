@@ -150,6 +150,7 @@ class RolloutEngine:
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
         self._asleep = False
+        self._paused_at: float | None = None  # on the clock of `time.perf_counter`; None while generation may go on
         self._log = RequestLog()
 
     async def start(self, version: int | None = None) -> EngineProcess:
@@ -241,6 +242,8 @@ class RolloutEngine:
         that none attends to keys of old weights. Aborted ones are submitted again by `receive`.
         """
         begun = time.perf_counter()
+        if self._paused_at is None:  # a second attempt finds it paused
+            self._paused_at = begun
         self._dirty = f"the sync of version {version} did not finish"
         incomplete = [group for group in self._groups.values() if not group.answer.done()]
         if in_flight == "wait" and incomplete:
@@ -281,7 +284,11 @@ class RolloutEngine:
         self._version, self._dirty = manifest.version, None
         await self._begin([group for group in self._groups.values() if group.stopped])
         await self._utility(engine.resume_generation())
-        return report | {"receive_s": received - begun, "resume_s": time.perf_counter() - received}
+        resumed = time.perf_counter()
+        assert self._paused_at is not None, "nothing is received but after a pause"
+        report |= {"resume_s": resumed - received, "standstill_s": resumed - self._paused_at}
+        self._paused_at = None
+        return report | {"receive_s": received - begun}
 
     async def stop(self) -> None:
         """End vLLM's processes; the actor itself is ended by its pool."""

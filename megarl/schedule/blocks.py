@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# A block in fp32. Large enough for matrix products to run at full speed on a GPU (8,192 rows by 768 columns), and so small
-# that on a CPU it stays in the cache between two passes, and that the allocator keeps its memory for the next block: pages
-# that are given back and come anew cost more than what they hold. (The head of SmolLM2 on two cores takes 1.3 times as long
-# with 64 MiB.)
-BLOCK_BYTES = 24 * 2**20
+# A block in fp32. Large enough for matrix products to run at full speed on a GPU: 8,192 rows by 2,048 columns.
+BLOCK_BYTES = 64 * 2**20
+# On a CPU. glibc maps whatever is larger than 32 MiB anew each time, and fresh pages take longer than the numbers that go
+# into them; what is smaller lies in memory that it keeps, which a large third-level cache may even hold. (The head of
+# SmolLM2 takes 1.3 times as long with 64 MiB: two cores of an EPYC with 32 MiB of such cache.)
+CPU_BLOCK_BYTES = 24 * 2**20
 BLOCK_ROWS = 8192
 _FP32 = 4
 
 
-def cut(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of at most BLOCK_ROWS rows and BLOCK_BYTES in fp32, as equal as whole multiples of 64 columns allow."""
+def cut(num_rows: int, num_columns: int, on_cpu: bool) -> Iterator[tuple[slice, slice]]:
+    """Blocks of at most BLOCK_ROWS rows and, in fp32, BLOCK_BYTES (on a CPU CPU_BLOCK_BYTES), as equal as whole multiples of
+    64 columns allow."""
     rows = min(num_rows, BLOCK_ROWS)
     if rows == 0 or num_columns == 0:
         return
-    limit = BLOCK_BYTES // (_FP32 * rows)
+    limit = (CPU_BLOCK_BYTES if on_cpu else BLOCK_BYTES) // (_FP32 * rows)
     columns = -(-num_columns // -(-num_columns // limit))  # equal parts
     columns = min(-(-columns // 64) * 64, max(limit // 64 * 64, 1))  # matrix products like whole multiples
     for row in range(0, num_rows, rows):
@@ -26,9 +28,10 @@ def cut(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
 
 
-def largest_block(num_rows: int, num_columns: int) -> tuple[int, int]:
+def largest_block(num_rows: int, num_columns: int, on_cpu: bool) -> tuple[int, int]:
     """Rows and columns of the largest block."""
-    sizes = [(rows.stop - rows.start, columns.stop - columns.start) for rows, columns in cut(num_rows, num_columns)]
+    blocks = cut(num_rows, num_columns, on_cpu)
+    sizes = [(rows.stop - rows.start, columns.stop - columns.start) for rows, columns in blocks]
     return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
 

@@ -31,7 +31,7 @@ from megarl.sync.stream import CHECKSUM_BYTES, checksum_of_parts
 
 # What is hashed at a time: the copy has left it in the cache.
 PIECE_BYTES = 2 << 20
-# Linux's MAP_LOCKED, which Python 3.11 has no name for.
+# Linux's MAP_LOCKED on x86 and arm64, which Python 3.11 has no name for.
 LOCKED = 0x2000
 # Of the files that a process may have open, those that parameters may be.
 FILES_SHARE = 4
@@ -286,8 +286,9 @@ def _mapped(process: int, rank: int, descriptor: int, number: int, num_bytes: in
 
 
 def _read_only(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Kept mapped where the system lets us (`ulimit -l`): nobody touches the weights while completions are generated, and a
-    kernel that unmaps what lies idle makes the next sync pay for each page."""
+    """Locked where the system lets us (`ulimit -l`), and mapped all the same where not. Nobody touches the weights while
+    completions are generated, and a kernel that pages out what lies idle (DAMON's pageout) unmaps them, swap or no swap: the
+    next sync then pays for each page, 1.0 s in the place of 0.4 for the 540 MB of SmolLM2."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     try:
         return mmap.mmap(descriptor, num_bytes, flags | LOCKED, mmap.PROT_READ)
