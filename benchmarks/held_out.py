@@ -1,6 +1,6 @@
 """Does a real model get better at questions it has not trained on? SmolLM2-135M-Instruct on sums, before and after.
 
-    python benchmarks/held_out.py [--algorithms GRPO,PPO] [--seeds 1] [--steps 30] [--json PATH] [--picture PNG] [--check]
+    python benchmarks/held_out.py [--algorithms GRPO,PPO] [--seeds 1] [--steps 24] [--json PATH] [--picture PNG] [--check]
     python benchmarks/held_out.py --of PATH [PATH ...] [--json PATH] [--picture PNG] [--check]
 
 The recipe is recipes/quickstart.yaml on one rank, prompts shared by their groups, with another task: of the 400 sums of two
@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--seeds", default="1")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="fp32")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="draw the curves there")
