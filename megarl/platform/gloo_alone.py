@@ -3,7 +3,7 @@
 megatron-core's distributed optimizer gathers parameters and scatters gradients whatever the size of the group: of one rank
 its part is the whole buffer, and nothing has to move. gloo copies it onto itself in a thread of its own, with a team of
 OpenMP threads of its own. libgomp counts these too; once it manages more threads than there are cores it lets none wait in a
-loop, and every small product pays for the kernel to wake the others (torch 2.13; two threads on two cores: passes are 1.15
+loop, and every small product pays for the kernel to wake the others (torch 2.13; two threads on two cores: passes are 1.1
 to 1.3 times slower). Ranks of a larger group whose gathers gloo copies still pay it, where they have several threads.
 
 The functions stand in for those of the same name in `megatron.core.distributed.param_and_grad_buffer`, which binds the
