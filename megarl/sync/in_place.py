@@ -287,8 +287,8 @@ def _mapped(process: int, rank: int, descriptor: int, number: int, num_bytes: in
 
 def _read_only(descriptor: int, num_bytes: int) -> mmap.mmap:
     """Locked where the system lets us (`ulimit -l`), and mapped all the same where not. Nobody touches the weights while
-    completions are generated, and where the kernel takes idle pages out of the mapping meanwhile the next sync pays for each:
-    in two runs each, on a machine with DAMON's pageout, copying the 540 MB of SmolLM2 took 0.9 to 1.2 s, and locked 0.4."""
+    completions are generated, and where the kernel takes idle pages out of the mapping the next sync pays for each: in two
+    runs each, on a machine with DAMON's pageout, copying the 540 MB of SmolLM2 took 0.9 to 1.2 s, and locked 0.4."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     try:
         return mmap.mmap(descriptor, num_bytes, flags | LOCKED, mmap.PROT_READ)
