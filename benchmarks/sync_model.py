@@ -11,8 +11,6 @@ What it assumes:
 - Asking and arriving take the latency each. Buckets are cut to the byte; real ones hold whole rows and checksums.
 - Workers of several engines that are on one node and hold the same shard share one copy: the first receives it and passes
   each bucket on over NVLink, to one after the other.
-- Through shared memory a rank packs straight into the bucket, at the node's rate; nothing is received, and all workers that
-  share the copy take it at the same time.
 """
 
 from __future__ import annotations
@@ -41,15 +39,9 @@ class Cluster:
     pack: float
     place: float
     latency: float
-    shared_memory: bool = False
 
     def rate(self, same_node: bool) -> float:
         return self.nvlink if same_node else self.nic
-
-    @classmethod
-    def machine(cls, write: float, read: float, latency: float, shared_memory: bool = True) -> Cluster:
-        """Processes of one machine."""
-        return cls(1, write, write, float("inf"), read, latency, shared_memory)
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ def sync_seconds(readers: Sequence[Reader], source_nodes: Sequence[int], cluster
             number += 1
             heapq.heappush(events, (start, number, reader, bucket, part, True))
             continue
-        begin = time if cluster.shared_memory else max(state.link[same_node], time)
+        begin = max(state.link[same_node], time)
         state.link[same_node] = begin + seconds
         state.arrived[bucket] = max(state.arrived[bucket], begin + seconds + cluster.latency)
         state.missing[bucket] -= 1
@@ -134,7 +126,7 @@ def _place(state: _State, bucket: int, cluster: Cluster) -> float:
     """When a bucket that has arrived is in the weights of everyone who takes it."""
     size = sum(size for _, size in state.reader.buckets[bucket])
     state.copy = max(state.copy, state.arrived[bucket]) + size / cluster.place
-    if not state.reader.followers or cluster.shared_memory:
+    if not state.reader.followers:
         return state.copy
     state.pass_on = max(state.pass_on, state.arrived[bucket]) + state.reader.followers * size / cluster.nvlink
     return max(state.copy, state.pass_on + cluster.latency + size / cluster.place)

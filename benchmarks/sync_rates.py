@@ -1,15 +1,17 @@
 """How long does a sync take on this machine, by the real code of both ends, each in a process of its own?
 
 Ranks pack and send, workers verify and copy into memory of the sizes of their parameters; no engine runs. Of the simplest
-case, one rank to one worker, come the rates of both ends. In shared memory they are of the seconds that each end spent on
-buckets: who waits for one there looks again and again, which costs processor time and is no work. Where messages travel they
-are of processor seconds, which count the threads of the network as well.
+case, one rank to one worker, come the rates of the threads of both ends. They are of processor seconds, but for those who
+look again and again while they wait, as in place ranks and workers do: of these the seconds count that they did not wait,
+for each of their threads.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -19,15 +21,19 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' rank processes
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.machine_model import Rates
 from megarl.family import ModelShape
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.sync.copies import num_copy_threads
+from megarl.sync.in_place import words_of
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
-from megarl.sync.read import StreamReader
+from megarl.sync.read import Box, StreamReader
 from megarl.sync.transport import TRANSPORTS
 from tests.ranks import run_ranks
 
@@ -47,13 +53,12 @@ class Sync(NamedTuple):
     bucket_bytes: int
 
 
-class Measured(NamedTuple):
-    """The least of all rounds: seconds from the order to receive until the last worker has all in place, and the seconds
-    that all ranks and all workers worked."""
+class Round(NamedTuple):
+    """Of one sync, the seconds from the order to receive until the last worker has all in place, and with one rank and one
+    worker the seconds of work behind each rate."""
 
     seconds: float
-    rank_work: float
-    worker_work: float
+    work: Rates
 
 
 class _Workers:
@@ -61,7 +66,8 @@ class _Workers:
 
     def __init__(self, sync: Sync) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.ended: list[tuple[float, float]] = []  # (seconds, those that all workers worked) of each version
+        # (seconds, those of work behind `Rates.receive`, and behind `Rates.place`) of each version, of all workers
+        self.ended: list[tuple[float, float, float]] = []
         self._connections, self._processes = [], []
         for engine in range(sync.engines):
             for worker in range(sync.rollout.workers):
@@ -89,7 +95,8 @@ class _Workers:
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         work = [connection.recv() for connection in self._connections]
-        self.ended.append((time.perf_counter() - self._begun, sum(work)))
+        receive_s, place_s = map(sum, zip(*work, strict=True))
+        self.ended.append((time.perf_counter() - self._begun, receive_s, place_s))
         return (), {}
 
     def close(self) -> None:
@@ -98,26 +105,26 @@ class _Workers:
             process.join(TIMEOUT_S)
 
 
-def measured(sync: Sync, rounds: int = 40) -> Measured:
+def measured(sync: Sync, rounds: int) -> list[Round]:
     """One sync, `rounds` times after one that warms up."""
-    answers = run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)
-    work, ended = [answer[0] for answer in answers], answers[0][1]
-    rank_work = [sum(one) for one in zip(*work, strict=True)]
-    return Measured(min(seconds for seconds, _ in ended), min(rank_work), min(seconds for _, seconds in ended))
+    return run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)[0]
 
 
-def measured_rates(
-    shape: ModelShape, itemsize: int, bucket_bytes: int, transport: str, rounds: int = 40
-) -> tuple[float, float]:
-    """(write, read): bytes a second of a rank that packs and checksums, and of a worker that verifies and copies."""
-    found = measured(Sync(shape, Layout(), RolloutLayout(), 1, transport, itemsize, bucket_bytes), rounds)
-    sizes = vllm.parameter_sizes(shape, RolloutLayout(), 0).values()
-    num_bytes = itemsize * sum(rows * columns for rows, columns in sizes)
-    return num_bytes / found.rank_work, num_bytes / found.worker_work
+def measured_in_turns(sync: Sync, turns: int = 4, rounds: int = 12) -> tuple[Rates, list[float]]:
+    """The rates of the simplest sync by the same transport, and the seconds of this one in every round. Both in turns, as a
+    machine that others use too is faster at one time than at another; medians of all rounds make the rates."""
+    simple, found = [], []
+    for _ in range(turns):
+        simple += measured(sync._replace(trainer=Layout(), rollout=RolloutLayout(), engines=1), rounds)
+        found += measured(sync, rounds)
+    sizes = vllm.parameter_sizes(sync.shape, RolloutLayout(), 0).values()
+    num_bytes = sync.itemsize * sum(rows * columns for rows, columns in sizes)
+    works = [statistics.median(works) for works in zip(*(one.work for one in simple), strict=True)]
+    return Rates(*(num_bytes / work if work else math.inf for work in works)), [one.seconds for one in found]
 
 
-def _publish(sync: Sync, rounds: int) -> tuple[list[float], list[tuple[float, float]]]:
-    """On a rank: the seconds that it worked in each round, and on rank 0 what `_Workers.ended` says."""
+def _publish(sync: Sync, rounds: int) -> list[Round]:
+    """On a rank; on rank 0 what was measured."""
     torch.set_num_threads(1)
     rank, group = int(os.environ["RANK"]), None
     if sync.trainer.ranks > 1:
@@ -129,18 +136,24 @@ def _publish(sync: Sync, rounds: int) -> tuple[list[float], list[tuple[float, fl
     settings = SyncSettings(dtype, sync.rollout, sync.engines, sync.bucket_bytes, TIMEOUT_S, transport=sync.transport)
     weights = WeightSync(sync.shape, sync.trainer, settings, "rates", rank, group)
     workers = _Workers(sync) if rank == 0 else None
-    work = []
+    work: list[tuple[float, float]] = []
     try:
         for version in range(1, rounds + 2):
-            began = time.process_time()
+            began, own = time.process_time(), time.thread_time()
             figures = weights.publish(version, parameters, workers)
-            spent = time.process_time() - began
-            work.append(spent if TRANSPORTS[sync.transport].messages else figures["sync/pack_s"])
+            own = time.thread_time() - own
+            others = time.process_time() - began - own
+            in_place = bool(figures["sync/in_place"])
+            assert in_place != TRANSPORTS[sync.transport].messages, "no room in /dev/shm: it went through buckets"
+            work.append((figures["sync/pack_s"], 0.0) if in_place else (own, others))
     finally:
         if workers is not None:
             workers.close()
         weights.close()
-    return work[1:], workers.ended[1:] if workers is not None else []
+    if workers is None:
+        return []
+    rounds_of_both = zip(work[1:], workers.ended[1:], strict=True)
+    return [Round(seconds, Rates(*of_rank, *of_worker)) for of_rank, (seconds, *of_worker) in rounds_of_both]
 
 
 def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
@@ -148,11 +161,18 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     reader = StreamReader(sync.shape, worker)
     sizes = vllm.parameter_sizes(sync.shape, sync.rollout, worker)
     targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
+    words = {name: words_of(target) for name, target in targets.items()}
+
+    def places(boxes: Sequence[Box]) -> list[np.ndarray]:
+        return [box.words_within(words[box.parameter]) for box in boxes]
+
     connection.send(None)
     while (values := connection.recv()) is not None:
-        began, cpu = time.perf_counter(), time.process_time()
-        for box in reader.boxes(WeightManifest.from_dict(values), engine):
+        began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
+        for box in reader.boxes(WeightManifest.from_dict(values), engine, places=places):
             box.within(targets[box.parameter]).copy_(box.content)
-        busy = time.perf_counter() - began - reader.figures.wait_s
-        connection.send(time.process_time() - cpu if TRANSPORTS[sync.transport].messages else busy)
+        busy = num_copy_threads(sync.rollout.workers) * (time.perf_counter() - began - reader.figures.wait_s)
+        own = time.thread_time() - own
+        others = time.process_time() - cpu - own
+        connection.send((others, own) if TRANSPORTS[sync.transport].messages else (0.0, busy))
     reader.close()

@@ -22,13 +22,12 @@ bound for every model; the plans of the largest one in 10 s and 2 GB.
 
     python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--transport shared_memory] [--tensor 1]
         [--pipeline 2] [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304]
-        [--bytes-per-weight 2] [--write 4e9 --read 5e9] [--check]
+        [--bytes-per-weight 2] [--rates 4e9 inf inf 5e9] [--check]
 
-predicts instead a sync between processes of this machine, and then measures it (`benchmarks/sync_rates.py`). The model is
-fed what was measured of one rank and one worker: bytes a second at which a rank packs, checksums and sends, and at which a
-worker receives, verifies and copies; further the seconds from one end's signal to the other's answer, and the cores that all
-processes share. The prediction is the longer of two times: that of the model, with a core for each process, and all the work
-over the cores. Target: measured 1.0 to 1.3 x the prediction. With both rates given nothing is measured.
+predicts instead a sync between processes of this machine by `benchmarks/machine_model.py`, and measures it in turns with
+what the model is fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker. The
+seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of what was measured 1.0 to
+1.3 x the prediction. With the four rates given nothing is measured.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
+from benchmarks.machine_model import Machine, Rates, machine_seconds  # noqa: E402
 from benchmarks.sync_model import Cluster, Reader, bucket_parts, sync_seconds  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.reshard.boxes import Layout, RolloutLayout  # noqa: E402
@@ -63,6 +64,8 @@ from megarl.reshard.sides import vllm_boxes  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
+PIECE_BYTES = 2 << 20  # `megarl.sync.in_place.PIECE_BYTES`, which needs torch
+MOST_COPY_THREADS = 4  # `megarl.sync.copies.MOST_THREADS`, likewise
 AT_MOST = 1.3  # measured over predicted, on this machine
 MOST_PLAN_SECONDS, MOST_PLAN_BYTES = 10.0, 2e9
 QWEN3_MOE = {
@@ -246,15 +249,21 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
 
 
 def predict_machine(
-    plan: ReshardPlan, workers: int, engines: int, itemsize: int, bucket_bytes: int, cluster: Cluster, cores: int
+    plan: ReshardPlan, workers: int, engines: int, itemsize: int, bucket_bytes: int, machine: Machine
 ) -> dict[str, float]:
-    """Seconds of a sync to `engines` on one machine, and what they are made of."""
+    """Seconds of a sync to `engines` on one machine, those if it had a core for each thread, and those of the work alone if
+    no thread waited for another."""
     orders = [copy_order(plan, worker, worker, workers) for worker in range(workers)]
     readers = [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
-    alone = sync_seconds(readers, [0] * (int(plan.source_rank.max()) + 1), cluster)
     num_bytes = float(plan.sizes.sum()) * itemsize
-    work = num_bytes / cluster.nvlink + engines * num_bytes / cluster.place
-    return {"bytes": num_bytes, "alone": alone, "work": work / cores, "seconds": max(alone, work / cores)}
+    rates = machine.rates
+    seconds = 1 / rates.write + 1 / rates.send + 1 / rates.receive + engines / rates.place
+    return {
+        "bytes": num_bytes,
+        "alone": machine_seconds(readers, replace(machine, num_cores=sys.maxsize)),
+        "work": num_bytes * seconds / machine.num_cores,
+        "seconds": machine_seconds(readers, machine),
+    }
 
 
 def missed(row: dict[str, Any]) -> list[str]:
@@ -300,23 +309,29 @@ def run_machine(arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
     trainer, rollout = Layout(arguments.tensor, arguments.pipeline), RolloutLayout(arguments.rollout_tensor)
     sizes = arguments.bytes_per_weight, arguments.bucket_bytes
-    rates, seconds = (arguments.write, arguments.read), None
-    if None in rates:
-        from benchmarks.sync_rates import Sync, measured, measured_rates  # here, because they need torch
+    in_place = arguments.transport == "shared_memory"
+    if arguments.rates is None:
+        from benchmarks.sync_rates import Sync, measured_in_turns  # here, because they need torch
 
-        rates = measured_rates(shape, *sizes, arguments.transport)
-        seconds = measured(Sync(shape, trainer, rollout, arguments.engines, arguments.transport, *sizes)).seconds
-    write, read = rates
-    cluster = Cluster.machine(write, read, arguments.hand_over, arguments.transport == "shared_memory")
+        sync = Sync(shape, trainer, rollout, arguments.engines, arguments.transport, *sizes)
+        rates, rounds = measured_in_turns(sync)
+    else:
+        rates, rounds = Rates(*arguments.rates), []
+    # As `megarl.sync.copies.num_copy_threads` says, which needs torch.
+    copy_threads = max(1, min(MOST_COPY_THREADS, arguments.cores // rollout.workers)) if in_place else 0
+    machine = Machine(arguments.cores, rates, arguments.hand_over, copy_threads)
+    piece_bytes = PIECE_BYTES if in_place else arguments.bucket_bytes
     plan = engine_plan(shape, trainer, rollout)
-    found = predict_machine(plan, rollout.workers, arguments.engines, *sizes, cluster, arguments.cores)
+    found = predict_machine(plan, rollout.workers, arguments.engines, arguments.bytes_per_weight, piece_bytes, machine)
     print(
-        f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB by {arguments.transport} in {found['seconds']:.3f} s: "
-        f"{found['alone']:.3f} s with a core for each process, {found['work']:.3f} s of work on {arguments.cores} cores; "
-        f"a rank writes {cluster.nvlink / 1e9:.1f} GB/s, a worker reads {cluster.place / 1e9:.1f}"
+        f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB by {arguments.transport} in {found['seconds']:.3f} s on "
+        f"{arguments.cores} cores; {found['alone']:.3f} s with a core for each thread, {found['work']:.3f} s if none "
+        f"waited. GB/s of a thread: a rank {rates.write / 1e9:.1f}, its network {rates.send / 1e9:.1f}, a worker's "
+        f"{rates.receive / 1e9:.1f}, a worker {rates.place / 1e9:.1f}"
     )
-    if seconds is not None:
-        found |= {"measured": seconds, "ratio": seconds / found["seconds"]}
+    if rounds:
+        seconds = statistics.median(rounds)
+        found |= {"measured": seconds, "ratio": seconds / found["seconds"], "rates": rates._asdict()}
         print(
             f"weight_sync_scale: measured {seconds:.3f} s, {found['ratio']:.2f} x the prediction (target 1.0 to {AT_MOST})"
         )
@@ -334,8 +349,7 @@ def main() -> int:
     parser.add_argument("--machine", action="store_true")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--transport", choices=("shared_memory", "gloo"), default="shared_memory")
-    parser.add_argument("--write", type=float)
-    parser.add_argument("--read", type=float)
+    parser.add_argument("--rates", type=float, nargs=4, metavar=("WRITE", "SEND", "RECEIVE", "PLACE"))
     parser.add_argument("--hand-over", type=float, default=1e-4)  # half of `transport.LOOK_S`, on average
     sizes = {"tensor": 1, "pipeline": 2, "rollout-tensor": 1, "engines": 1, "cores": 2}
     for name, number in (sizes | {"bucket-bytes": 4194304, "bytes-per-weight": 2}).items():

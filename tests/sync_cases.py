@@ -7,15 +7,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync.codec import Blocks, dequantise_blocks
+from megarl.sync.in_place import words_of
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts
-from megarl.sync.read import StreamReader
+from megarl.sync.read import Box, StreamReader
 from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]
@@ -24,7 +26,8 @@ LARGEST = (1024, 512)  # of the parameters
 
 class ThreadEngines:
     """What rank 0 knows the engines by. `before` is called in a worker's thread before each bucket is read, with the engine,
-    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again."""
+    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again. With `known`
+    workers say where all boxes belong that they read in place."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -35,6 +38,7 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
+        self.known = False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
@@ -100,7 +104,14 @@ class ThreadEngines:
     def _take(self, engine: int, worker: int) -> Parameters:
         """A worker's parameters, every element written at most once; what is not written is not a number."""
         parameters: Parameters = {}
-        for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine)):
+
+        def places(boxes: Sequence[Box]) -> list[np.ndarray] | None:
+            names = {box.parameter for box in boxes} if self.known else set()
+            parameters.update({name: torch.full(LARGEST, torch.nan) for name in names})
+            words = {name: words_of(parameters[name]) for name in names}
+            return [box.words_within(words[box.parameter]) for box in boxes] if self.known else None
+
+        for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine, places=places)):
             self.before(engine, worker, boxes)
             target = box.within(parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
             assert torch.isnan(target).all(), f"{box.parameter} written twice"

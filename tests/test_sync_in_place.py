@@ -97,6 +97,7 @@ def first_version(request: pytest.FixtureRequest) -> None:
     if "case" in request.fixturenames:
         case = request.getfixturevalue("case")
         case.engines.before = lambda engine, worker, boxes: None
+        case.engines.known = False
         case.publish(0)
         case.assert_taken(0)
 
@@ -160,6 +161,40 @@ def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> 
 
     case.engines.before = write
     case.assert_refused(0, "wrong bytes in piece")
+
+
+def test_boxes_of_known_places_are_copied_there_and_verified_alike(case: Case) -> None:
+    case.engines.known = True
+    figures = case.publish(1)
+    case.assert_taken(1)
+    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
+    wrong = {name: tensor.clone() for name, tensor in case.publisher.shards(case.models[0]).items()}
+    last = case.publisher.sync._in_place[0].at_source(sync._plan, len(sync._in_place[0]) - 1)
+    wrong[last.parameter].view(len(wrong[last.parameter]), -1)[last.row, last.col] += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_seal", lambda manifest, parameters: seal(sync, manifest, wrong))
+        case.assert_refused(0, r"wrong bytes in piece \d+ of \d+")
+
+
+def test_engines_come_to_a_stand_while_ranks_see_to_their_memory(case: Case) -> None:
+    """They are asked to pause before anything else, once, and waited for afterwards."""
+    calls: list[str] = []
+    kept, engines = publish.WeightSync._is_kept, case.engines
+
+    def is_kept(*arguments: Any) -> bool:
+        calls.append("memory")
+        return kept(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish.WeightSync, "_is_kept", is_kept)
+        for name in ("ask", "pause", "begin"):
+            call = getattr(engines, name)
+            patch.setattr(engines, name, lambda *values, name=name, call=call: (calls.append(name), call(*values))[1])
+        case.publish(1)
+    first = list(dict.fromkeys(calls))
+    assert first == ["ask", "memory", "pause", "begin"] and calls.count("ask") == calls.count("pause") == 1
+    case.assert_taken(1)
 
 
 def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:

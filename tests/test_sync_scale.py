@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import sync_model
-from benchmarks.sync_model import Cluster, Reader, bucket_parts, sync_seconds
-from benchmarks.sync_rates import measured_rates
+from benchmarks import machine_model, sync_model, weight_sync_scale
+from benchmarks.machine_model import Machine, Rates, machine_seconds
+from benchmarks.sync_model import Cluster, Parts, Reader, bucket_parts, sync_seconds
+from benchmarks.sync_rates import Sync, measured_in_turns
 from benchmarks.weight_sync_scale import (
     CASES,
     Case,
@@ -30,6 +32,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.order import copy_order, start_share
+from megarl.sync import copies, in_place, transport
 from tests.test_family_table import CONFIGS, shape_of
 
 # A link moves 10 bytes a second, NVLink 100; packing and placing take nothing.
@@ -63,8 +66,62 @@ def test_a_bucket_travels_while_the_other_is_placed(monkeypatch: pytest.MonkeyPa
 
 def test_workers_that_share_a_copy_get_it_over_nvlink() -> None:
     assert sync_seconds([Reader([[(0, 100)]], 1, followers=2)], [0], PLAIN) == pytest.approx(10 + 2 * 1)
-    shared = Cluster.machine(write=10.0, read=20.0, latency=0.0)
-    assert sync_seconds([Reader([[(0, 100)]], 0, followers=2)], [0], shared) == pytest.approx(10 + 5)
+
+
+# A rank writes 10 bytes a second and sends 20, a worker's second thread takes 50, its own 25.
+RATES = Rates(write=10.0, send=20.0, receive=50.0, place=25.0)
+MACHINE = Machine(num_cores=64, rates=RATES, latency=0.0)
+
+
+def test_a_bucket_on_one_machine_takes_each_thread_once() -> None:
+    one = [Reader([[(0, 100)]], 0)]
+    assert machine_seconds(one, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving beside it
+    assert machine_seconds(one, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
+    assert machine_seconds(one, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
+    assert machine_seconds([Reader([[(0, 100)]], 0, followers=2)], MACHINE) == pytest.approx(10 + 5 + 4)
+    assert machine_seconds([Reader([[(0, 100)]], 0, followers=2)], replace(MACHINE, num_cores=2)) == pytest.approx(
+        10 + 5 + 8
+    )
+
+
+def test_buckets_on_one_machine_follow_each_other_where_there_are_cores() -> None:
+    buckets: Parts = [[(0, 100)]] * 5
+    assert machine_seconds([Reader(buckets, 0)], MACHINE) == pytest.approx(5 * 10 + 5 + 4)
+    slow = replace(MACHINE, rates=RATES._replace(place=5.0))  # a bucket that waits to be placed keeps nobody from placing
+    assert machine_seconds([Reader(buckets, 0)], slow) == pytest.approx(10 + 5 + 5 * 20)
+    assert machine_seconds([Reader(buckets, 0)], replace(slow, num_cores=1)) == pytest.approx(5 * (10 + 5 + 2 + 20))
+    # Two ranks write at once, and take turns at nothing but the worker.
+    two: Parts = [[(0, 100)], [(1, 100)]]
+    assert machine_seconds([Reader(two, 0)], MACHINE) == pytest.approx(10 + 5 + 2 * 4)
+
+
+def test_a_rank_has_two_buckets_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second part is packed while the first is sent; with one bucket it is not."""
+    readers = [Reader([[(0, 100)]] * 2, 0), Reader([[(0, 100)]] * 2, 0)]
+    even = replace(MACHINE, rates=RATES._replace(send=10.0, receive=10.0))
+    assert machine_seconds(readers, even) == pytest.approx(5 * 10 + 4)
+    monkeypatch.setattr(machine_model, "NUM_BUCKETS", 1)
+    assert machine_seconds(readers, even) == pytest.approx(4 * 20 + 4)
+
+
+def test_in_place_a_worker_s_threads_share_the_pieces_and_ranks_hash_behind_all() -> None:
+    machine = replace(MACHINE, copy_threads=2, rates=RATES._replace(send=math.inf, receive=math.inf))
+    buckets: Parts = [[(0, 100)]] * 5
+    assert machine_seconds([Reader(buckets, 0)], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert machine_seconds([Reader(buckets, 0, followers=3)], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert machine_seconds([Reader(buckets, 0, followers=3)], replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 50)
+    assert machine_seconds([Reader(buckets, 0)], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
+    # The first rank's pieces are hashed while the second's are still copied.
+    two: Parts = [[(0, 100)], [(1, 100)]]
+    assert machine_seconds([Reader(two, 0)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
+
+
+def test_the_model_s_numbers_are_those_of_the_code() -> None:
+    assert sync_model.NUM_BUCKETS == transport.NUM_BUCKETS
+    assert (weight_sync_scale.PIECE_BYTES, weight_sync_scale.MOST_COPY_THREADS) == (
+        in_place.PIECE_BYTES,
+        copies.MOST_THREADS,
+    )
 
 
 def test_buckets_are_full_and_hold_what_each_rank_sends() -> None:
@@ -110,12 +167,16 @@ def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
     ]
 
 
-def test_a_machine_with_few_cores_is_bound_by_their_work() -> None:
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_machine_with_few_cores_is_bound_by_their_work(is_in_place: bool) -> None:
     plan = engine_plan(shape_of("llama"), Layout(pipeline=2), RolloutLayout(2))
-    machine = Cluster.machine(write=1e4, read=2e4, latency=1e-3)
-    found = {cores: predict_machine(plan, 2, 3, 4, 1 << 12, machine, cores) for cores in (1, 64)}
-    assert found[1]["work"] == pytest.approx(found[1]["bytes"] * (1 / 1e4 + 3 / 2e4))
-    assert found[1]["seconds"] == found[1]["work"] > found[1]["alone"] == found[64]["seconds"]
+    network = (math.inf, math.inf) if is_in_place else (2e4, 4e4)
+    machine = Machine(1, Rates(1e4, *network, 5e4), 0.0, copy_threads=2 if is_in_place else 0)
+    found = {cores: predict_machine(plan, 2, 3, 4, 1 << 12, replace(machine, num_cores=cores)) for cores in (1, 2, 64)}
+    assert found[1]["work"] == pytest.approx(found[1]["bytes"] * (1 / 1e4 + 1 / network[0] + 1 / network[1] + 3 / 5e4))
+    assert found[1]["seconds"] == pytest.approx(found[1]["work"]) and found[1]["seconds"] > found[1]["alone"]
+    assert found[1]["seconds"] / 2 <= found[2]["seconds"] < found[1]["seconds"]
+    assert found[64]["seconds"] == found[64]["alone"]
 
 
 def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
@@ -124,18 +185,22 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
     command = ["weight_sync_scale.py", "--machine", "--model", str(tmp_path), "--json", str(tmp_path / "found.json")]
     monkeypatch.setattr(
-        sys, "argv", [*command, "--write", "1e9", "--read", "1e6", "--bytes-per-weight", "4", "--engines", "3"]
+        sys, "argv", [*command, "--rates", "1e9", "inf", "inf", "1e6", "--bytes-per-weight", "4", "--engines", "3"]
     )
     assert main() == 0
     found = json.loads((tmp_path / "found.json").read_text())
     elements = sum(rows * columns for rows, columns in checkpoint_sizes(shape_of("llama")).values())
     assert found["bytes"] == 4 * elements
-    # Three engines read what was written once, much slower than it is written.
+    # Three engines on two cores read what is hashed much faster.
     assert 1.5 * found["bytes"] / 1e6 < found["work"] < 1.6 * found["bytes"] / 1e6
-    assert "a worker reads 0.0" in capsys.readouterr().out
+    assert "a worker 0.0" in capsys.readouterr().out
 
 
-def test_rates_are_measured_with_both_ends_of_a_sync() -> None:
+@pytest.mark.parametrize("transport_name", ["shared_memory", "gloo"])
+def test_rates_are_measured_with_both_ends_of_a_sync(transport_name: str) -> None:
     """The worker is a process of its own; it would not answer if it had not received and verified what the rank sent."""
-    write, read = measured_rates(shape_of("llama"), 4, 1 << 13, "shared_memory", rounds=1)
-    assert 0 < write < float("inf") and 0 < read < float("inf")
+    sync = Sync(shape_of("llama"), Layout(pipeline=2), RolloutLayout(), 1, transport_name, 4, 1 << 13)
+    rates, seconds = measured_in_turns(sync, turns=1, rounds=2)
+    assert len(seconds) == 2 and min(seconds) > 0
+    assert 0 < rates.write < math.inf and 0 < rates.place < math.inf
+    assert ((rates.send, rates.receive) == (math.inf, math.inf)) == (transport_name == "shared_memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,16 +32,12 @@ class KnownPlaces:
         places = (name.rpartition(".") for name in parameters)
         self._addresses = {(owner, name): _address(modules, owner, name) for owner, _, name in places}
 
-    def hold(self, first: Box, modules: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether they are the places of the version that begins with this box."""
-        return id(first) in self._places and all(
-            _address(modules, owner, name) == address for (owner, name), address in self._addresses.items()
-        )
-
-    def take(self, box: Box) -> None:
-        """Copy a box to its place."""
-        assert box.words is not None, "what comes in buckets has no known place"
-        np.copyto(self._places[id(box)][1], box.words)
+    def of(self, boxes: Sequence[Box], modules: Mapping[str, torch.nn.Module]) -> list[np.ndarray] | None:
+        """Where all boxes of a version belong, None where that is not known."""
+        moved = any(_address(modules, owner, name) != address for (owner, name), address in self._addresses.items())
+        if moved or any(id(box) not in self._places for box in boxes):
+            return None
+        return [self._places[id(box)][1] for box in boxes]
 
 
 def _address(modules: Mapping[str, torch.nn.Module], owner: str, name: str) -> int:

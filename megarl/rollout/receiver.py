@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -127,7 +127,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._repack_s = 0.0
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
         meanwhile = self._pack_rest if manifest.mode == "reshard" else lambda: None
-        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile)) as boxes:
+        places = self._known_places if manifest.mode == "reshard" else lambda boxes: None
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, places)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
                 load_checkpoint_tensors(self.model, self.model_config, tensors)
@@ -185,18 +186,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
+        self._owner, self._unpacked = None, []
         first = next(boxes, None)
-        boxes = iter(()) if first is None else chain([first], boxes)
-        if first is not None and self._known.hold(first, self._modules):
-            self._owner, self._unpacked = None, list(self._known.owners)
-            for box in boxes:
-                self._known.take(box)
+        if first is None:  # all was copied to known places
             return
         self._known, found, all_live = KnownPlaces(), KnownPlaces(), True
-        self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
         words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
-        for box in boxes:
+        for box in chain([first], boxes):
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
                 if module_name != self._owner:  # boxes come module by module
@@ -225,6 +222,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if all_live and self._owner is not None:
             found.keep([*self._unpacked, self._owner], self._modules, self._sizes)
             self._known = found
+
+    def _known_places(self, boxes: Sequence[Box]) -> list[np.ndarray] | None:
+        """Where all boxes belong, which then only have to be packed at the end."""
+        places = self._known.of(boxes, self._modules)
+        if places is not None:
+            self._unpacked = list(self._known.owners)
+        return places
 
     def _pack_rest(self) -> None:
         """Let vLLM pack what does that after everything has come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,15 +15,13 @@ from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
+from megarl.sync.copies import RELEASE_PIECES, Copies, PieceCopy, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
-
-# So often a worker that reads in place says how far it is, and sees whether it was given up: it takes a small piece's time.
-RELEASE_PIECES = 8
 
 
 class Box(NamedTuple):
@@ -55,9 +53,14 @@ class Box(NamedTuple):
         return np.ndarray(self.words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
 
 
+# Where boxes belong, as words, each of the shape of its box's own; None for one that wants them handed out.
+FindPlaces = Callable[[Sequence[Box]], Sequence[np.ndarray] | None]
+
+
 @dataclass
 class ReadFigures:
-    """What a reader did for one version; seconds waited for buckets and spent on checksums, bytes of boxes."""
+    """What a reader did for one version; seconds waited for buckets, and spent on checksums or waiting for those of other
+    threads; bytes of boxes."""
 
     wait_s: float = 0.0
     verify_s: float = 0.0
@@ -84,12 +87,17 @@ class StreamReader:
         self.figures = ReadFigures()
 
     def boxes(
-        self, manifest: WeightManifest, engine: int, meanwhile: Callable[[], None] = lambda: None
+        self,
+        manifest: WeightManifest,
+        engine: int,
+        meanwhile: Callable[[], None] = lambda: None,
+        places: FindPlaces = lambda boxes: None,
     ) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
-        for no more boxes has to close it.
+        for no more boxes has to close it. Of boxes that are read in place and have `places` none is handed out: they are
+        copied there.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -100,7 +108,7 @@ class StreamReader:
         try:
             if manifest.homes:
                 assert isinstance(end, RingReceiver), "only what shares memory is read in place"
-                yield from self._read_in_place(manifest, end, meanwhile)
+                yield from self._read_in_place(manifest, end, meanwhile, places)
             for bucket in () if manifest.homes else range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
@@ -120,9 +128,11 @@ class StreamReader:
         self._boxes, self._in_place, self._homes = {}, [], []
         self._link.close()
 
-    def _read_in_place(self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None]) -> Iterator[Box]:
-        """Hand out every box where it lies, and hash what was copied while it is in the cache. The ranks make their sums
-        when all was read, and these are compared."""
+    def _read_in_place(
+        self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], places: FindPlaces
+    ) -> Iterator[Box]:
+        """Copy every box to its place, or hand it out where it lies, and hash what was copied while it is in the cache. The
+        ranks make their sums when all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
@@ -134,15 +144,19 @@ class StreamReader:
                 box = Box(to.parameter, to.row, to.col, content, None, words, to.step)
                 self._in_place.append((box, hashed_parts(words)))
         figures.wait_s += time.perf_counter() - begun
-        own = np.zeros(len(pieces), dtype=np.uint64)
-        for number, (box, parts) in enumerate(self._in_place):
-            yield box
-            begun = time.perf_counter()
-            own[number] = piece_checksum(parts, manifest.version, number)
-            figures.received_bytes += parts[0].nbytes * len(parts)
-            if number % RELEASE_PIECES == 0:
-                end.release(number)
-            figures.verify_s += time.perf_counter() - begun
+        found = places([box for box, _ in self._in_place])
+        if found is not None:
+            own = self._copy_to(found, manifest, end)
+        else:
+            own = np.zeros(len(pieces), dtype=np.uint64)
+            for number, (box, parts) in enumerate(self._in_place):
+                yield box
+                begun = time.perf_counter()
+                own[number] = piece_checksum(parts, manifest.version, number)
+                if number % RELEASE_PIECES == 0:
+                    end.release(number)
+                figures.verify_s += time.perf_counter() - begun
+        figures.received_bytes += sum(part.nbytes for _, parts in self._in_place for part in parts)
         end.release(len(pieces) - 1)
         meanwhile()
         begun = time.perf_counter()
@@ -156,6 +170,17 @@ class StreamReader:
             raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
         # Says whether this engine was given up before it had read all: what it read since may be of another version.
         end.release(len(pieces))
+
+    def _copy_to(self, places: Sequence[np.ndarray], manifest: WeightManifest, end: RingReceiver) -> np.ndarray:
+        """Copy all that is read in place, and hash it; the sums, uint64 [pieces]."""
+        pieces = []
+        for (box, _), place in zip(self._in_place, places, strict=True):
+            assert box.words is not None, "what is read in place has words"
+            pieces.append(PieceCopy(box.words, place))
+        copies = Copies(pieces, manifest.version, num_copy_threads(manifest.rollout.workers))
+        copies.run(lambda count: end.release(count - 1))
+        self.figures.verify_s += copies.verify_s
+        return copies.sums
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
