@@ -30,9 +30,9 @@ class PieceCopy(NamedTuple):
 
 
 class Copies:
-    """Copies pieces, and hashes where they were copied to. The caller's thread copies; the others hash what was copied,
-    and copy when nothing waits for them. It hashes where more waits than is still in the cache. Without others each piece is hashed right after its copy. numpy lets go
-    of Python's lock meanwhile, and so does xxhash (4.1) above 64 KiB.
+    """Copies pieces, and hashes where they were copied to. The caller's thread copies; the others hash what was copied, and
+    copy when nothing waits for them. It hashes where more waits than is still in the cache, and where it has no others.
+    numpy lets go of Python's lock meanwhile, and so does xxhash (4.1) above 64 KiB.
 
     `sums` [pieces] are uint64; `verify_s` is what the caller's thread spent on hashes, or waited for others to make.
     """
