@@ -110,17 +110,31 @@ def measured(sync: Sync, rounds: int) -> list[Round]:
     return run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)[0]
 
 
-def measured_in_turns(sync: Sync, turns: int = 4, rounds: int = 12) -> tuple[Rates, list[float]]:
-    """The rates of the simplest sync by the same transport, and the seconds of this one in every round. Both in turns, as a
-    machine that others use too is faster at one time than at another; medians of all rounds make the rates."""
+class InTurns(NamedTuple):
+    """What the simplest sync by a transport gave, one rank to one worker, and the sync that was asked for: medians of the
+    rates, and of the seconds of both."""
+
+    rates: Rates
+    simplest_s: float
+    sync_s: float
+
+
+def measured_in_turns(sync: Sync, turns: int = 4, rounds: int = 12) -> InTurns:
+    """Both in turns, as a machine that others use too is faster at one time than at another."""
     simple, found = [], []
     for _ in range(turns):
-        simple += measured(sync._replace(trainer=Layout(), rollout=RolloutLayout(), engines=1), rounds)
+        simple += measured(simplest(sync), rounds)
         found += measured(sync, rounds)
     sizes = vllm.parameter_sizes(sync.shape, RolloutLayout(), 0).values()
     num_bytes = sync.itemsize * sum(rows * columns for rows, columns in sizes)
     works = [statistics.median(works) for works in zip(*(one.work for one in simple), strict=True)]
-    return Rates(*(num_bytes / work if work else math.inf for work in works)), [one.seconds for one in found]
+    seconds = [statistics.median(one.seconds for one in both) for both in (simple, found)]
+    return InTurns(Rates(*(num_bytes / work if work else math.inf for work in works)), *seconds)
+
+
+def simplest(sync: Sync) -> Sync:
+    """The same from one rank to one worker."""
+    return sync._replace(trainer=Layout(), rollout=RolloutLayout(), engines=1)
 
 
 def _publish(sync: Sync, rounds: int) -> list[Round]:

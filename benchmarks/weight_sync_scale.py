@@ -25,9 +25,10 @@ bound for every model; the plans of the largest one in 10 s and 2 GB.
         [--bytes-per-weight 2] [--rates 4e9 inf inf 5e9] [--check]
 
 predicts instead a sync between processes of this machine by `benchmarks/machine_model.py`, and measures it in turns with
-what the model is fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker. The
-seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of what was measured 1.0 to
-1.3 x the prediction. With the four rates given nothing is measured.
+what the model is fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker, and,
+where messages travel, what one costs besides, as threads wake each other: what these two take longer than the model says,
+over their messages. The seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of
+what was measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ import json
 import multiprocessing
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -248,21 +248,31 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def predict_machine(
-    plan: ReshardPlan, workers: int, engines: int, itemsize: int, bucket_bytes: int, machine: Machine
-) -> dict[str, float]:
-    """Seconds of a sync to `engines` on one machine, those if it had a core for each thread, and those of the work alone if
-    no thread waited for another."""
-    orders = [copy_order(plan, worker, worker, workers) for worker in range(workers)]
-    readers = [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
-    num_bytes = float(plan.sizes.sum()) * itemsize
-    rates = machine.rates
+def machine_readers(
+    shape: ModelShape, trainer: Layout, rollout: RolloutLayout, engines: int, itemsize: int, bucket_bytes: int
+) -> list[Reader]:
+    """A sync's workers, all on node 0."""
+    plan = engine_plan(shape, trainer, rollout)
+    orders = [copy_order(plan, worker, worker, rollout.workers) for worker in range(rollout.workers)]
+    return [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
+
+
+def num_messages(readers: Sequence[Reader]) -> int:
+    return sum(len(parts) for reader in readers for parts in reader.buckets)
+
+
+def predict_machine(readers: Sequence[Reader], machine: Machine, message_s: float) -> dict[str, float]:
+    """Seconds of a sync on one machine, those if it had a core for each thread, and those of the work alone if no thread
+    waited for another. `message_s` are those that a message costs besides."""
+    num_bytes = float(sum(size for reader in readers for parts in reader.buckets for _, size in parts))
+    engines, rates = 1 + readers[0].followers, machine.rates
     seconds = 1 / rates.write + 1 / rates.send + 1 / rates.receive + engines / rates.place
     return {
         "bytes": num_bytes,
         "alone": machine_seconds(readers, replace(machine, num_cores=sys.maxsize)),
         "work": num_bytes * seconds / machine.num_cores,
-        "seconds": machine_seconds(readers, machine),
+        "messages": message_s * num_messages(readers),
+        "seconds": machine_seconds(readers, machine) + message_s * num_messages(readers),
     }
 
 
@@ -308,32 +318,35 @@ def save(path: Path, config: dict[str, Any], content: dict[str, Any]) -> None:
 def run_machine(arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
     trainer, rollout = Layout(arguments.tensor, arguments.pipeline), RolloutLayout(arguments.rollout_tensor)
-    sizes = arguments.bytes_per_weight, arguments.bucket_bytes
     in_place = arguments.transport == "shared_memory"
-    if arguments.rates is None:
-        from benchmarks.sync_rates import Sync, measured_in_turns  # here, because they need torch
-
-        sync = Sync(shape, trainer, rollout, arguments.engines, arguments.transport, *sizes)
-        rates, rounds = measured_in_turns(sync)
-    else:
-        rates, rounds = Rates(*arguments.rates), []
+    sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes
     # As `megarl.sync.copies.num_copy_threads` says, which needs torch.
     copy_threads = max(1, min(MOST_COPY_THREADS, arguments.cores // rollout.workers)) if in_place else 0
-    machine = Machine(arguments.cores, rates, arguments.hand_over, copy_threads)
-    piece_bytes = PIECE_BYTES if in_place else arguments.bucket_bytes
-    plan = engine_plan(shape, trainer, rollout)
-    found = predict_machine(plan, rollout.workers, arguments.engines, arguments.bytes_per_weight, piece_bytes, machine)
+    timed, message_s = None, 0.0
+    if arguments.rates is not None:
+        machine = Machine(arguments.cores, Rates(*arguments.rates), arguments.hand_over, copy_threads)
+    else:
+        from benchmarks.sync_rates import Sync, measured_in_turns  # here, because they need torch
+
+        own = arguments.engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes
+        timed = measured_in_turns(Sync(shape, trainer, rollout, *own))
+        machine = Machine(arguments.cores, timed.rates, arguments.hand_over, copy_threads)
+        if not in_place:
+            simplest = machine_readers(shape, Layout(), RolloutLayout(), 1, *sizes)
+            message_s = max(0.0, timed.simplest_s - machine_seconds(simplest, machine)) / num_messages(simplest)
+    found = predict_machine(machine_readers(shape, trainer, rollout, arguments.engines, *sizes), machine, message_s)
+    gigabytes = [f"{rate / 1e9:.1f}" for rate in machine.rates]
     print(
         f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB by {arguments.transport} in {found['seconds']:.3f} s on "
-        f"{arguments.cores} cores; {found['alone']:.3f} s with a core for each thread, {found['work']:.3f} s if none "
-        f"waited. GB/s of a thread: a rank {rates.write / 1e9:.1f}, its network {rates.send / 1e9:.1f}, a worker's "
-        f"{rates.receive / 1e9:.1f}, a worker {rates.place / 1e9:.1f}"
+        f"{arguments.cores} cores, {found['messages']:.3f} s of it for messages as such; {found['alone']:.3f} s with a core "
+        f"for each thread, {found['work']:.3f} s if none waited. GB/s of a thread: a rank {gigabytes[0]}, its network "
+        f"{gigabytes[1]}, a worker's {gigabytes[2]}, a worker {gigabytes[3]}"
     )
-    if rounds:
-        seconds = statistics.median(rounds)
-        found |= {"measured": seconds, "ratio": seconds / found["seconds"], "rates": rates._asdict()}
+    if timed is not None:
+        found |= {"measured": timed.sync_s, "ratio": timed.sync_s / found["seconds"], "rates": timed.rates._asdict()}
         print(
-            f"weight_sync_scale: measured {seconds:.3f} s, {found['ratio']:.2f} x the prediction (target 1.0 to {AT_MOST})"
+            f"weight_sync_scale: measured {timed.sync_s:.3f} s, {found['ratio']:.2f} x the prediction "
+            f"(target 1.0 to {AT_MOST})"
         )
     if arguments.json is not None:
         save(arguments.json, {key: str(value) for key, value in vars(arguments).items()}, found)
