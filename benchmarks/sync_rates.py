@@ -111,8 +111,11 @@ def measured(sync: Sync, rounds: int) -> list[Round]:
 
 
 class InTurns(NamedTuple):
-    """What the simplest sync by a transport gave, one rank to one worker, and the sync that was asked for: medians of the
-    rates, and of the seconds of both."""
+    """What the simplest sync by a transport gave, one rank to one worker, and the sync that was asked for.
+
+    `rates` are medians. `simplest_s` is the lower quartile of its seconds, what the machine can do, and not what it did when
+    somebody else was busy: a prediction is a bound. `sync_s` is the median.
+    """
 
     rates: Rates
     simplest_s: float
@@ -128,8 +131,9 @@ def measured_in_turns(sync: Sync, turns: int = 4, rounds: int = 12) -> InTurns:
     sizes = vllm.parameter_sizes(sync.shape, RolloutLayout(), 0).values()
     num_bytes = sync.itemsize * sum(rows * columns for rows, columns in sizes)
     works = [statistics.median(works) for works in zip(*(one.work for one in simple), strict=True)]
-    seconds = [statistics.median(one.seconds for one in both) for both in (simple, found)]
-    return InTurns(Rates(*(num_bytes / work if work else math.inf for work in works)), *seconds)
+    rates = Rates(*(num_bytes / work if work else math.inf for work in works))
+    quartile = statistics.quantiles([one.seconds for one in simple], n=4)[0]
+    return InTurns(rates, quartile, statistics.median(one.seconds for one in found))
 
 
 def simplest(sync: Sync) -> Sync:

@@ -343,7 +343,7 @@ def run_machine(arguments: argparse.Namespace) -> int:
         f"{gigabytes[1]}, a worker's {gigabytes[2]}, a worker {gigabytes[3]}"
     )
     if timed is not None:
-        found |= {"measured": timed.sync_s, "ratio": timed.sync_s / found["seconds"], "rates": timed.rates._asdict()}
+        found |= {"measured": timed.sync_s, "ratio": timed.sync_s / found["seconds"], **timed.rates._asdict()}
         print(
             f"weight_sync_scale: measured {timed.sync_s:.3f} s, {found['ratio']:.2f} x the prediction "
             f"(target 1.0 to {AT_MOST})"

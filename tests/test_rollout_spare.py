@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -128,7 +127,7 @@ def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -
         if places is None:
             yield from chosen
         for box, place in zip(chosen, places or (), strict=places is not None):
-            np.copyto(place, box.words)
+            place[:] = box.words
 
     def take(value: float, chosen: list[Box]) -> list[float]:
         """Sums of both parameters after a version whose elements are all this value."""

@@ -186,11 +186,17 @@ def test_engines_come_to_a_stand_while_ranks_see_to_their_memory(case: Case) -> 
         calls.append("memory")
         return kept(*arguments)
 
+    def noting(name: str, call: Any) -> Any:
+        def noted(*values: Any) -> Any:
+            calls.append(name)
+            return call(*values)
+
+        return noted
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publish.WeightSync, "_is_kept", is_kept)
         for name in ("ask", "pause", "begin"):
-            call = getattr(engines, name)
-            patch.setattr(engines, name, lambda *values, name=name, call=call: (calls.append(name), call(*values))[1])
+            patch.setattr(engines, name, noting(name, getattr(engines, name)))
         case.publish(1)
     first = list(dict.fromkeys(calls))
     assert first == ["ask", "memory", "pause", "begin"] and calls.count("ask") == calls.count("pause") == 1
