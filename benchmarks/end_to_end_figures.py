@@ -116,9 +116,14 @@ def summary(runs: Sequence[Run], side: str) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def last_steps(steps: int) -> int:
+    """How many the last quarter of so many steps is."""
+    return max(1, steps // 4)
+
+
 def last_reward(runs: Sequence[Run], side: str, steps: int) -> float:
     """Mean reward of the last quarter of the first `steps` steps, over the seeds of a side."""
-    last = max(1, steps // 4)
+    last = last_steps(steps)
     return fmean(step["reward"] for run in runs if run["side"] == side for step in run["steps"][steps - last : steps])
 
 

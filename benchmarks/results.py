@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import held_out, learning  # noqa: E402
-from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, summary, targets  # noqa: E402
+from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, last_steps, summary, targets  # noqa: E402
 
 RESULTS, DOCS = ROOT / "benchmarks" / "measured", ROOT / "docs"
 PAGE = DOCS / "results.md"
@@ -81,7 +82,22 @@ def of_end_to_end(result: Results) -> list[str]:
         f"- {name}: {value:.3g} (target {limit}{'' if reached else ', missed'})"
         for name, (value, limit, reached) in targets(result["runs"]).items()
     ]
-    return [END_TO_END, "\n".join(rows), "\n".join(said), "\n".join(rewards), made_by("end_to_end", result)]
+    parts = [END_TO_END, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
+    return [*parts, made_by("end_to_end", result)]
+
+
+def rewards_are(result: Results) -> str:
+    """Of what the rewards are that were compared, and how far chance alone takes two sides apart."""
+    config, own = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
+    steps = last_steps(min(map(len, own)))
+    rewards = [step["reward"] for run in own for step in run[-steps:]]
+    mean, completions = sum(rewards) / len(rewards), len(rewards) * config["prompts"] * config["group_size"]
+    error = math.sqrt(2 * mean * (1 - mean) / completions)
+    return (
+        f"Rewards are compared over the last {'step' if steps == 1 else f'{steps} steps'} of {config['steps']}, "
+        f"{completions} completions a side: the standard error of a difference is about {error:.2f}, even if no completion "
+        "had to do with the others of its prompt."
+    )
 
 
 def main() -> int:
