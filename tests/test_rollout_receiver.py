@@ -31,7 +31,7 @@ class Reader:
 
     closed = False
 
-    def boxes(self, manifest: Any, engine: int, meanwhile: Any) -> Generator[None, None, None]:
+    def boxes(self, *arguments: Any) -> Generator[None, None, None]:
         try:
             yield
             yield

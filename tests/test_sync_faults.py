@@ -223,7 +223,7 @@ def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> Non
     def stay_away_once(reader: StreamReader) -> None:
         boxes = reader.boxes
 
-        def stay_away(*arguments: Any) -> Any:
+        def stay_away(*arguments: Any, **named: Any) -> Any:
             reader.boxes = boxes  # type: ignore[method-assign]
             raise SyncError("it does something else")
 
