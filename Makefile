@@ -36,12 +36,12 @@ test: setup
 	wait $$beside; beside=$$?; cat $$log; rm $$log; \
 	[ $$main -eq 0 ] && [ $$beside -eq 0 ]
 
-# What takes too long for every commit: all cases of the suites of which CI runs some.
+# What takes too long for every commit: all cases of the suites of which CI runs some, and policies that have to improve.
 test-nightly: setup
 	@bash launch/setup.sh --tests
 	$(PYTEST) -m 'nightly and not gpu'
 
-# Policies that have to improve: some 20 minutes.
+# Those policies alone.
 test-learning: setup
 	$(PYTEST) -s -m learning
 

@@ -7,7 +7,7 @@
 GRPO of SmolLM2-135M-Instruct on the task of `recipes/quickstart.yaml`: 8 prompts x 8 completions of up to 64 tokens, one
 update a batch, clip 0.2 / 0.28, mean over all tokens, k3 KL of 0.04 against a reference, temperature 1, learning rate,
 optimizer and clipping of the recipe. Both sides read the same prompts in the same order from one file, score with the
-same function, run in the same precision (bf16 where torch multiplies it on this processor, else fp32) and may use all
+same function, run in the same precision (bf16 where the processor multiplies it, else fp32) and may use all
 cores.
 
 megarl: one trainer rank with a thread for each core, one vLLM engine, prompts shared by their groups (`share_prompts`);
@@ -103,11 +103,10 @@ def parsed() -> argparse.Namespace:
 
 def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """Commit, device and what all sides are told."""
-    import torch
-
+    from megarl.doctor.machine import multiplies_bf16
     from megarl.recipe import load_recipe
 
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bf16 = multiplies_bf16()
     precision = arguments.precision or ("bf16" if bf16 else "fp32")
     recipe = load_recipe(RECIPE, [f"trainer.precision={precision}"])
     optimizer = recipe.actor.optimizer
@@ -125,7 +124,7 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit,
-        "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores" + ", no bf16 units" * (not bf16),
         "config": config,
     }
 

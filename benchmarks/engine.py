@@ -41,6 +41,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' batches
 
+from megarl.doctor.machine import multiplies_bf16  # noqa: E402
 from megarl.estimate.flops import forward_flops  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.reshard.boxes import Layout  # noqa: E402
@@ -204,8 +205,7 @@ def main() -> int:
     else:
         torch.set_num_threads(2)
         device, value = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads", "ratio"
-        # torch's own test of whether oneDNN multiplies bf16 on this processor.
-        precisions = ["fp32", "bf16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["fp32"]
+        precisions = ["fp32", "bf16"] if multiplies_bf16() else ["fp32"]
         rows = [row for one in precisions for row in against_hugging_face(arguments.model, place, one, arguments.rounds)]
     show(rows, value)
     if arguments.json is not None:

@@ -41,9 +41,10 @@ SmolLM2-135M-Instruct on sums of two numbers below 20: 300 of the 400 are traine
 END_TO_END = """## End to end, beside TRL
 
 GRPO of SmolLM2-135M-Instruct on one-digit sums: 8 prompts x 8 completions of up to 64 tokens, one update a step, KL against
-a reference, the same prompts, rewards, optimizer and precision on both sides, all cores of one machine. `trl-hf` is TRL's
-GRPOTrainer with Hugging Face generation, `trl-vllm` with vLLM in its process, whose weight sync had to be replaced to run on
-a CPU. Seconds a step, without the first one; tokens are those of prompts and completions, without padding."""
+a reference, the same prompts, rewards, optimizer and precision ({precision}) on both sides, {steps} steps, all cores of one
+machine. `trl-hf` is TRL's GRPOTrainer with Hugging Face generation, `trl-vllm` with vLLM in its process, whose weight sync
+had to be replaced to run on a CPU. Seconds a step, without the first one; tokens are those of prompts and completions,
+without padding."""
 
 
 def page(results: dict[str, Results]) -> str:
@@ -82,7 +83,9 @@ def of_end_to_end(result: Results) -> list[str]:
         f"- {name}: {value:.3g} (target {limit}{'' if reached else ', missed'})"
         for name, (value, limit, reached) in targets(result["runs"]).items()
     ]
-    parts = [END_TO_END, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
+    config = result["config"]
+    text = END_TO_END.format(precision=config["precision"], steps=config["steps"])
+    parts = [text, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
     return [*parts, made_by("end_to_end", result)]
 
 

@@ -122,7 +122,7 @@ class InTurns(NamedTuple):
     sync_s: float
 
 
-def measured_in_turns(sync: Sync, turns: int = 4, rounds: int = 12) -> InTurns:
+def measured_in_turns(sync: Sync, turns: int = 8, rounds: int = 8) -> InTurns:
     """Both in turns, as a machine that others use too is faster at one time than at another."""
     simple, found = [], []
     for _ in range(turns):

@@ -344,23 +344,24 @@ class Pipeline:
     def _advantages(self, batch: Batch) -> None:
         """Every rank computes them for every sequence: the same sum in the same order under every layout."""
         settings = self.algorithm
-        rewards = torch.from_numpy(np.where(batch.valid, batch.rewards, 0.0).astype(np.float32))
-        if settings.overlong is not None:
-            rewards += self._overlong(settings.overlong, batch)
+        added = 0.0 if settings.overlong is None else self._overlong(settings.overlong, batch)  # first: it masks some
+        valid = torch.from_numpy(batch.valid)
+        rewards = torch.where(valid, torch.from_numpy(batch.rewards).float() + added, 0.0)
         penalties = [torch.zeros(length) for length in batch.own_lengths.tolist()]
         coefficient = 0.0
         if settings.kl is not None and settings.kl.place == "reward":
             coefficient = settings.kl.coefficient
             pairs = zip(batch.fields["logprobs"], batch.fields["reference_logprobs"], strict=True)
             penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
-        groups, valid, values = torch.from_numpy(batch.groups), torch.from_numpy(batch.valid), batch.fields.get("values")
+        groups, values = torch.from_numpy(batch.groups), batch.fields.get("values")
         baselines = None if batch.baselines is None else torch.from_numpy(batch.baselines)
         found = estimate(Scored(rewards, groups, valid, penalties, values, baselines), coefficient, settings)
         batch.fields["advantages"] = found.advantages
         if found.returns is not None:
             assert values is not None, "returns are what values are compared with"
             batch.fields["returns"] = found.returns
-            self.figures["critic/value_mean"] = float(torch.cat(values).mean())
+            known = [value for sample, value in enumerate(values) if sample not in batch.masked]
+            self.figures["critic/value_mean"] = float(torch.cat(known).mean())
             self.figures["critic/explained_variance"] = explained_variance(values, found.returns, valid)
 
     def _overlong(self, section: OverlongSection, batch: Batch) -> torch.Tensor:

@@ -66,8 +66,9 @@ def in_groups(batch: Batch, size: int) -> Batch:
 def engine(
     directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any
 ) -> Engine:
-    # A warm-up and a decay, so that a schedule in the wrong place shows.
-    optimizer = None if lr is None else OptimizerSection(lr=lr, warmup_steps=2, decay="linear")
+    # A warm-up and a decay, so that a schedule in the wrong place shows. Adam divides by a gradient's own size: with its
+    # usual epsilon of 1e-8 it makes whole updates of elements that are but rounding, which differs from CPU to CPU.
+    optimizer = None if lr is None else OptimizerSection(lr=lr, epsilon=1e-5, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
     return Engine(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
 

@@ -26,8 +26,8 @@ LARGEST = (1024, 512)  # of the parameters
 
 class ThreadEngines:
     """What rank 0 knows the engines by. `before` is called in a worker's thread before each bucket is read, with the engine,
-    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again. With `known`
-    workers say where all boxes belong that they read in place."""
+    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again. Of what they
+    read in place workers say where boxes belong whose number is `known`."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -38,7 +38,7 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.known = False
+        self.known: Callable[[int], bool] = lambda number: False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
@@ -105,11 +105,13 @@ class ThreadEngines:
         """A worker's parameters, every element written at most once; what is not written is not a number."""
         parameters: Parameters = {}
 
-        def places(boxes: Sequence[Box]) -> list[np.ndarray] | None:
-            names = {box.parameter for box in boxes} if self.known else set()
+        def places(boxes: Sequence[Box]) -> list[np.ndarray | None]:
+            names = {box.parameter for number, box in enumerate(boxes) if self.known(number)}
             parameters.update({name: torch.full(LARGEST, torch.nan) for name in names})
             words = {name: words_of(parameters[name]) for name in names}
-            return [box.words_within(words[box.parameter]) for box in boxes] if self.known else None
+            return [
+                box.words_within(words[box.parameter]) if self.known(number) else None for number, box in enumerate(boxes)
+            ]
 
         for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine, places=places)):
             self.before(engine, worker, boxes)

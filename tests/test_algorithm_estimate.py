@@ -121,7 +121,9 @@ def test_returns_are_what_values_should_have_been_and_explained_variance_says_ho
     given = scored()
     found = estimate(given, COEFFICIENT, settings)
     assert found.returns is not None and given.values is not None
-    plain = generalized(0.9, 0.8)
+    plain, white = generalized(0.9, 0.8), whitened(generalized(0.9, 0.8))
+    for sample in (at for at, ok in enumerate(VALID) if ok):
+        assert found.advantages[sample].tolist() == pytest.approx(white[sample], abs=1e-9)
     for sample, returns in enumerate(found.returns):
         assert returns.tolist() == pytest.approx([a + v for a, v in zip(plain[sample], VALUES[sample], strict=True)])
     kept = [at for at, valid in enumerate(VALID) if valid]
@@ -140,6 +142,11 @@ def doubled(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) ->
 
 
 @advantage
+def less_the_sum(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.sum()
+
+
+@advantage
 def broken(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return rewards / 0.0
 
@@ -150,6 +157,9 @@ def test_an_advantage_of_the_user() -> None:
     found = estimate(scored(), COEFFICIENT, settings)
     for at, tokens in enumerate(found.advantages):
         assert tokens.tolist() == pytest.approx([2 * score(at) if VALID[at] else 0.0] * len(tokens))
+    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:less_the_sum", group_size=2))
+    total = sum(score(at) for at, ok in enumerate(VALID) if ok)  # what is not valid comes as 0
+    assert float(found.advantages[0][0]) == pytest.approx(score(0) - total, abs=1e-9)
     with pytest.raises(ValueError, match="algorithm.advantage = .*:broken gave .* not finite"):
         estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:broken", group_size=2))
     with pytest.raises(RecipeError, match="algorithm.advantage = .* is not decorated"):
@@ -166,6 +176,13 @@ def test_mismatch_weights_by_hand() -> None:
 
     assert weights("truncate", "token") == (pytest.approx([1.0, 2.0, 0.5, 0.25, 2.0]), [False, True, False, False, True])
     assert weights("mask", "token") == (pytest.approx([1.0, 0.0, 0.5, 0.25, 0.0]), [False, True, False, False, True])
+    extreme = torch.tensor([25.0, -30.0], dtype=torch.float64) - 1.0
+    for correction, level, expected in (
+        ("truncate", "token", [2.0, math.exp(-20)]), ("mask", "token", [0.0, math.exp(-20)]),
+        ("truncate", "sequence", [math.exp(-5)] * 2), ("mask", "sequence", [math.exp(-5)] * 2),
+    ):  # fmt: skip
+        given, _ = mismatch_weights(extreme, torch.full((2,), -1.0, dtype=torch.float64), (2,), correction, level, 2.0)
+        assert given.tolist() == pytest.approx(expected, rel=1e-9)
     product = 0.5 * 0.25 * 2.5
     assert weights("truncate", "sequence") == (pytest.approx([2.0, 2.0] + [product] * 3), [True, True, False, False, False])
     assert weights("mask", "sequence") == (pytest.approx([0.0, 0.0] + [product] * 3), [True, True, False, False, False])

@@ -15,31 +15,41 @@ LONGEST = 9
 
 
 def test_value_loss_by_hand():
-    values = torch.tensor([2.0, 2.0, 1.1])
-    old = torch.tensor([1.0, 1.0, 1.0])
-    returns = torch.tensor([3.0, 0.0, 1.0])
+    values = torch.tensor([2.0, 2.0, 1.1, 5e3, -5e3], dtype=torch.float64)
+    old = torch.ones(5, dtype=torch.float64)
+    returns = torch.tensor([3.0, 0.0, 1.0, 1.0, -5e3], dtype=torch.float64)
     loss, clipped = value_loss(values, old, returns, clip=0.5)
-    # held values 1.5, 1.5, 1.1: errors (1 | 2.25), (4 | 2.25), (0.01 | 0.01)
-    torch.testing.assert_close(loss, torch.tensor([1.125, 2.0, 0.005]))
-    assert clipped.tolist() == [True, False, False]
+    # held values 1.5, 1.5, 1.1, 1.5, 0.5: errors (1 | 2.25), (4 | 2.25), (0.01 | 0.01), (4999^2 | 0.25), (0 | 5000.5^2)
+    assert loss.tolist() == pytest.approx([1.125, 2.0, 0.005, 4999.0**2 / 2, 5000.5**2 / 2], rel=1e-9)
+    assert clipped.tolist() == [True, False, False, False, True]
 
 
 def test_kl_estimators_by_hand():
-    logprobs, reference = torch.tensor([0.0, -1.0]), torch.tensor([-1.0, 0.0])
-    torch.testing.assert_close(kl(logprobs, reference, "k1"), torch.tensor([1.0, -1.0]))
-    torch.testing.assert_close(kl(logprobs, reference, "k2"), torch.tensor([0.5, 0.5]))
-    torch.testing.assert_close(kl(logprobs, reference, "k3"), torch.tensor([math.exp(-1), math.e - 2]))
-    torch.testing.assert_close(kl(logprobs, reference, "absolute"), torch.tensor([1.0, 1.0]))
+    # Equal, near and far: reference less policy is 0, -1, 1, -15, 15, -30, 30; k3 takes 20 for the last.
+    logprobs = torch.tensor([-0.5, 0.0, -1.0, -0.1, -15.1, -0.1, -30.1], dtype=torch.float64)
+    reference = torch.tensor([-0.5, -1.0, 0.0, -15.1, -0.1, -30.1, -0.1], dtype=torch.float64)
+    found = {estimator: kl(logprobs, reference, estimator).tolist() for estimator in ("k1", "k2", "k3", "absolute")}
+    assert found["k1"] == pytest.approx([0.0, 1.0, -1.0, 15.0, -15.0, 30.0, -30.0], abs=1e-9)
+    assert found["k2"] == pytest.approx([0.0, 0.5, 0.5, 112.5, 112.5, 450.0, 450.0], abs=1e-9)
+    far = [math.exp(-15) + 14, math.exp(15) - 16, math.exp(-30) + 29, math.exp(20) - 21]
+    assert found["k3"] == pytest.approx([0.0, math.exp(-1), math.e - 2, *far], rel=1e-9)
+    assert found["absolute"] == pytest.approx([0.0, 1.0, 1.0, 15.0, 15.0, 30.0, 30.0], abs=1e-9)
     with pytest.raises(ValueError, match="algorithm.kl.estimator is 'k4'"):
         kl(logprobs, reference, "k4")
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "absolute"])
 def test_the_gradient_of_a_kl_term_is_the_difference_quotient(estimator: str) -> None:
-    """Of near and far tokens; the kink of `absolute`, and the clamp of k3 at 20, are left out."""
+    """Of near and far tokens; the kink of `absolute` is left out."""
     reference = torch.tensor([-1.0, -2.0, -0.5, -9.0, -30.0], dtype=torch.float64)
     start = torch.tensor([-1.2, -1.0, -0.6, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda at: kl(at, reference, estimator), (start,), eps=1e-7, atol=1e-6)
+
+
+def test_a_policy_far_above_its_reference_is_held_near_it_by_k3() -> None:
+    logprobs = torch.tensor([-0.1, -40.0], requires_grad=True)
+    kl(logprobs, torch.tensor([-40.0, -0.1]), "k3").sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [1.0, 0.0]  # the second one is beyond 20, and finite
 
 
 def test_the_gradient_of_the_value_loss_is_the_difference_quotient() -> None:
@@ -89,7 +99,7 @@ def test_loss_weights_by_hand():
 @st.composite
 def batches(draw):
     """Lengths, validity and a cut of the sequences into micro-batches on some ranks."""
-    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=16))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=16))
     valid = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     parts = draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
     return lengths, valid, parts
@@ -123,8 +133,8 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation):
     for i, gradient in whole_gradient.items():
         torch.testing.assert_close(gradient, cut_gradient[i])
 
-    # And the aggregate is the mean that its name says.
-    kept = [t.square() for t, ok in zip(tokens, valid, strict=True) if ok]
+    # And the aggregate is the mean that its name says, of sequences that have a token.
+    kept = [t.square() for t, ok in zip(tokens, valid, strict=True) if ok and len(t)]
     if kept:
         sums = torch.stack([t.sum() for t in kept])
         expected = {

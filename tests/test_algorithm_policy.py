@@ -14,10 +14,12 @@ from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_sections import PolicyLossSection
 from megarl.recipe.structure import kinds, sections_of
 
-# Empty, of one token, and longer; ratios near 1, beyond every bound, and extreme.
+# Empty, of one token, and longer; ratios near 1, and beyond every bound.
 LENGTHS = (3, 1, 0, 5, 2)
 ADVANTAGES = (1.5, -2.0, 1.0, -0.5, 0.0)
 RATIOS = [1.0, 1.5, 0.4, 0.9, 1.0, 1.00035, 3.5, 0.2, 1.25, 1.1, 0.9999]
+# Extreme ones: new less old log-probability, within +-20 and beyond, for advantages of either sign.
+WILD = [15.0, -30.0, 0.1, 30.0, -15.0, 0.0, 15.0, -30.0, 30.0, -12.0, 25.0]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "clip": [{"low": 0.2, "high": 0.28}, {"low": 0.2, "high": 0.2, "dual": 1.8}],
     "gspo": [{"low": 0.0003, "high": 0.0004}, {"low": 0.5, "high": 0.5}],
@@ -39,6 +41,12 @@ def tokens(logprobs: torch.Tensor | None = None) -> PolicyTokens:
     return PolicyTokens(new, old, torch.tensor(spread, dtype=torch.float64), LENGTHS)
 
 
+def wild_tokens(logprobs: torch.Tensor | None = None) -> PolicyTokens:
+    far = torch.tensor(WILD, dtype=torch.float64)
+    old = -0.5 - far.clamp(min=0.0)  # log-probabilities, both of them
+    return tokens(old + far if logprobs is None else logprobs)._replace(old_logprobs=old)
+
+
 def loss_of(kind: str, options: dict[str, Any]) -> Callable[[PolicyTokens], Loss]:
     return load_policy_loss(TypeAdapter(PolicyLossSection).validate_python({"kind": kind, **options}))
 
@@ -50,7 +58,7 @@ def of_paper(kind: str, options: dict[str, float], given: PolicyTokens) -> list[
     for advantage, length in zip(ADVANTAGES, LENGTHS, strict=True):
         new, old = (part[start : start + length].tolist() for part in (given.logprobs, given.old_logprobs))
         start += length
-        ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+        ratios = [math.exp(min(max(a - b, -20.0), 20.0)) for a, b in zip(new, old, strict=True)]
         low, high = options.get("low", 0.0), options.get("high", 0.0)
         if kind == "clip":
             for ratio in ratios:
@@ -85,14 +93,19 @@ def test_the_value_is_that_of_the_paper(kind: str, options: dict[str, float]) ->
     losses, clipped = loss_of(kind, options)(tokens())
     assert losses.tolist() == pytest.approx(of_paper(kind, options, tokens()), abs=1e-9)
     assert clipped.dtype == torch.bool and clipped.shape == losses.shape
+    losses, _ = loss_of(kind, options)(wild_tokens())
+    assert losses.tolist() == pytest.approx(of_paper(kind, options, wild_tokens()), rel=1e-9, abs=1e-9)
 
 
 # Of these the gradient is that of the value; gspo's and cispo's have a factor without one.
 @pytest.mark.parametrize(("kind", "options"), [case for case in CASES if case[0] not in ("gspo", "cispo")])
-def test_the_gradient_is_the_difference_quotient(kind: str, options: dict[str, float]) -> None:
+@pytest.mark.parametrize("given", [tokens, wild_tokens])
+def test_the_gradient_is_the_difference_quotient(
+    kind: str, options: dict[str, float], given: Callable[..., PolicyTokens]
+) -> None:
     loss = loss_of(kind, options)
-    start = tokens().logprobs.detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda at: loss(tokens(at))[0], (start,), eps=1e-7, atol=1e-6)
+    start = given().logprobs.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda at: loss(given(at))[0], (start,), eps=1e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS["gspo"])

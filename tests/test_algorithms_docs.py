@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from megarl.algorithm.estimate import ADVANTAGES
-from megarl.recipe.algorithm_sections import Advantage, AlgorithmSection, KlSection, PolicyLossSection
+from megarl.recipe.algorithm_sections import Advantage, AlgorithmSection, KlSection, MismatchSection, PolicyLossSection
 from megarl.recipe.structure import kinds, sections_of
 
 TEXT = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
@@ -68,7 +68,11 @@ def test_the_functions_of_ones_own_run_as_they_are_written() -> None:
 def test_every_other_choice_is_named() -> None:
     aggregations = typing.get_args(AlgorithmSection.model_fields["aggregation"].annotation)
     assert set(rows("Aggregation")) == set(aggregations)
-    estimators = typing.get_args(KlSection.model_fields["estimator"].annotation)
-    assert all(f"`{name}`" in TEXT or f"estimator: {name}`" in TEXT for name in estimators)
+    for title, section in (("KL:", KlSection), ("The engine is not the trainer", MismatchSection)):
+        (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
+        said = {word for span in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", span)}
+        for key, field in section.model_fields.items():
+            choices = {choice for choice in typing.get_args(field.annotation) if isinstance(choice, str)}
+            assert choices <= said, f"{title} {key}: {choices - said}"
     assert all(f"`algorithm.{key}`" in TEXT for key in ("kl", "overlong", "mismatch", "dynamic_sampling", "early_stop"))
     assert all(f"`{key}" in TEXT for key in ("critic.warmup_steps", "reference.refresh_every", "min_lr_share"))

@@ -131,6 +131,18 @@ def test_value_loss_is_the_clipped_half_square(batch, cut):
     assert loss.item() == pytest.approx(((errors * COUNTED).sum() / COUNTED.sum()).item(), rel=1e-5)
 
 
+def test_bounds_on_values_are_counted_over_tokens_that_count(batch):
+    batch.masked.add(1)
+    settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
+    objective = ValueObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    old = torch.cat(batch.fields["values"])
+    batch.fields["returns"] = [value + 2.0 for value in batch.fields["values"]]
+    # Beyond the bound and on the far side of the returns: the bound one, further from them, is the worse one.
+    moved = torch.tensor([0.5, 0.1, 0.5, 0.5, 0.1, 0.1, 0.5, 0.1, 0.1])
+    ((_, sums),) = _each(objective, batch, {"values": old + moved}, [(0, 1, 2)])
+    assert sums["tokens"].item() == 8.0 and sums["clipped_sum"].item() == 3.0
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
     """All but the tokens of a sample whose results are no numbers. Schulman's estimators with the tokens of the old policy:

@@ -11,7 +11,7 @@ import pytest
 from tests.learning_cases import ALGORITHMS, CHANCE, GOAL, LAST, learning_recipe, rewards_of
 from tests.runs import train_on_ranks
 
-pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.learning, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -94,16 +94,33 @@ def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
     assert not any(v.timed_out for v in verdicts)
 
 
-def test_a_looping_verifier_is_stopped_and_the_next_task_is_scored(own_rewards):
+def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
     process = VerifierProcess(own_rewards)
     try:
-        verdicts = process.score_task(["a", "loop", "a"], prompts("a", "a", "a"), timeout_s=4)
+        verdicts = process.score_task(["a", "loop", "a", "loop", "b"], prompts(*"aaaaa"), timeout_s=8)
         later = process.score_task(["a"], prompts("a"), timeout_s=60)
     finally:
         process.close()
-    assert [v.timed_out for v in verdicts] == [False, True, True]
-    assert verdicts[0].said == {"judge": 1.0} and verdicts[1].said is None and verdicts[2].said is None
+    assert [v.timed_out for v in verdicts] == [False, True, False, True, False]
+    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, None, 1.0, None, 0.0]
     assert later[0].said == {"judge": 1.0}
+
+
+def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, monkeypatch):
+    verifiers, start, starts = VerifierProcess(own_rewards), VerifierProcess._start, []
+
+    def counted(self):
+        starts.append(1)
+        start(self)
+
+    monkeypatch.setattr(VerifierProcess, "_start", counted)
+    try:
+        verdicts = verifiers.score_task(["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), timeout_s=12)
+    finally:
+        verifiers.close()
+    assert all(v.timed_out and v.said is None for v in verdicts)
+    assert "still being scored" in verdicts[0].failure and "waited behind" in verdicts[-1].failure
+    assert len(starts) == 5  # halves of what is left, until less than a 24th is: then none is begun
 
 
 def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards, monkeypatch):

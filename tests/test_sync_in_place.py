@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,7 @@ def first_version(request: pytest.FixtureRequest) -> None:
     if "case" in request.fixturenames:
         case = request.getfixturevalue("case")
         case.engines.before = lambda engine, worker, boxes: None
-        case.engines.known = False
+        case.engines.known = lambda number: False
         case.publish(0)
         case.assert_taken(0)
 
@@ -163,8 +163,14 @@ def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> 
     case.assert_refused(0, "wrong bytes in piece")
 
 
-def test_boxes_of_known_places_are_copied_there_and_verified_alike(case: Case) -> None:
-    case.engines.known = True
+@pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)
+@pytest.mark.parametrize("known", [lambda number: True, lambda number: number % 3 != 1], ids=["all", "some"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_boxes_of_known_places_are_copied_there_and_verified_alike(
+    case: Case, num_threads: int, known: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.sync.read.num_copy_threads", lambda workers: num_threads)
+    case.engines.known = known
     figures = case.publish(1)
     case.assert_taken(1)
     assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
@@ -226,6 +232,25 @@ def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:
         patch.setattr(publish, "piece_checksum", look)
         case.publish(1)
     assert read and all(found >= least for found, least in zip(read[0], own, strict=True))
+
+
+def test_what_was_copied_behind_an_unread_box_does_not_count_as_read_yet(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks hash what is theirs once that many pieces were read, the first ones."""
+    monkeypatch.setattr("megarl.sync.read.num_copy_threads", lambda workers: 1)
+    sender, unread, seen = case.publisher.sync._sender, 3, list[int]()
+    assert isinstance(sender, RingSender)
+
+    def look(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0:
+            seen.append(int(sender._rings[0].read[0]) - (sender._session << SESSION_SHIFT))
+
+    case.engines.known = lambda number: number != unread
+    case.engines.before = look
+    case.publish(1)
+    assert len(seen) == 1 and seen[0] <= unread
+    case.assert_taken(1)
 
 
 def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:

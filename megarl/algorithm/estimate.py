@@ -108,7 +108,8 @@ def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Esti
 
 def _of_user(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
     function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
-    found = function(_scores(scored, coefficient), scored.groups, scored.valid)
+    scores = torch.where(scored.valid, _scores(scored, coefficient), 0.0)  # a KL term in the reward is none of theirs either
+    found = function(scores, scored.groups, scored.valid)
     if found.shape != scored.rewards.shape or not torch.isfinite(found[scored.valid]).all():
         raise ValueError(
             f"algorithm.advantage = {settings.advantage} gave {tuple(found.shape)} advantages for {len(scored.rewards)} "

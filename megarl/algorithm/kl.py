@@ -14,7 +14,7 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str)
     With d = reference_logprobs - logprobs, tokens sampled from the policy:
         k1 = -d              unbiased, of either sign; as a loss its expected gradient is 0: for rewards
         k2 = d^2 / 2         biased, its expected gradient as a loss is that of the KL itself
-        k3 = exp(d) - 1 - d  unbiased and never negative; d is clamped to +-20 against overflow
+        k3 = exp(d) - 1 - d  unbiased and never negative; d is at most 20, against overflow
         absolute = |d|       biased; a distance rather than a divergence
     Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
     Raises ValueError for an unknown estimator.
@@ -25,7 +25,7 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str)
     if estimator == "k2":
         return 0.5 * d.square()
     if estimator == "k3":
-        d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        d = d.clamp(max=MAX_LOG_RATIO)  # not from below: there its gradient is what holds the policy near the reference
         return torch.expm1(d) - d
     if estimator == "absolute":
         return d.abs()

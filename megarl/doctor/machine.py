@@ -41,11 +41,15 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 def check_precision(precision: str, facts: Path = CPU_FACTS) -> Finding:
     """Whether this CPU computes in `precision` (a value of trainer.precision) about as fast as in fp32."""
-    known = {unit for line in facts.read_text().splitlines() for unit in line.split()}
-    if precision == "bf16" and not known & BF16_UNITS:
+    if precision == "bf16" and not multiplies_bf16(facts):
         found = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
         return warn("precision", found, "on this machine: trainer.precision=fp32")
     return ok("precision", precision)
+
+
+def multiplies_bf16(facts: Path = CPU_FACTS) -> bool:
+    """Whether this CPU has units for products in bf16; torch runs them on others, too."""
+    return bool(BF16_UNITS & {unit for line in facts.read_text().splitlines() for unit in line.split()})
 
 
 def check_sandbox() -> Finding:

@@ -108,8 +108,8 @@ class ValueObjective:
         assert self.settings.value_loss is not None
         losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
         loss = (weight * losses).sum()
-        tokens = torch.tensor(float(len(micro.targets)))
-        return loss, {"loss": loss.detach(), "clipped_sum": clipped.sum(), "tokens": tokens}
+        kept = _spread({sample: float(sample not in self.batch.masked) for sample in micro.samples}, micro, values.device)
+        return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
 
 
 def _spread(weights: dict[int, float], micro: PackedMicroBatch, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def texts(recipe: Recipe) -> Violations:
 
 
 def code_has_time(recipe: Recipe) -> Violations:
-    """Code that loops runs into its own limit, and scores 0; the deadline of the task would mask it, and all behind it."""
+    """Code that loops runs into its own limit, and scores 0; a deadline of the task that comes before would mask it."""
     parts = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
     section = recipe.phases.reward
     needed = section.sequences * (sum(parts) + SANDBOX_S)

@@ -24,6 +24,8 @@ from megarl.reward.verifiers import load_terms, read_answer, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 
 START_TIMEOUT_S = 120.0
+# Of a task's time, below which no text is begun any more once one was too slow: verifiers would start for nothing.
+LEAST_SHARE = 1 / 24
 STOP_TIMEOUT_S = 5.0
 ORPHAN_POLL_S = 1.0
 NEVER = threading.Event()  # a thread that waits for it is seen to wait, and not to be at work
@@ -60,20 +62,22 @@ class VerifierProcess:
         """One verdict for each text, in order, within `timeout_s` and restarts of the child; with what each answers, if
         `answers` are asked for.
 
-        A text whose verifier raises, or takes the process down, fails alone. At the deadline the text at work
-        and all that wait behind it have timed out. A restart takes nothing of the time of the texts behind it, until
-        all of a task have taken `START_TIMEOUT_S`.
+        A text whose verifier raises, or takes the process down, fails alone. One behind which others wait may take half
+        of the time that is left, so that a slow one fails alone too, and four of them leave the others some. At the deadline
+        the text at work and all that wait behind it have timed out. A restart takes nothing of the time of the texts behind
+        it, until all of a task have taken `START_TIMEOUT_S`.
         """
         deadline, spare_s = time.monotonic() + timeout_s, START_TIMEOUT_S
         verdicts: list[Verdict] = []
         for text, prompt in zip(texts, prompts, strict=True):
-            self._restart_s = 0.0
-            verdict = self._score(text, prompt, deadline, answers)
+            self._restart_s, left_s = 0.0, deadline - time.monotonic()
+            others_wait = len(verdicts) + 1 < len(texts)
+            verdict = self._score(text, prompt, deadline - left_s / 2 if others_wait else deadline, answers)
             verdicts.append(verdict)
             given_s = min(self._restart_s, spare_s)
             deadline, spare_s = deadline + given_s, spare_s - given_s
-            if verdict.timed_out:
-                waiting = Verdict(None, f"timeout: waited behind a text that passed {timeout_s} s", True)
+            if verdict.timed_out and deadline - time.monotonic() < LEAST_SHARE * timeout_s:
+                waiting = Verdict(None, f"timeout: waited behind texts that took all of {timeout_s} s", True)
                 verdicts += [waiting] * (len(texts) - len(verdicts))
                 break
         return verdicts

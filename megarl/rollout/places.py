@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -11,35 +12,40 @@ from megarl.sync.read import Box
 
 
 class KnownPlaces:
-    """Of boxes that are read in place, and are the same from version to version, where each one goes: for a worker whose
-    parameters all live where they are written. Between two copies Python's own work is slow, as a copy takes the cache from
-    it; so what was found for one version is used for the next one, as long as no parameter has moved.
+    """Where each box goes that is read in place, and is the same from version to version: of parameters that live where they
+    are written. Between two copies Python's own work is slow, as a copy takes the cache from it; so what was found for one
+    version is used for the next one, as long as no parameter has moved.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[Box, np.ndarray]] = {}  # by identity: the boxes are kept, so that it stays theirs
-        self._addresses: dict[tuple[str, str], int] = {}
+        # By the identity of a box's words, not kept alive: they are views of all that a rank has shared.
+        self._places: dict[int, tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
+        self._addresses: dict[str, int] = {}
         self.owners: tuple[str, ...] = ()
-        """The modules that were written, in their order."""
+        """The modules of which all was written where it lives, in their order."""
 
-    def note(self, box: Box, place: np.ndarray) -> None:
-        """The box's words belong there."""
-        self._places[id(box)] = box, place
+    def note(self, box: Box, place: np.ndarray, parameter: torch.Tensor) -> None:
+        """The box's words belong there, in this parameter. Where that lies is taken down as it is written, before vLLM
+        packs: one that is put elsewhere then has moved."""
+        assert box.words is not None, "what is read in place has words"
+        self._places[id(box.words)] = weakref.ref(box.words), place
+        self._addresses.setdefault(box.parameter, parameter.data_ptr())
 
-    def keep(self, owners: Iterable[str], modules: Mapping[str, torch.nn.Module], parameters: Iterable[str]) -> None:
-        """All boxes of a version are noted; these are its parameters, with the module's name in front."""
-        self.owners = tuple(owners)
-        places = (name.rpartition(".") for name in parameters)
-        self._addresses = {(owner, name): _address(modules, owner, name) for owner, _, name in places}
+    def keep(self, owners: Iterable[str]) -> None:
+        """A version has come whole, and these modules were written where they live, some of them named twice."""
+        self.owners = tuple(dict.fromkeys(owners))
 
-    def of(self, boxes: Sequence[Box], modules: Mapping[str, torch.nn.Module]) -> list[np.ndarray] | None:
-        """Where all boxes of a version belong, None where that is not known."""
-        moved = any(_address(modules, owner, name) != address for (owner, name), address in self._addresses.items())
-        if moved or any(id(box) not in self._places for box in boxes):
-            return None
-        return [self._places[id(box)][1] for box in boxes]
+    def of(self, boxes: Sequence[Box], modules: Mapping[str, torch.nn.Module]) -> list[np.ndarray | None]:
+        """Where each box of a version belongs, None where that is not known."""
+        moved = any(_address(modules, parameter) != address for parameter, address in self._addresses.items())
+        return [None if moved else self._place(box) for box in boxes]
+
+    def _place(self, box: Box) -> np.ndarray | None:
+        words, place = self._places.get(id(box.words), (lambda: None, None))
+        return place if words() is box.words else None
 
 
-def _address(modules: Mapping[str, torch.nn.Module], owner: str, name: str) -> int:
-    parameter: torch.Tensor = getattr(modules[owner], name)
-    return parameter.data_ptr() if parameter.numel() else 0
+def _address(modules: Mapping[str, torch.nn.Module], parameter: str) -> int:
+    owner, _, name = parameter.rpartition(".")
+    live: torch.Tensor = getattr(modules[owner], name)
+    return live.data_ptr() if live.numel() else 0

@@ -43,7 +43,7 @@ from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
 from megarl.sync.in_place import words_of
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.sync.read import Box, StreamReader
+from megarl.sync.read import Box, StreamReader, nowhere
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._spare, self._known = SpareMemory(), KnownPlaces()
         self._owner: str | None = None  # the module that is being written
+        self._uses_known = False
         self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
         self._repack_s = 0.0
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
@@ -127,7 +128,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._repack_s = 0.0
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
         meanwhile = self._pack_rest if manifest.mode == "reshard" else lambda: None
-        places = self._known_places if manifest.mode == "reshard" else lambda boxes: None
+        places = self._known_places if manifest.mode == "reshard" else nowhere
         with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, places)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
@@ -186,11 +187,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
-        self._owner, self._unpacked = None, []
+        self._owner, self._unpacked, self._uses_known = None, [], False
         first = next(boxes, None)
         if first is None:  # all was copied to known places
             return
-        self._known, found, all_live = KnownPlaces(), KnownPlaces(), True
+        known, self._known, found = self._known, KnownPlaces(), KnownPlaces()  # known again once all has come
         targets: dict[str, torch.Tensor] = {}
         words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
         for box in chain([first], boxes):
@@ -209,24 +210,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
                     words = {box.parameter: words_of(targets[box.parameter])}
-                place = box.words_within(words[box.parameter])
-                np.copyto(place, box.words)
-                found.note(box, place)
-                all_live = all_live and not self._spare.in_use
+                # No name is left for this place: spare memory that somebody refers to is not lent again.
+                np.copyto(box.words_within(words[box.parameter]), box.words)
+                if not self._spare.in_use:
+                    found.note(box, box.words_within(words[box.parameter]), targets[box.parameter])
                 continue
-            all_live = False
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
-        if all_live and self._owner is not None:
-            found.keep([*self._unpacked, self._owner], self._modules, self._sizes)
-            self._known = found
+        self._written()
+        found.keep(self._unpacked)
+        self._known = known if self._uses_known else found
 
-    def _known_places(self, boxes: Sequence[Box]) -> list[np.ndarray] | None:
-        """Where all boxes belong, which then only have to be packed at the end."""
+    def _known_places(self, boxes: Sequence[Box]) -> list[np.ndarray | None]:
+        """Where boxes belong whose modules then only have to be packed at the end."""
         places = self._known.of(boxes, self._modules)
-        if places is not None:
+        self._uses_known = any(place is not None for place in places)
+        if self._uses_known:
             self._unpacked = list(self._known.owners)
         return places
 
@@ -263,17 +264,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         A vector is one column; experts stand one below the other."""
         module = self._modules[owner]
         live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
-        if live.dtype != dtype:
+        # vLLM's kernel for small weights has biases in fp32, which it makes of those that were loaded.
+        widened = name == "bias" and live.dtype == torch.float32 and self.device.type == "cpu" and live.dtype != dtype
+        if live.dtype != dtype and not widened:
             raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = size
         # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
         stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
-        packed = live.numel() == 0 or stacked
+        packed = live.numel() == 0 or stacked or widened
         if not packed and live.numel() == rows * cols:
             return live.view(rows, cols)
         if not packed:
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
-        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)
+        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
         target = self._spare.take(shape, dtype, self.device)
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
@@ -290,6 +293,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._process(self._owner)
         else:
             self._unpacked.append(self._owner)
+        self._owner = None
 
     def _process(self, owner: str) -> None:
         """Let vLLM pack what was written, as it does after load."""

@@ -16,7 +16,7 @@ class SpareMemory:
     first touch of fresh memory takes several times longer than every later one."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []  # uint8; one for each parameter of a module
+        self._blocks: list[_Block] = []  # one for each parameter of a module
         self._taken = 0
 
     @property
@@ -28,21 +28,42 @@ class SpareMemory:
         """A tensor with unknown content, which nobody uses after `take_back`."""
         num_bytes = math.prod(size) * dtype.itemsize
         if self._taken == len(self._blocks):
-            self._blocks.append(torch.empty(0, dtype=torch.uint8, device=device))
-        if len(self._blocks[self._taken]) < num_bytes:
-            self._blocks[self._taken] = _fresh(num_bytes, device)
+            self._blocks.append(_Block(torch.empty(0, dtype=torch.uint8, device=device)))
+        if len(self._blocks[self._taken].memory) < num_bytes:
+            self._blocks[self._taken] = _Block(_fresh(num_bytes, device))
         block = self._blocks[self._taken]
         self._taken += 1
-        return block[:num_bytes].view(dtype).view(size)
+        return block.lent(size, dtype)
 
     def take_back(self) -> None:
         """What was taken may be given out again, but for blocks that somebody still refers to: vLLM kept its weights
         there."""
-        self._blocks = [block for block in self._blocks if _num_references(block) == 1]
+        self._blocks = [block for block in self._blocks if not block.is_kept()]
         self._taken = 0
 
     def clear(self) -> None:
         self._blocks, self._taken = [], 0
+
+
+class _Block:
+    """Memory, uint8 [bytes], and what it was lent as: modules of one kind have the same sizes, and making views anew between
+    two copies, which take the cache from Python, took a tenth of a sync's transfer."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._own_references = 1
+
+    def lent(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Another tensor each time, so that it is seen where somebody keeps it."""
+        if (size, dtype) not in self._views:
+            self._views[size, dtype] = self.memory[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
+            self._own_references = _num_references(self.memory)
+        return self._views[size, dtype].detach()
+
+    def is_kept(self) -> bool:
+        """Whether anybody else has a tensor on it."""
+        return _num_references(self.memory) > self._own_references
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:

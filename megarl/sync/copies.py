@@ -23,10 +23,11 @@ MOST_UNHASHED = 4
 
 
 class PieceCopy(NamedTuple):
-    """The words of a piece, and where they belong."""
+    """The words of a piece, where they belong, and its number among all of a version's."""
 
     words: np.ndarray
     place: np.ndarray
+    number: int
 
 
 class Copies:
@@ -48,38 +49,50 @@ class Copies:
     def run(self, copied: Callable[[int], None]) -> None:
         """`copied` is told now and then that so many pieces are, the first ones; it may raise. No thread is left behind."""
         others = [Thread(target=self._help, args=(thread,), daemon=True) for thread in range(1, len(self._behind))]
-        most = MOST_UNHASHED if others else 0
-        for other in others:
-            other.start()
         try:
-            for number in itertools.count(1):
-                if not self._copy_next(0):
-                    break
-                begun = time.perf_counter()
-                while len(self._unhashed) > most and self._hash_next():
-                    pass
-                self.verify_s += time.perf_counter() - begun
-                if number % RELEASE_PIECES == 0:
-                    copied(min(self._behind))
-            begun = time.perf_counter()
-            while self._hash_next():
-                pass
-        finally:
-            self._next = itertools.count(len(self._pieces))  # whatever the way out: there is nothing left to take
-            self._unhashed.clear()
             for other in others:
-                other.join()
-        self.verify_s += time.perf_counter() - begun
+                other.start()
+            self._lead(copied, MOST_UNHASHED if others else 0)
+        except BaseException:  # whatever the way out, threads are to stop; raised again
+            self._unhashed.clear()  # only here: else what another one has just copied might go without its hash
+            raise
+        finally:
+            self._next = itertools.count(len(self._pieces))  # there is nothing left to take
+            begun = time.perf_counter()
+            for other in others:
+                if other.ident is not None:  # it was started
+                    other.join()
+            self.verify_s += time.perf_counter() - begun
         if self._errors:
-            raise self._errors.pop()
+            raise self._errors[0]
+
+    def _lead(self, copied: Callable[[int], None], most: int) -> None:
+        """What the caller's thread does: at most so many pieces wait for their hash when it copies the next one."""
+        for number in itertools.count(1):
+            if self._errors or not self._copy_next(0):
+                break
+            begun = time.perf_counter()
+            while len(self._unhashed) > most and self._hash_next():
+                pass
+            self.verify_s += time.perf_counter() - begun
+            if number % RELEASE_PIECES == 0 and not self._errors:
+                copied(min(self._behind))
+        begun = time.perf_counter()
+        while self._hash_next():
+            pass
+        self.verify_s += time.perf_counter() - begun
 
     def _help(self, thread: int) -> None:
         try:
-            while self._hash_next() or self._copy_next(thread):
-                pass
+            while True:
+                if self._hash_next():
+                    # What it takes to copy lies behind all that the caller's thread has taken: it holds nobody up.
+                    self._behind[thread] = max(self._behind[thread], self._behind[0])
+                elif not self._copy_next(thread):
+                    break
         except BaseException as error:  # raised by `run`, where somebody hears of it
             self._errors.append(error)
-            self._behind[thread] = len(self._pieces)
+            self._next = itertools.count(len(self._pieces))  # the others end, too
 
     def _copy_next(self, thread: int) -> bool:
         """Whether there was a piece left."""
@@ -99,10 +112,11 @@ class Copies:
             number = self._unhashed.popleft()
         except IndexError:  # another thread may have been faster
             return False
-        self.sums[number] = piece_checksum(hashed_parts(self._pieces[number].place), self._version, number)
+        piece = self._pieces[number]
+        self.sums[number] = piece_checksum(hashed_parts(piece.place), self._version, piece.number)
         return True
 
 
 def num_copy_threads(workers: int) -> int:
-    """Of each of the workers that share this process's cores, and stand still while they copy."""
+    """Of each of an engine's workers, who share the cores that this process may use, and stand still while they copy."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // workers))

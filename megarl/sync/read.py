@@ -53,8 +53,13 @@ class Box(NamedTuple):
         return np.ndarray(self.words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
 
 
-# Where boxes belong, as words, each of the shape of its box's own; None for one that wants them handed out.
-FindPlaces = Callable[[Sequence[Box]], Sequence[np.ndarray] | None]
+# Where boxes belong, as words, each of the shape of its box's own; None for one that is to be handed out.
+FindPlaces = Callable[[Sequence[Box]], Sequence[np.ndarray | None]]
+
+
+def nowhere(boxes: Sequence[Box]) -> list[np.ndarray | None]:
+    """All of them are to be handed out."""
+    return [None] * len(boxes)
 
 
 @dataclass
@@ -91,13 +96,13 @@ class StreamReader:
         manifest: WeightManifest,
         engine: int,
         meanwhile: Callable[[], None] = lambda: None,
-        places: FindPlaces = lambda boxes: None,
+        places: FindPlaces = nowhere,
     ) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
-        for no more boxes has to close it. Of boxes that are read in place and have `places` none is handed out: they are
-        copied there.
+        for no more boxes has to close it. Boxes that are read in place and have one of `places` are not handed out: they are
+        copied there, before all others.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -144,18 +149,17 @@ class StreamReader:
                 box = Box(to.parameter, to.row, to.col, content, None, words, to.step)
                 self._in_place.append((box, hashed_parts(words)))
         figures.wait_s += time.perf_counter() - begun
-        found = places([box for box, _ in self._in_place])
-        if found is not None:
-            own = self._copy_to(found, manifest, end)
-        else:
-            own = np.zeros(len(pieces), dtype=np.uint64)
-            for number, (box, parts) in enumerate(self._in_place):
-                yield box
-                begun = time.perf_counter()
-                own[number] = piece_checksum(parts, manifest.version, number)
-                if number % RELEASE_PIECES == 0:
-                    end.release(number)
-                figures.verify_s += time.perf_counter() - begun
+        found, own = places([box for box, _ in self._in_place]), np.zeros(len(pieces), dtype=np.uint64)
+        self._copy_to(found, own, manifest, end)
+        handed_out = [number for number, place in enumerate(found) if place is None]
+        for count, number in enumerate(handed_out):
+            box, parts = self._in_place[number]
+            yield box
+            begun = time.perf_counter()
+            own[number] = piece_checksum(parts, manifest.version, number)
+            if count % RELEASE_PIECES == 0:
+                end.release(number)
+            figures.verify_s += time.perf_counter() - begun
         figures.received_bytes += sum(part.nbytes for _, parts in self._in_place for part in parts)
         end.release(len(pieces) - 1)
         meanwhile()
@@ -171,16 +175,28 @@ class StreamReader:
         # Says whether this engine was given up before it had read all: what it read since may be of another version.
         end.release(len(pieces))
 
-    def _copy_to(self, places: Sequence[np.ndarray], manifest: WeightManifest, end: RingReceiver) -> np.ndarray:
-        """Copy all that is read in place, and hash it; the sums, uint64 [pieces]."""
+    def _copy_to(
+        self, places: Sequence[np.ndarray | None], own: np.ndarray, manifest: WeightManifest, end: RingReceiver
+    ) -> None:
+        """Copy what has a place there, and put its hashes among all pieces' `own`, uint64 [pieces]."""
         pieces = []
-        for (box, _), place in zip(self._in_place, places, strict=True):
-            assert box.words is not None, "what is read in place has words"
-            pieces.append(PieceCopy(box.words, place))
+        for number, ((box, _), place) in enumerate(zip(self._in_place, places, strict=True)):
+            if place is not None:
+                assert box.words is not None, "what is read in place has words"
+                pieces.append(PieceCopy(box.words, place, number))
+        if not pieces:
+            return
+        numbers = [piece.number for piece in pieces]
+        before = next((number for number, place in enumerate(places) if place is None), len(places))
+
+        def copied(count: int) -> None:
+            """Read are the pieces before the first one that is not copied, or that has no place."""
+            end.release(min(before, numbers[count] if count < len(numbers) else len(places)) - 1)
+
         copies = Copies(pieces, manifest.version, num_copy_threads(manifest.rollout.workers))
-        copies.run(lambda count: end.release(count - 1))
+        copies.run(copied)
+        own[numbers] = copies.sums
         self.figures.verify_s += copies.verify_s
-        return copies.sums
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
