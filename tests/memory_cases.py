@@ -267,7 +267,10 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     shape = ModelShape.from_config(case.config)
     batch = in_groups(random_batch(shape.vocab, case.all_lengths), case.group_size or 1)
     (mini_batch,) = case.plan().mini_batches
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # On CPUs without bf16 units oneDNN holds the operands of its products once more, in fp32; torch's own kernels hold
+    # nothing, as a GPU's do.
+    own_kernels = torch.backends.mkldnn.flags(enabled=False)
+    with own_kernels, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engines = {}
         for name, layout in case.layouts.items():
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None

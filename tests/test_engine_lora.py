@@ -6,7 +6,7 @@ import torch
 
 from megarl.recipe.sections import LoraSection
 from megarl.reshard.boxes import Layout
-from tests.engine_cases import small_batch
+from tests.engine_cases import EPSILON, small_batch
 from tests.feature_cases import Feature, train_with
 from tests.lora_cases import LORA, hand_made_lora, train_lora
 from tests.ranks import run_ranks
@@ -62,7 +62,7 @@ def test_updates_equal_lora_by_hand(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     trained = hand_made_lora(model, found.initial, LORA)
     assert sum(one.numel() for one in trained) == found.num_trained
-    optimizer = torch.optim.AdamW(trained, eps=1e-5, weight_decay=0.0)  # as `engine` has it
+    optimizer = torch.optim.AdamW(trained, eps=EPSILON, weight_decay=0.0)
     batch = small_batch(model.config.vocab_size)
     num_tokens = int(batch.completion_lengths.sum())
     for loss, norm, learning_rate, logprobs in found.figures:
