@@ -78,6 +78,8 @@ class Fault:
             return 0.0
         if self.process == WORKER:
             return 2 * REWARD_S + STEP_S  # there are two tasks
+        if self.process == VERIFIERS:
+            return REWARD_S / 2  # the rest is for the completions behind
         answer_s = REPORT_WAITS["shared_memory"] * SYNC_S  # two buckets hold the whole model: no rank waits for room
         return {"rollout": ROLLOUT_S, "weight_sync": answer_s, "reward": REWARD_S}[self.phase]
 
@@ -89,7 +91,7 @@ class Fault:
         if self.process == VERIFIERS and self.kind == KILL:
             return r"1 rewards masked; .*the verifier process \d+ died with exit status -9 .*another one was started"
         if self.process == VERIFIERS:
-            return r"8 rewards masked; .*timeout: .*its verifier process \d+ was ended, and another one started"
+            return r"1 rewards masked; .*timeout: .*its verifier process \d+ was ended, and another one started"
         gone = "vLLM's engine process is gone" if self.process == CORE else "the actor's process is gone"
         cause = gone if self.kind == KILL else f"no answer of rollout engine 0 in phase {self.phase} within"
         return rf"rollout engine 0 is lost in phase {self.phase} .*restart 1 of rollout.max_restarts = 1\): {cause}"
