@@ -41,7 +41,6 @@ from megarl.rollout.places import KnownPlaces
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
-from megarl.sync.in_place import words_of
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader, nowhere
 from megarl.sync.whole import whole_tensors
@@ -209,7 +208,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     targets[box.parameter + SCALES] = scales
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
-                    words = {box.parameter: words_of(targets[box.parameter])}
+                    words = {box.parameter: self._spare.words(targets[box.parameter])}
                 # No name is left for this place: spare memory that somebody refers to is not lent again.
                 np.copyto(box.words_within(words[box.parameter]), box.words)
                 if not self._spare.in_use:
@@ -282,7 +281,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
             target.zero_()  # padding is never sent
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
-        return target.view(rows, cols)
+        return target if len(shape) == 2 else target.view(rows, cols)
 
     def _written(self) -> None:
         """A module is complete. What is in spare memory is packed at once, so that the next one may have it; all others when

@@ -6,7 +6,10 @@ import contextlib
 import math
 import mmap
 
+import numpy as np
 import torch
+
+from megarl.sync.in_place import words_of
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -29,11 +32,16 @@ class SpareMemory:
         num_bytes = math.prod(size) * dtype.itemsize
         if self._taken == len(self._blocks):
             self._blocks.append(_Block(torch.empty(0, dtype=torch.uint8, device=device)))
-        if len(self._blocks[self._taken].memory) < num_bytes:
+        if self._blocks[self._taken].num_bytes < num_bytes:
             self._blocks[self._taken] = _Block(_fresh(num_bytes, device))
         block = self._blocks[self._taken]
         self._taken += 1
         return block.lent(size, dtype)
+
+    def words(self, matrix: torch.Tensor) -> np.ndarray:
+        """What was taken last, or another matrix of the host's memory, as `words_of` says."""
+        found = self._blocks[self._taken - 1].words(matrix) if self._taken else None
+        return words_of(matrix) if found is None else found
 
     def take_back(self) -> None:
         """What was taken may be given out again, but for blocks that somebody still refers to: vLLM kept its weights
@@ -50,8 +58,9 @@ class _Block:
     two copies, which take the cache from Python, took a tenth of a sync's transfer."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+        self.memory, self.num_bytes, self._place = memory, len(memory), memory.data_ptr()
         self._views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._words: dict[tuple[torch.Size, torch.dtype], np.ndarray] = {}
         self._own_references = 1
 
     def lent(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -60,6 +69,17 @@ class _Block:
             self._views[size, dtype] = self.memory[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
             self._own_references = _num_references(self.memory)
         return self._views[size, dtype].detach()
+
+    def words(self, matrix: torch.Tensor) -> np.ndarray | None:
+        """None for what does not lie here."""
+        if matrix.data_ptr() != self._place:
+            return None
+        key = matrix.shape, matrix.dtype
+        if key not in self._words:
+            others = _num_references(self.memory) - self._own_references
+            self._words[key] = words_of(matrix)
+            self._own_references = _num_references(self.memory) - others
+        return self._words[key]
 
     def is_kept(self) -> bool:
         """Whether anybody else has a tensor on it."""
