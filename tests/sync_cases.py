@@ -25,9 +25,9 @@ LARGEST = (1024, 512)  # of the parameters
 
 
 class ThreadEngines:
-    """What rank 0 knows the engines by. `before` is called in a worker's thread before each bucket is read, with the engine,
-    the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served again. Of what they
-    read in place workers say where boxes belong whose number is `known`."""
+    """What rank 0 knows the engines by. `before` is called in a worker's thread before each box is copied, with the engine,
+    the worker and the number of boxes it has, and `after` when it was; `retries` is how often a failed engine asks to be
+    served again. Of what they read in place workers say where boxes belong whose number is `known`."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -38,6 +38,7 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
+        self.after: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
         self.known: Callable[[int], bool] = lambda number: False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
@@ -118,6 +119,9 @@ class ThreadEngines:
             target = box.within(parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
             assert torch.isnan(target).all(), f"{box.parameter} written twice"
             target.copy_(box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales)))
+            if box.words is not None:
+                self.readers[engine, worker].wrote(box.words_within(words_of(parameters[box.parameter])))
+            self.after(engine, worker, boxes)
         return parameters
 
 

@@ -39,6 +39,28 @@ def test_memory_that_somebody_kept_is_not_lent_again() -> None:
     assert (kept == 1).all()
 
 
+def test_words_are_of_the_memory_that_was_lent_and_keep_nobody_from_it() -> None:
+    """They stay from module to module, and what vLLM keeps is seen beside them."""
+    spare, live = SpareMemory(), torch.zeros(4, 8)
+    places = []
+    for value in (1, 2):
+        matrix = spare.take((4, 8), torch.float32, CPU)
+        spare.words(matrix)[:] = value
+        assert (matrix.view(torch.int32) == value).all() and not live.any()
+        spare.words(live)[:] = 3
+        assert (matrix.view(torch.int32) == value).all() and (live.view(torch.int32) == 3).all()
+        live.zero_()
+        places.append(matrix.data_ptr())
+        del matrix
+        spare.take_back()
+    assert places[0] == places[1]
+    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU), requires_grad=False)
+    spare.words(kept.detach())[:] = 4
+    spare.take_back()
+    spare.words(spare.take((4, 8), torch.float32, CPU))[:] = 5
+    assert (kept.view(torch.int32) == 4).all()
+
+
 def test_a_larger_parameter_gets_larger_memory() -> None:
     spare = SpareMemory()
     spare.take((4, 8), torch.float32, CPU)
@@ -56,7 +78,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     receiver._known = KnownPlaces()
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__, wrote=lambda place: None)
     return receiver
 
 

@@ -96,7 +96,7 @@ def case(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[
 def first_version(request: pytest.FixtureRequest) -> None:
     if "case" in request.fixturenames:
         case = request.getfixturevalue("case")
-        case.engines.before = lambda engine, worker, boxes: None
+        case.engines.before = case.engines.after = lambda engine, worker, boxes: None
         case.engines.known = lambda number: False
         case.publish(0)
         case.assert_taken(0)
@@ -161,6 +161,18 @@ def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> 
 
     case.engines.before = write
     case.assert_refused(0, "wrong bytes in piece")
+
+
+def test_a_checksum_is_of_what_a_worker_has(case: Case) -> None:
+    """Not of what a rank has by then: it may have been written to since a box was copied."""
+    name = case.publisher.sync._in_place[0].at_source(case.publisher.sync._plan, 0).parameter
+
+    def write(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == 0:
+            case.shards[name].add_(1.0)
+
+    case.engines.after = write
+    case.assert_refused(0, "wrong bytes in piece 0 of")
 
 
 @pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)

@@ -190,6 +190,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         first = next(boxes, None)
         if first is None:  # all was copied to known places
             return
+        reader = self._reader
+        assert reader is not None  # it gives the boxes
         known, self._known, found = self._known, KnownPlaces(), KnownPlaces()  # known again once all has come
         targets: dict[str, torch.Tensor] = {}
         words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
@@ -209,10 +211,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if box.words is not None and self.device.type == "cpu":
                 if box.parameter not in words:
                     words = {box.parameter: self._spare.words(targets[box.parameter])}
-                # No name is left for this place: spare memory that somebody refers to is not lent again.
-                np.copyto(box.words_within(words[box.parameter]), box.words)
+                place = box.words_within(words[box.parameter])
+                np.copyto(place, box.words)
+                reader.wrote(place)
                 if not self._spare.in_use:
-                    found.note(box, box.words_within(words[box.parameter]), targets[box.parameter])
+                    found.note(box, place, targets[box.parameter])
                 continue
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:

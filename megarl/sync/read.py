@@ -88,6 +88,7 @@ class StreamReader:
         self._homes: list[Home] = []
         # What is read where it is, each with the parts that are hashed.
         self._in_place: list[tuple[Box, list[np.ndarray]]] = []
+        self._wrote: np.ndarray | None = None
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -102,7 +103,7 @@ class StreamReader:
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
         for no more boxes has to close it. Boxes that are read in place and have one of `places` are not handed out: they are
-        copied there, before all others.
+        copied there, before all others. What is read in place is hashed where it was copied to, as far as `wrote` says so.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -125,6 +126,11 @@ class StreamReader:
             if not complete:
                 end.give_up()
 
+    def wrote(self, place: np.ndarray) -> None:
+        """Where the box that was handed out last is now, as words: its checksum is made of that, so that it holds for what
+        the worker has."""
+        self._wrote = place
+
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; the others are padding."""
         return self._elements[parameter]
@@ -139,6 +145,7 @@ class StreamReader:
         """Copy every box to its place, or hand it out where it lies, and hash what was copied while it is in the cache. The
         ranks make their sums when all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
+        self._wrote = None
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
             dtype = DTYPES[manifest.precision]
@@ -156,6 +163,8 @@ class StreamReader:
             box, parts = self._in_place[number]
             yield box
             begun = time.perf_counter()
+            if self._wrote is not None:
+                parts, self._wrote = hashed_parts(self._wrote), None
             own[number] = piece_checksum(parts, manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
