@@ -99,6 +99,9 @@ def test_what_the_user_has_chosen_stays() -> None:
     # Threads on cores of their own wait for each other in a loop, as libgomp has it; others might wait for their own core.
     assert "OMP_WAIT_POLICY" not in bound and chosen["OMP_WAIT_POLICY"] == "PASSIVE"
     assert handle.engine_environment(1, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert bound["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert handle.engine_environment(1, own)["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
 
 
 def test_a_process_is_bound_with_the_threads_that_it_has_and_what_it_starts() -> None:
