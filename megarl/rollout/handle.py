@@ -25,11 +25,12 @@ STOP_S = 10.0
 
 def engine_environment(workers: int, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: Dynamo compiles for
-    seconds at the first log-probability; vLLM's own binding would pin every engine to the same cores; two OpenMP threads
-    that wait in a loop for their turn on one core are ten times slower than one; what vLLM packs at each sync goes to memory
-    that is new, which large pages give faster (1.4 times, `benchmarks/weight_sync.py`). So an engine has one thread until it is
-    bound to cores of its own, where it waits as libgomp does, in a loop for some milliseconds (vLLM alone: 1.3 times the
-    rate). What the user has chosen in their `own` environment stays (`cores.py`); nobody is bound then, and no thread loops.
+    seconds at the first log-probability; vLLM's own binding would pin every engine to the same cores; what vLLM packs at
+    each sync goes to memory that is new, which large pages give faster (1.4 times, `benchmarks/weight_sync.py`); two OpenMP
+    threads that wait in a loop for their turn on one core are ten times slower than one. So an engine has one thread until
+    it is bound to cores of its own, where it waits as libgomp does, in a loop for some milliseconds (vLLM alone: 1.3 times
+    the rate). What the user has chosen in their `own` environment stays (`cores.py`); nobody is bound then, and no thread
+    loops.
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if device_platform.kind != "cpu":
