@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.machine_model import Rates
+from benchmarks.sync_model import Rates
 from megarl.family import ModelShape
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout

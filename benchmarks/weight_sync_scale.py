@@ -1,21 +1,29 @@
 """How long would a weight sync take on a cluster? The real plan of large models, and a model of the links.
 
-    python benchmarks/weight_sync_scale.py [--only NAME] [--nic 50e9] [--nvlink 450e9] [--json PATH] [--check]
+    python benchmarks/weight_sync_scale.py [--only NAME] [--nic 50e9] [--nvlink 450e9] [--node-gpus 8]
+        [--json PATH] [--check] [--tensor 8] [--pipeline 8] [--data 8] [--expert 32] [--engines 16]
+        [--rollout-tensor 8] [--rollout-data 4]
 
-For each model: a trainer layout, engines, and nodes of 8 GPUs. The trainer and the engines have GPUs of their own, as far as
-possible on nodes of their own. Weights travel in bf16. Columns:
+For each model: a trainer layout, engines, and nodes of GPUs; with --only the layouts may be others. The trainer and the
+engines have GPUs of their own, as far as possible on nodes of their own. Weights travel in bf16, as a run sends them: by one
+plan for all engines, to the workers of each in orders of their own (`megarl/reshard/order.py`), into two buckets. Columns:
 
 - bytes: what a worker receives, over the bytes of its own shard.
+- GB: the most that goes out of a rank's network card, into a worker's, and out of a worker's NVLink.
 - bound: as long as every shard comes from the trainer, no schedule is faster. The slowest worker's bytes over its link, or
   the bytes that only the ranks of one pipeline stage have over the links of all of these. Workers of several engines on one
   node that hold the same count once.
-- megarl: the schedule of `megarl/reshard/order.py`, by `benchmarks/sync_model.py`, whose docstring says what is assumed.
+- megarl: the schedule of a run, by `benchmarks/sync_model.py`, whose docstring says what is assumed.
 - in order: the same if every worker began with the first layer.
 - broadcast: gather and broadcast, as others do it. The root of each stage gathers its tensors over its tensor and expert
   ranks and broadcasts them to every worker, each of which takes the whole model. Rated without latency or waits, gathering
   hidden behind broadcasting: its links' bytes alone. `a node` is the same where a node takes the model once, over all of its
   network cards, from the trainer or from another node, and hands it on over NVLink.
-- plan: processor seconds of one core for the plans of all engines, and the peak memory of the process that made them.
+- plan: processor seconds of one core for the plan and the streams to all workers, as a trainer rank makes them once, and
+  the peak memory of the process that made them.
+
+Engines of 32 workers are in here for what their sync would cost: megarl places an engine on one node, and so refuses them on
+nodes of 8 GPUs (`megarl/placement.py`).
 
 Targets (with --check, exit 1 when one is missed): every worker receives exactly its own shard; megarl within 1.15 x of the
 bound for every model; the plans of the largest one in 10 s and 2 GB.
@@ -24,11 +32,11 @@ bound for every model; the plans of the largest one in 10 s and 2 GB.
         [--pipeline 2] [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304]
         [--bytes-per-weight 2] [--rates 4e9 inf inf 5e9] [--check]
 
-predicts instead a sync between processes of this machine by `benchmarks/machine_model.py`, and measures it in turns with
-what the model is fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker, and,
-where messages travel, what one costs besides, as threads wake each other: what these two take longer than the model says,
-over their messages. The seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of
-what was measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured.
+predicts instead a sync between processes of this machine by the same model, and measures it in turns with what the model is
+fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker, and, where messages
+travel, what one costs besides, as threads wake each other: what these two take longer than the model says, over their
+messages. The seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of what was
+measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +61,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
-from benchmarks.machine_model import Machine, Rates, machine_seconds  # noqa: E402
-from benchmarks.sync_model import Cluster, Reader, bucket_parts, sync_seconds  # noqa: E402
+from benchmarks.sync_model import Cluster, Machine, Rates, Reader, bucket_parts, sync_seconds  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.reshard.boxes import Layout, RolloutLayout  # noqa: E402
 from megarl.reshard.engines import engine_plan  # noqa: E402
 from megarl.reshard.order import copy_order  # noqa: E402
 from megarl.reshard.plan import ReshardPlan  # noqa: E402
 from megarl.reshard.sides import vllm_boxes  # noqa: E402
+from megarl.sync.stream import Stream  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
@@ -106,14 +114,39 @@ class Case:
     def shape(self) -> ModelShape:
         return ModelShape.from_config(MODELS[self.model])
 
-    def source_nodes(self, cluster: Cluster) -> list[int]:
-        return [rank // cluster.node_gpus for rank in range(self.trainer.ranks)]
+    def source_nodes(self, cluster: Cluster) -> tuple[int, ...]:
+        return tuple(rank // cluster.node_gpus for rank in range(self.trainer.ranks))
 
-    def worker_nodes(self, engine: int, cluster: Cluster) -> list[int]:
+    def worker_nodes(self, engine: int, cluster: Cluster) -> tuple[int, ...]:
         """Engines stand one after the other, from the first node behind the trainer's."""
         first = -(-self.trainer.ranks // cluster.node_gpus)
         gpus = range(engine * self.rollout.workers, (engine + 1) * self.rollout.workers)
-        return [first + gpu // cluster.node_gpus for gpu in gpus]
+        return tuple(first + gpu // cluster.node_gpus for gpu in gpus)
+
+    def order(self, plan: ReshardPlan, engine: int, worker: int) -> np.ndarray:
+        """As `megarl.sync.manifest.sync_stream` has it, which needs torch."""
+        workers = self.rollout.workers
+        return copy_order(plan, worker, engine * workers + worker, self.engines * workers)
+
+    def cut(self, arguments: argparse.Namespace) -> Case:
+        """With the layouts that the command line gives in place of its own."""
+        given = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "data", "expert")}
+        given = {name: number for name, number in given.items() if number is not None}
+        rollout = {"tensor": arguments.rollout_tensor, "data": arguments.rollout_data}
+        rollout = {name: number for name, number in rollout.items() if number is not None}
+        if not given and not rollout and arguments.engines is None:
+            return self
+        trainer = replace(self.trainer, stages=() if "pipeline" in given else self.trainer.stages, **given)
+        if trainer.tensor * trainer.data % trainer.expert:
+            raise SystemExit(
+                f"--expert {trainer.expert} must divide the {trainer.tensor} x {trainer.data} ranks of a stage, --tensor x --data"
+            )
+        return replace(
+            self,
+            trainer=trainer,
+            rollout=replace(self.rollout, **rollout),
+            engines=self.engines if arguments.engines is None else arguments.engines,
+        )
 
 
 CASES = (
@@ -140,88 +173,85 @@ CASES = (
 )
 
 
-def plans(case: Case, cluster: Cluster) -> Iterator[ReshardPlan]:
-    """The plan of each engine."""
-    nodes = case.source_nodes(cluster)
-    for engine in range(case.engines):
-        yield engine_plan(case.shape, case.trainer, case.rollout, engine, nodes, case.worker_nodes(engine, cluster))
-
-
-def plan_cost(case: Case, cluster: Cluster) -> tuple[float, int]:
-    """(processor seconds, peak bytes) of the plans and hashes of all engines, in a process of their own."""
+def plan_cost(case: Case) -> tuple[float, int]:
+    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers, in a process of their own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_plan_cost, (case, cluster))
+        return pool.apply(_plan_cost, (case,))
 
 
-def _plan_cost(case: Case, cluster: Cluster) -> tuple[float, int]:
+def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
-    made = list(plans(case, cluster))
-    assert len({plan.hash for plan in made}) > 0
+    plan = engine_plan(case.shape, case.trainer, case.rollout)
+    assert plan.hash
+    for engine in range(case.engines):
+        for worker in range(case.rollout.workers):
+            Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
     # Not the peak of getrusage, which a new process has from the one that started it.
     (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return time.process_time() - began, int(peak) * 1024
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A worker that receives, by its plan, and how many others of its node take the same copy."""
-
-    plan: ReshardPlan
-    worker: int
-    node: int
-    followers: int
-
-
-def streams(case: Case, cluster: Cluster, made: Sequence[ReshardPlan]) -> list[Stream]:
-    """One for each shard of each node: the worker of the first engine that has it there receives."""
-    sharing: dict[tuple[int, int], list[int]] = {}
+def receivers(case: Case, cluster: Cluster, plan: ReshardPlan, rotated: bool = True) -> list[Reader]:
+    """The workers of each engine that receives: the first one on its node, or nodes; the others there take what that one
+    received. Not `rotated`, every worker begins with the first layer."""
+    together: dict[tuple[int, ...], list[int]] = {}
     for engine in range(case.engines):
-        for worker, node in enumerate(case.worker_nodes(engine, cluster)):
-            sharing.setdefault((node, worker), []).append(engine)
-    return [Stream(made[engines[0]], worker, node, len(engines) - 1) for (node, worker), engines in sorted(sharing.items())]
-
-
-def bound_seconds(case: Case, cluster: Cluster, received: Sequence[Stream]) -> tuple[float, float]:
-    """(workers', trainer ranks') least seconds."""
-    stage_ranks = case.trainer.ranks // case.trainer.pipeline
-    nodes, most = np.array(case.source_nodes(cluster)), 0.0
-    from_stage = np.zeros(case.trainer.pipeline)
-    for stream in received:
-        own = stream.plan.to_destination(stream.worker)
-        size, near = stream.plan.sizes[own] * BYTES, nodes[stream.plan.source_rank[own]] == stream.node
-        most = max(most, size[~near].sum() / cluster.nic, size[near].sum() / cluster.nvlink)
-        ranks = stream.plan.source_rank[own][~near]
-        from_stage += np.bincount(ranks // stage_ranks, size[~near], case.trainer.pipeline)
-    return most, float(from_stage.max()) / stage_ranks / cluster.nic
-
-
-def schedule_seconds(case: Case, cluster: Cluster, received: Sequence[Stream], rotated: bool) -> float:
-    """megarl's time by the model; not `rotated`, every worker begins with the first layer."""
+        together.setdefault(case.worker_nodes(engine, cluster), []).append(engine)
     readers = []
-    for number, stream in enumerate(received):
-        place = (number, len(received)) if rotated else (0, 1)
-        order = copy_order(stream.plan, stream.worker, *place)
-        readers.append(Reader(bucket_parts(stream.plan, order, BYTES, case.bucket_bytes), stream.node, stream.followers))
-    return sync_seconds(readers, case.source_nodes(cluster), cluster)
+    for nodes, engines in together.items():
+        for worker, node in enumerate(nodes):
+            order = case.order(plan, engines[0], worker) if rotated else copy_order(plan, worker)
+            readers.append(Reader(bucket_parts(plan, order, BYTES, case.bucket_bytes), node, len(engines) - 1))
+    return readers
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes: the most out of a rank's and into a worker's network card, and into a worker over NVLink from a rank, or out of
+    one to the others of its node; and the most out of all ranks of a pipeline stage."""
+
+    out_of_rank: float
+    into_worker: float
+    near: float
+    handed_over: float
+    out_of_stage: float
+
+
+def traffic(case: Case, cluster: Cluster, readers: Sequence[Reader]) -> Traffic:
+    out, into, near, handed_over = np.zeros(case.trainer.ranks), 0.0, 0.0, 0.0
+    for reader in readers:
+        received = np.zeros(case.trainer.ranks)
+        for rank, size in (part for bucket in reader.buckets for part in bucket):
+            received[rank] += size
+        from_node = np.array(cluster.source_nodes) == reader.node
+        out += np.where(from_node, 0, received)
+        into, near = max(into, received[~from_node].sum()), max(near, received[from_node].sum())
+        handed_over = max(handed_over, reader.followers * received.sum())
+    stages = out.reshape(case.trainer.pipeline, -1).sum(axis=1)
+    return Traffic(*map(float, (out.max(), into, near, handed_over, stages.max())))
 
 
 def broadcast_seconds(case: Case, cluster: Cluster, model_bytes: float) -> tuple[float, float]:
     """(every worker takes the whole model, every node takes it once) of gather and broadcast."""
     stage_ranks = case.trainer.ranks // case.trainer.pipeline
-    gather = model_bytes / case.trainer.pipeline / cluster.rate(stage_ranks <= cluster.node_gpus)
+    gather = model_bytes / case.trainer.pipeline / (cluster.nvlink if stage_ranks <= cluster.node_gpus else cluster.nic)
     everyone = model_bytes / cluster.nic
     once = max(model_bytes / cluster.nic / cluster.node_gpus, model_bytes / cluster.nvlink)
     return max(gather, everyone), max(gather, once)
 
 
 def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
-    made = list(plans(case, cluster))
+    cluster = replace(cluster, source_nodes=case.source_nodes(cluster))
+    plan = engine_plan(case.shape, case.trainer, case.rollout)
     boxes = vllm_boxes(case.shape, case.rollout, lambda weight: not weight.fixed)
     shard = np.bincount(boxes.rank, boxes.sizes, case.rollout.workers)
-    excess = [np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard for plan in made]
-    received = streams(case, cluster, made)
-    workers, ranks = bound_seconds(case, cluster, received)
-    seconds, peak = plan_cost(case, cluster)
+    excess = np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard
+    readers = receivers(case, cluster, plan)
+    moved = traffic(case, cluster, readers)
+    stage_ranks = case.trainer.ranks // case.trainer.pipeline
+    bound_workers = max(moved.into_worker / cluster.nic, moved.near / cluster.nvlink)
+    bound_ranks = moved.out_of_stage / stage_ranks / cluster.nic
+    seconds, peak = plan_cost(case)
     whole = vllm_boxes(case.shape, RolloutLayout(), lambda weight: not weight.fixed)
     model_bytes = float(whole.sizes.sum()) * BYTES
     everyone, once = broadcast_seconds(case, cluster, model_bytes)
@@ -232,15 +262,16 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
         "engines": case.engines,
         "bucket_bytes": case.bucket_bytes,
         "model_bytes": model_bytes,
-        "copies": sum(map(len, made)),
+        "copies": len(plan),
         "worker_bytes": float(shard.max()) * BYTES,
-        "least_share": float(np.min(excess)),
-        "most_share": float(np.max(excess)),
-        "bound_workers": workers,
-        "bound_ranks": ranks,
-        "bound": max(workers, ranks),
-        "megarl": schedule_seconds(case, cluster, received, rotated=True),
-        "in_order": schedule_seconds(case, cluster, received, rotated=False),
+        "least_share": float(excess.min()),
+        "most_share": float(excess.max()),
+        "link_bytes": asdict(moved),
+        "bound_workers": bound_workers,
+        "bound_ranks": bound_ranks,
+        "bound": max(bound_workers, bound_ranks),
+        "megarl": sync_seconds(readers, cluster),
+        "in_order": sync_seconds(receivers(case, cluster, plan, rotated=False), cluster),
         "broadcast": everyone,
         "broadcast_a_node": once,
         "plan_seconds": seconds,
@@ -269,10 +300,10 @@ def predict_machine(readers: Sequence[Reader], machine: Machine, message_s: floa
     seconds = 1 / rates.write + 1 / rates.send + 1 / rates.receive + engines / rates.place
     return {
         "bytes": num_bytes,
-        "alone": machine_seconds(readers, replace(machine, num_cores=sys.maxsize)),
+        "alone": sync_seconds(readers, replace(machine, num_cores=sys.maxsize)),
         "work": num_bytes * seconds / machine.num_cores,
         "messages": message_s * num_messages(readers),
-        "seconds": machine_seconds(readers, machine) + message_s * num_messages(readers),
+        "seconds": sync_seconds(readers, machine) + message_s * num_messages(readers),
     }
 
 
@@ -288,18 +319,19 @@ def missed(row: dict[str, Any]) -> list[str]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="seconds of one weight sync, by the model of the links", title_justify="left")
-    columns = ["model", "trainer", "engines", "GB a worker", "bytes", "bound: workers", "ranks", "megarl", "/ bound"]
-    for name in [*columns, "in order", "broadcast", "a node", "plan s", "plan GB"]:
+    columns = ["model", "trainer", "engines", "bytes", "GB out", "in", "NVLink", "bound: workers", "ranks", "megarl"]
+    for name in [*columns, "/ bound", "in order", "broadcast", "a node", "plan s", "plan GB"]:
         table.add_column(name, justify="right")
     for row in rows:
-        trainer, rollout = row["trainer"], row["rollout"]
+        trainer, rollout, moved = row["trainer"], row["rollout"], row["link_bytes"]
         expert = " EP" if rollout["expert_parallel"] else ""
         table.add_row(
             row["model"],
             f"TP{trainer['tensor']} PP{trainer['pipeline']} DP{trainer['data']} EP{trainer['expert']}",
             f"{row['engines']} x TP{rollout['tensor']} DP{rollout['data']}{expert}",
-            f"{row['worker_bytes'] / 1e9:.1f}",
             f"{row['most_share']:.2f}",
+            *(f"{number / 1e9:.1f}" for number in (moved["out_of_rank"], moved["into_worker"])),
+            f"{max(moved['near'], moved['handed_over']) / 1e9:.1f}",
             *(f"{row[name]:.3f}" for name in ("bound_workers", "bound_ranks", "megarl")),
             f"{row['megarl'] / row['bound']:.3f}",
             *(f"{row[name]:.2f}" for name in ("in_order", "broadcast", "broadcast_a_node")),
@@ -317,7 +349,12 @@ def save(path: Path, config: dict[str, Any], content: dict[str, Any]) -> None:
 
 def run_machine(arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
-    trainer, rollout = Layout(arguments.tensor, arguments.pipeline), RolloutLayout(arguments.rollout_tensor)
+    tensor, pipeline = arguments.tensor or 1, arguments.pipeline or 2
+    trainer, rollout, engines = (
+        Layout(tensor, pipeline),
+        RolloutLayout(arguments.rollout_tensor or 1),
+        arguments.engines or 1,
+    )
     in_place = arguments.transport == "shared_memory"
     sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes
     # As `megarl.sync.copies.num_copy_threads` says, which needs torch.
@@ -328,13 +365,13 @@ def run_machine(arguments: argparse.Namespace) -> int:
     else:
         from benchmarks.sync_rates import Sync, measured_in_turns  # here, because they need torch
 
-        own = arguments.engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes
+        own = engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes
         timed = measured_in_turns(Sync(shape, trainer, rollout, *own))
         machine = Machine(arguments.cores, timed.rates, arguments.hand_over, copy_threads)
         if not in_place:
             simplest = machine_readers(shape, Layout(), RolloutLayout(), 1, *sizes)
-            message_s = max(0.0, timed.simplest_s - machine_seconds(simplest, machine)) / num_messages(simplest)
-    found = predict_machine(machine_readers(shape, trainer, rollout, arguments.engines, *sizes), machine, message_s)
+            message_s = max(0.0, timed.simplest_s - sync_seconds(simplest, machine)) / num_messages(simplest)
+    found = predict_machine(machine_readers(shape, trainer, rollout, engines, *sizes), machine, message_s)
     gigabytes = [f"{rate / 1e9:.1f}" for rate in machine.rates]
     print(
         f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB by {arguments.transport} in {found['seconds']:.3f} s on "
@@ -364,16 +401,20 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shared_memory", "gloo"), default="shared_memory")
     parser.add_argument("--rates", type=float, nargs=4, metavar=("WRITE", "SEND", "RECEIVE", "PLACE"))
     parser.add_argument("--hand-over", type=float, default=1e-4)  # half of `transport.LOOK_S`, on average
-    sizes = {"tensor": 1, "pipeline": 2, "rollout-tensor": 1, "engines": 1, "cores": 2}
-    for name, number in (sizes | {"bucket-bytes": 4194304, "bytes-per-weight": 2}).items():
+    for name in ("tensor", "pipeline", "data", "expert", "rollout-tensor", "rollout-data", "engines"):
+        parser.add_argument(f"--{name}", type=int)
+    for name, number in {"node-gpus": 8, "cores": 2, "bucket-bytes": 4194304, "bytes-per-weight": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     if arguments.machine:
         return run_machine(arguments)
-    cluster = Cluster(8, arguments.nvlink, arguments.nic, arguments.copy, arguments.copy, arguments.latency)
-    rows = [rate_case(case, cluster) for case in CASES if arguments.only in (None, case.model)]
+    if arguments.only is None and any(case.cut(arguments) != case for case in CASES):
+        parser.error("another layout is of one model: name it by --only")
+    rates = arguments.nvlink, arguments.nic, arguments.copy, arguments.copy, arguments.latency
+    cluster = Cluster(arguments.node_gpus, *rates)
+    rows = [rate_case(case.cut(arguments), cluster) for case in CASES if arguments.only in (None, case.model)]
     print_table(rows)
     misses = [(name, row["model"]) for row in rows for name in missed(row)]
     for name, model in misses:
@@ -384,7 +425,7 @@ def main() -> int:
     print(
         f"weight_sync_scale: {len(rows)} models, {len(misses)} targets missed; megarl at most "
         f"{max(row['megarl'] / row['bound'] for row in rows):.3f} x the bound, {last['model']} in {last['megarl']:.2f} s "
-        f"(gather and broadcast {last['broadcast']:.0f} s), its {last['engines']} plans of {last['copies']} copies in "
+        f"(gather and broadcast {last['broadcast']:.0f} s), its plan of {last['copies']} copies in "
         f"{last['plan_seconds']:.1f} s and {last['plan_peak_bytes'] / 1e9:.2f} GB"
     )
     return 1 if arguments.check and misses else 0

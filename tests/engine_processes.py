@@ -174,7 +174,7 @@ def _take(
     network: Network | None,
 ) -> dict[str, torch.Tensor]:
     parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
-    boxes = _count_boxes(reader, manifest)
+    boxes = _count_boxes(reader, manifest, engine)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     for number, box in enumerate(reader.boxes(manifest, engine)):
         _meet(fault, states.get(number, ""), network)
@@ -182,9 +182,9 @@ def _take(
     return parameters
 
 
-def _count_boxes(reader: StreamReader, manifest: WeightManifest) -> int:
+def _count_boxes(reader: StreamReader, manifest: WeightManifest, engine: int) -> int:
     """How many boxes a version has."""
-    reader._prepare(manifest)
+    reader._prepare(manifest, engine)
     if manifest.homes:
         return len(reader._pieces)
     stream = reader._stream

@@ -8,65 +8,72 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks import machine_model, sync_model, weight_sync_scale
-from benchmarks.machine_model import Machine, Rates, machine_seconds
-from benchmarks.sync_model import Cluster, Parts, Reader, bucket_parts, sync_seconds
+from benchmarks import sync_model, weight_sync_scale
+from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, bucket_parts, sync_seconds
 from benchmarks.sync_rates import Sync, measured_in_turns
 from benchmarks.weight_sync_scale import (
     CASES,
     Case,
-    bound_seconds,
     machine_readers,
     main,
     missed,
-    plans,
     predict_machine,
     rate_case,
-    schedule_seconds,
-    streams,
+    receivers,
+    traffic,
 )
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.order import copy_order, start_share
 from megarl.sync import copies, in_place, transport
+from megarl.sync.read import StreamReader
 from tests.test_family_table import CONFIGS, shape_of
 
-# A link moves 10 bytes a second, NVLink 100; packing and placing take nothing.
-PLAIN = Cluster(8, nvlink=100.0, nic=10.0, pack=float("inf"), place=float("inf"), latency=0.0)
+# A link moves 10 bytes a second, NVLink 100; packing and placing take nothing. All ranks are on node 0.
+PLAIN = Cluster(8, nvlink=100.0, nic=10.0, pack=math.inf, place=math.inf, latency=0.0, source_nodes=(0, 0))
 H100 = Cluster(8, nvlink=450e9, nic=50e9, pack=1.5e12, place=1.5e12, latency=30e-6)
 
 
 def test_one_message_takes_each_of_its_ways_once() -> None:
-    slow = Cluster(8, nvlink=100.0, nic=10.0, pack=50.0, place=25.0, latency=0.5)
-    seconds = sync_seconds([Reader([[(0, 100)]], node=1)], [0], slow)
-    assert seconds == pytest.approx(0.5 + 2 + 10 + 0.5 + 4)
-    assert sync_seconds([Reader([[(0, 100)]], node=0)], [0], slow) == pytest.approx(0.5 + 2 + 1 + 0.5 + 4)
+    slow = replace(PLAIN, pack=50.0, place=25.0, latency=0.5)
+    assert sync_seconds([Reader([[(0, 100)]], node=1)], slow) == pytest.approx(2 + 0.5 + 10 + 0.5 + 4 + 0.5)
+    assert sync_seconds([Reader([[(0, 100)]], node=0)], slow) == pytest.approx(2 + 0.5 + 1 + 0.5 + 4 + 0.5)
 
 
 def test_a_link_s_messages_take_turns() -> None:
     one_rank = [Reader([[(0, 100)]], node) for node in (1, 2)]
-    assert sync_seconds(one_rank, [0], PLAIN) == pytest.approx(20)
+    assert sync_seconds(one_rank, PLAIN) == pytest.approx(20)
     one_worker = [Reader([[(0, 100), (1, 100)]], node=1)]
-    assert sync_seconds(one_worker, [0, 0], PLAIN) == pytest.approx(20)
+    assert sync_seconds(one_worker, PLAIN) == pytest.approx(20)
     apart = [Reader([[(rank, 100)]], 1 + rank) for rank in (0, 1)]
-    assert sync_seconds(apart, [0, 0], PLAIN) == pytest.approx(10)
+    assert sync_seconds(apart, PLAIN) == pytest.approx(10)
+
+
+def test_a_message_to_a_slow_worker_keeps_back_those_behind_it() -> None:
+    """Of two workers the first one takes 10 s to place a bucket; the rank's third part waits for it, and the fourth."""
+    readers = [Reader([[(0, 10)]] * 4, 1), Reader([[(0, 10)]] * 4, 2)]
+    slow = replace(PLAIN, place=1.0)
+    # In turns of a second each: the third bucket leaves when the first is in place, and its end is placed behind the last.
+    assert sync_seconds(readers, PLAIN) == pytest.approx(8)
+    assert sync_seconds(readers, slow) == pytest.approx(2 + 4 * 10)
 
 
 def test_a_bucket_travels_while_the_other_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     placing = replace(PLAIN, place=10.0)
     readers = [Reader([[(0, 100)]] * 5, node=1)]
-    assert sync_seconds(readers, [0], placing) == pytest.approx(60)
+    assert sync_seconds(readers, placing) == pytest.approx(60)
     monkeypatch.setattr(sync_model, "NUM_BUCKETS", 1)
-    assert sync_seconds(readers, [0], placing) == pytest.approx(100)
+    assert sync_seconds(readers, placing) == pytest.approx(100)
 
 
 def test_workers_that_share_a_copy_get_it_over_nvlink() -> None:
-    assert sync_seconds([Reader([[(0, 100)]], 1, followers=2)], [0], PLAIN) == pytest.approx(10 + 2 * 1)
+    assert sync_seconds([Reader([[(0, 100)]], 1, followers=2)], PLAIN) == pytest.approx(10 + 2 * 1)
 
 
 # A rank writes 10 bytes a second and sends 20, a worker's second thread takes 50, its own 25.
@@ -76,45 +83,43 @@ MACHINE = Machine(num_cores=64, rates=RATES, latency=0.0)
 
 def test_a_bucket_on_one_machine_takes_each_thread_once() -> None:
     one = [Reader([[(0, 100)]], 0)]
-    assert machine_seconds(one, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving beside it
-    assert machine_seconds(one, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
-    assert machine_seconds(one, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
-    assert machine_seconds([Reader([[(0, 100)]], 0, followers=2)], MACHINE) == pytest.approx(10 + 5 + 4)
-    assert machine_seconds([Reader([[(0, 100)]], 0, followers=2)], replace(MACHINE, num_cores=2)) == pytest.approx(
-        10 + 5 + 8
-    )
+    assert sync_seconds(one, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving beside it
+    assert sync_seconds(one, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
+    assert sync_seconds(one, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
+    assert sync_seconds([Reader([[(0, 100)]], 0, followers=2)], MACHINE) == pytest.approx(10 + 5 + 4)
+    assert sync_seconds([Reader([[(0, 100)]], 0, followers=2)], replace(MACHINE, num_cores=2)) == pytest.approx(10 + 5 + 8)
 
 
 def test_buckets_on_one_machine_follow_each_other_where_there_are_cores() -> None:
     buckets: Parts = [[(0, 100)]] * 5
-    assert machine_seconds([Reader(buckets, 0)], MACHINE) == pytest.approx(5 * 10 + 5 + 4)
+    assert sync_seconds([Reader(buckets, 0)], MACHINE) == pytest.approx(5 * 10 + 5 + 4)
     slow = replace(MACHINE, rates=RATES._replace(place=5.0))  # a bucket that waits to be placed keeps nobody from placing
-    assert machine_seconds([Reader(buckets, 0)], slow) == pytest.approx(10 + 5 + 5 * 20)
-    assert machine_seconds([Reader(buckets, 0)], replace(slow, num_cores=1)) == pytest.approx(5 * (10 + 5 + 2 + 20))
+    assert sync_seconds([Reader(buckets, 0)], slow) == pytest.approx(10 + 5 + 5 * 20)
+    assert sync_seconds([Reader(buckets, 0)], replace(slow, num_cores=1)) == pytest.approx(5 * (10 + 5 + 2 + 20))
     # Two ranks write at once, and take turns at nothing but the worker.
     two: Parts = [[(0, 100)], [(1, 100)]]
-    assert machine_seconds([Reader(two, 0)], MACHINE) == pytest.approx(10 + 5 + 2 * 4)
+    assert sync_seconds([Reader(two, 0)], MACHINE) == pytest.approx(10 + 5 + 2 * 4)
 
 
 def test_a_rank_has_two_buckets_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part is packed while the first is sent; with one bucket it is not."""
     readers = [Reader([[(0, 100)]] * 2, 0), Reader([[(0, 100)]] * 2, 0)]
     even = replace(MACHINE, rates=RATES._replace(send=10.0, receive=10.0))
-    assert machine_seconds(readers, even) == pytest.approx(5 * 10 + 4)
-    monkeypatch.setattr(machine_model, "NUM_BUCKETS", 1)
-    assert machine_seconds(readers, even) == pytest.approx(4 * 20 + 4)
+    assert sync_seconds(readers, even) == pytest.approx(5 * 10 + 4)
+    monkeypatch.setattr(sync_model, "NUM_BUCKETS", 1)
+    assert sync_seconds(readers, even) == pytest.approx(4 * 20 + 4)
 
 
 def test_in_place_a_worker_s_threads_share_the_pieces_and_ranks_hash_behind_all() -> None:
     machine = replace(MACHINE, copy_threads=2, rates=RATES._replace(send=math.inf, receive=math.inf))
     buckets: Parts = [[(0, 100)]] * 5
-    assert machine_seconds([Reader(buckets, 0)], machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert machine_seconds([Reader(buckets, 0, followers=3)], machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert machine_seconds([Reader(buckets, 0, followers=3)], replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 50)
-    assert machine_seconds([Reader(buckets, 0)], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
+    assert sync_seconds([Reader(buckets, 0)], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert sync_seconds([Reader(buckets, 0, followers=3)], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert sync_seconds([Reader(buckets, 0, followers=3)], replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 50)
+    assert sync_seconds([Reader(buckets, 0)], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
     # The first rank's pieces are hashed while the second's are still copied.
     two: Parts = [[(0, 100)], [(1, 100)]]
-    assert machine_seconds([Reader(two, 0)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
+    assert sync_seconds([Reader(two, 0)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
 
 
 def test_the_model_s_numbers_are_those_of_the_code() -> None:
@@ -147,13 +152,75 @@ def test_readers_begin_apart_and_so_do_those_next_to_each_other(readers: int) ->
         assert gaps.max() <= 3 / few, f"the first {few} of {readers} leave a gap of {gaps.max():.2f} of a round"
 
 
+def on(case: Case, cluster: Cluster) -> Cluster:
+    return replace(cluster, source_nodes=case.source_nodes(cluster))
+
+
 def test_readers_that_begin_apart_keep_every_stage_busy() -> None:
     """In order, one stage after the other sends to all; a bound of half of that is almost reached."""
-    case = Case("Qwen3-30B-A3B", Layout(2, 4, 2, expert=4, expert_tensor=1), RolloutLayout(8), 2)
-    received = streams(case, H100, list(plans(case, H100)))
-    bound = max(bound_seconds(case, H100, received))
-    assert bound <= schedule_seconds(case, H100, received, rotated=True) < 1.15 * bound
-    assert schedule_seconds(case, H100, received, rotated=False) > 1.5 * bound
+    case = Case("Qwen3-30B-A3B", Layout(2, 4, 2, expert=4, expert_tensor=1), RolloutLayout(8), 2, 64 << 20)
+    cluster, plan = on(case, H100), engine_plan(case.shape, case.trainer, case.rollout)
+    readers = receivers(case, cluster, plan)
+    moved = traffic(case, cluster, readers)
+    bound = max(moved.into_worker, moved.out_of_stage / 4) / H100.nic
+    assert bound <= sync_seconds(readers, cluster) < 1.15 * bound
+    assert sync_seconds(receivers(case, cluster, plan, rotated=False), cluster) > 1.5 * bound
+
+
+def test_bytes_of_a_link_are_counted_where_they_go() -> None:
+    """Two engines of two workers on one node, a trainer of two stages that fills another one: half of the model leaves each
+    rank, as one copy for both engines."""
+    case = Case("Qwen3-30B-A3B", Layout(1, 2), RolloutLayout(2), 2)
+    cluster = on(case, replace(H100, node_gpus=4))
+    plan = engine_plan(case.shape, case.trainer, case.rollout)
+    readers = receivers(case, cluster, plan)
+    moved, total = traffic(case, cluster, readers), 2 * int(plan.sizes.sum())
+    assert len(readers) == 2 and moved.near == 0
+    assert moved.into_worker == max(np.bincount(plan.destination_rank, 2 * plan.sizes))
+    assert moved.handed_over == moved.into_worker and moved.out_of_rank == moved.out_of_stage
+    assert moved.out_of_rank == max(np.bincount(plan.source_rank, 2 * plan.sizes)) >= total / 2
+    beside = on(case, replace(H100, node_gpus=8))  # on the trainer's node: nothing leaves it
+    assert traffic(case, beside, receivers(case, beside, plan)).into_worker > 0
+    near = [replace(reader, node=0) for reader in receivers(case, beside, plan)]
+    assert traffic(case, beside, near).into_worker == 0 and traffic(case, beside, near).near == moved.into_worker
+
+
+@pytest.mark.parametrize("transport_name", ["gloo", "nccl"])
+def test_the_order_is_that_of_a_run(transport_name: str) -> None:
+    """Of every engine's workers, at both ends."""
+    shape, layout, rollout, engines = shape_of("qwen3"), Layout(2, 2), RolloutLayout(2), 3
+    case, plan = Case("", layout, rollout, engines), engine_plan(shape, layout, rollout)
+    assert transport.num_orders(transport_name, "full", engines) == engines
+    for engine in range(engines):
+        for worker in range(2):
+            reader = StreamReader(shape, worker)
+            manifest = SimpleNamespace(
+                **{"plan_hash": plan.hash, "layout": layout, "rollout": rollout, "mode": "reshard", "precision": "fp32"},
+                **{"bucket_bytes": 1 << 12, "quantization": None, "num_engines": engines, "wire": "full"},
+                **{"transport": transport_name, "leaders": tuple(range(engines))},
+            )
+            reader._prepare(manifest, engine)  # type: ignore[arg-type]
+            order = reader._stream.copy[np.sort(np.unique(reader._stream.copy, return_index=True)[1])]
+            assert order.tolist() == case.order(plan, engine, worker).tolist()
+
+
+def test_another_layout_of_a_model_is_given_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--only Qwen3-30B-A3B --tensor 1 --pipeline 4 --expert 4 --engines 2 --rollout-tensor 2 --json"
+    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", *options.split(), str(tmp_path / "found.json")])
+    assert main() == 0
+    (row,) = json.loads((tmp_path / "found.json").read_text())["models"]
+    assert (row["trainer"]["tensor"], row["trainer"]["pipeline"], row["trainer"]["data"]) == (1, 4, 4)
+    assert (row["engines"], row["rollout"]["tensor"]) == (2, 2)
+    assert row["link_bytes"]["into_worker"] == row["worker_bytes"] > 0
+    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", "--pipeline", "4"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--only" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", "--only", "Qwen3-30B-A3B", "--expert", "3"])
+    with pytest.raises(SystemExit, match="--expert 3 must divide the 2 x 4 ranks"):
+        main()
 
 
 def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:

@@ -101,14 +101,14 @@ def sync_stream(
     shape: ModelShape,
     plan: ReshardPlan,
     worker: int,
-    workers: int,
+    turn: tuple[int, int],
     dtype: torch.dtype,
     bucket_bytes: int,
     quantization: str | None,
 ) -> Stream:
-    """The stream of one of an engine's workers; both ends compute it."""
+    """The stream of one of an engine's workers, which is reader `turn[0]` of `turn[1]`; both ends compute it."""
     quantised = quantised_tensors(shape) if quantization == "fp8" else {}
-    return Stream.of(plan, copy_order(plan, worker, worker, workers), dtype.itemsize, bucket_bytes, quantised)
+    return Stream.of(plan, copy_order(plan, worker, *turn), dtype.itemsize, bucket_bytes, quantised)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

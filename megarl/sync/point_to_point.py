@@ -9,9 +9,9 @@ A group that failed is not used again: both ends leave it, which the other end s
 meet in a new one.
 
 Messages of a pair arrive in the order in which they were sent, with or without numbers. A rank begins its messages in the
-order of (bucket, worker), a worker posts its own in that of (bucket, rank): both agree with the one order of (bucket,
-worker, rank). So where a member's messages wait for each other, as NCCL's do, the first that is not through is the next one
-at both of its ends, and goes through as soon as its bucket is read.
+order of (bucket, engine, worker), a worker posts its own in that of (bucket, rank): both agree with the one order of
+(bucket, engine, worker, rank). So where a member's messages wait for each other, as NCCL's do, the first that is not through
+is the next one at both of its ends, and goes through as soon as its bucket is read.
 
 With `wire = delta` a message is a part's difference to the last one (see `delta.py`): as a rule much shorter than the memory
 that the receiver has ready for it, which gloo allows.
@@ -33,7 +33,7 @@ from megarl.sync.delta import SentParts, TakenParts
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.stream import Part, Stream
-from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANSPORTS, wait_until
+from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANSPORTS, engines_of, wait_until
 
 MessageGroup = GlooMessages | NcclMessages
 # Of a wait whose time is up, for what is complete by then: gloo takes no time at all for all the time there is.
@@ -134,21 +134,22 @@ class PointToPointSender:
             except SyncError as error:
                 self._lose(engine, str(error))
 
-    def room(self, worker: int, bucket: int) -> torch.Tensor:
+    def room(self, stream: int, bucket: int) -> torch.Tensor:
         self._turn = (self._turn + 1) % NUM_BUCKETS
         self._wait(self._turn)
-        memory = self.buckets[self._turn, : self._streams[worker].capacity]
+        memory = self.buckets[self._turn, : self._streams[stream].capacity]
         if self._parts is not None:
             memory.zero_()  # what lies between pieces is no difference
         return memory
 
-    def send(self, worker: int, bucket: int) -> None:
-        part = self._streams[worker].part(bucket, self._rank)
+    def send(self, stream: int, bucket: int) -> None:
+        worker = stream % self._manifest.rollout.workers
+        part = self._streams[stream].part(bucket, self._rank)
         assert part is not None, f"rank {self._rank} has nothing in bucket {bucket} of worker {worker}"
         content = self.buckets[self._turn, part.start : part.end]
         if self._parts is not None:
             content = self._parts.message(worker, bucket, part, content)
-        for engine in self._manifest.leading:
+        for engine in engines_of(stream, len(self._streams), self._manifest):
             if engine in self._groups and engine not in self.lost:
                 member = self._manifest.layout.ranks + worker
                 what = f"send: bucket {bucket} to worker {worker} of engine {engine}"

@@ -39,7 +39,7 @@ from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
 from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
-from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
+from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of, num_orders
 from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
@@ -129,8 +129,9 @@ class WeightSync:
         self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._held = set(parameter_sizes(shape, layout, rank))
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
-        self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
-        # Of this rank, by worker and bucket: where the bucket lies in memory, and the pieces with their places there.
+        turns = num_orders(settings.transport, settings.wire, settings.num_engines) * workers
+        self._streams = [sync_stream(shape, self._plan, turn % workers, (turn, turns), *form) for turn in range(turns)]
+        # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
         self._in_place = [
@@ -187,7 +188,7 @@ class WeightSync:
             changed_bytes += sum(streamed.changed_bytes for streamed in done)
             content_bytes += sum(streamed.content_bytes for streamed in done)
             wanted, figures = self._from_first(partial(self._finish, manifest, done))
-        bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
+        bound = len(every) * sum(stream.payload_bytes for stream in self._streams[: self._settings.rollout.workers])
         if self._parts is not None:
             figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
         return figures | {
@@ -208,7 +209,7 @@ class WeightSync:
         mine: dict[str, Any] = {"names": None, "machine": _machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
-            mine["names"] = tuple(f"{unique}-{s}" for s in range(len(self._streams)))
+            mine["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
         everyone = self._gather(mine)
         for rank, other in enumerate(everyone):
             if other["plan"] != everyone[0]["plan"]:
@@ -368,15 +369,20 @@ class WeightSync:
         matrices = {name: own.detach().view(own.shape[0], -1) for name, own in parameters.items()}  # a vector is one column
         try:
             self._sender.begin(manifest)
+            streams = [
+                (number, stream)
+                for number, stream in enumerate(self._streams)
+                if engines_of(number, len(self._streams), manifest)
+            ]
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
-                for worker, stream in enumerate(self._streams):
+                for number, stream in streams:
                     part = stream.part(bucket, self._rank)
                     if part is not None:
                         with span("wait_engines"):
-                            memory = self._sender.room(worker, bucket)
+                            memory = self._sender.room(number, bucket)
                         begun = time.perf_counter()
-                        self._pack(manifest, worker, part, matrices, bucket, memory)
-                        self._sender.send(worker, bucket)
+                        self._pack(manifest, number, part, matrices, bucket, memory)
+                        self._sender.send(number, bucket)
                         pack_s += time.perf_counter() - begun
             self._sender.finish()
         except BaseException:  # SystemExit too: engines wait for what is not sent any more; it is raised again
@@ -418,13 +424,13 @@ class WeightSync:
 
     @torch.no_grad()
     def _pack(
-        self, manifest: WeightManifest, worker: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor
+        self, manifest: WeightManifest, stream: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor
     ) -> None:
         """Cast and copy a part's boxes into the bucket, each with its checksum."""
-        place, pieces = self._pieces.get((worker, bucket), (0, []))
+        place, pieces = self._pieces.get((stream, bucket), (0, []))
         if place != memory.data_ptr():
-            pieces = self._pieces_in(memory, worker, part)
-            self._pieces[worker, bucket] = memory.data_ptr(), pieces
+            pieces = self._pieces_in(memory, stream, part)
+            self._pieces[stream, bucket] = memory.data_ptr(), pieces
         checks = open_checks(memory, manifest, bucket)
         for piece, target in pieces:
             box = matrices[piece.parameter][piece.row : piece.row + piece.rows]
@@ -437,10 +443,10 @@ class WeightSync:
             checks.add(piece)
         checks.close()
 
-    def _pieces_in(self, memory: torch.Tensor, worker: int, part: Part) -> list[tuple[Piece, torch.Tensor]]:
+    def _pieces_in(self, memory: torch.Tensor, stream: int, part: Part) -> list[tuple[Piece, torch.Tensor]]:
         """A part's pieces, each with where it goes in a bucket's memory: [rows, cols], or the bytes of FP8 blocks."""
         dtype, pieces = self._settings.dtype, []
-        for piece in self._streams[worker].at_source(self._plan, part):
+        for piece in self._streams[stream].at_source(self._plan, part):
             target = memory[piece.start : piece.end]
             pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
         return pieces

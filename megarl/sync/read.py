@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
-from megarl.sync.transport import Receiver
+from megarl.sync.transport import Receiver, num_orders
 
 
 class Box(NamedTuple):
@@ -78,7 +78,7 @@ class StreamReader:
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
-        self._key: tuple[str, str, int, str | None] | None = None  # what the plan and the stream belong to
+        self._key: tuple[Any, ...] | None = None  # what the plan and the stream belong to
         self._plan: ReshardPlan
         self._stream: Stream
         self._elements: dict[str, int] = {}
@@ -108,7 +108,7 @@ class StreamReader:
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
         self.figures = ReadFigures()
-        self._prepare(manifest)
+        self._prepare(manifest, engine)
         end = self._link.open(manifest, self._stream, engine, self._worker)
         complete = False
         try:
@@ -244,8 +244,12 @@ class StreamReader:
                 boxes.append((Box(*place, matrix.view(whole.rows, whole.cols)), parts))
         return boxes
 
-    def _prepare(self, manifest: WeightManifest) -> None:
-        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization)
+    def _prepare(self, manifest: WeightManifest, engine: int) -> None:
+        workers = manifest.rollout.workers
+        orders = num_orders(manifest.transport, manifest.wire, manifest.num_engines)
+        order = manifest.leaders[engine] if orders > 1 else 0  # who leads receives in its own
+        turn = order * workers + self._worker, orders * workers
+        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization, turn)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -255,11 +259,11 @@ class StreamReader:
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
         self._plan = plan
-        order = copy_order(plan, self._worker, self._worker, manifest.rollout.workers)
+        copies = copy_order(plan, self._worker, *turn)
         form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
-        self._stream = sync_stream(self._shape, plan, self._worker, manifest.rollout.workers, *form)
-        covered = np.bincount(plan.destination_parameter[order], plan.sizes[order], len(plan.destination_parameters))
-        self._pieces, self._in_place, self._homes = Pieces.of(plan, order, form[0].itemsize), [], []
+        self._stream = sync_stream(self._shape, plan, self._worker, turn, *form)
+        covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
+        self._pieces, self._in_place, self._homes = Pieces.of(plan, copies, form[0].itemsize), [], []
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._boxes = {}
         self._key = key

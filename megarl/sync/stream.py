@@ -84,7 +84,9 @@ class Stream:
         """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
         of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut.
         Raises ValueError where it does, and where one row of a box, or of blocks, does not fit a bucket."""
-        in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
+        in_blocks = np.zeros(len(plan), dtype=bool)
+        if quantised:
+            in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
         for place in copies[in_blocks[copies]].tolist():
             if plan.destination_row[place] % BLOCK or plan.destination_col[place] % BLOCK:
                 raise ValueError(f"FP8 blocks: {plan.describe(place)} starts inside one; `check_blocks` says what cuts them")
@@ -222,25 +224,22 @@ def _cut(
 
 def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """(offset, check, bytes of the fullest bucket): part after part in each bucket, and each part's table at its end."""
-    offset, check = np.zeros_like(size), np.zeros_like(size)
+    if not len(size):
+        return np.zeros_like(size), np.zeros_like(size), 0
     order = np.lexsort((np.arange(len(size)), source, bucket))
-    capacity = used = 0
-    position = 0
-    while position < len(order):
-        first = order[position]
-        last = position
-        while last < len(order) and bucket[order[last]] == bucket[first] and source[order[last]] == source[first]:
-            last += 1
-        pieces = order[position:last]
-        if position == 0 or bucket[order[position - 1]] != bucket[first]:
-            used = 0
-        ends = used + np.cumsum(-(-size[pieces] // ALIGNMENT) * ALIGNMENT)
-        offset[pieces] = np.r_[used, ends[:-1]]
-        check[pieces] = ends[-1] + CHECKSUM_BYTES * np.arange(len(pieces))
-        used = _aligned(int(ends[-1]) + CHECKSUM_BYTES * len(pieces))
-        capacity = max(capacity, used)
-        position = last
-    return offset, check, capacity
+    new_bucket = np.r_[True, np.diff(bucket[order]) != 0]
+    first = np.flatnonzero(new_bucket | np.r_[True, np.diff(source[order]) != 0])  # of each part
+    part = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(order)]))
+    room = -(-size[order] // ALIGNMENT) * ALIGNMENT
+    before = np.cumsum(room) - room
+    sums = np.add.reduceat(room, first)
+    lengths = -(-(sums + CHECKSUM_BYTES * np.bincount(part)) // ALIGNMENT) * ALIGNMENT
+    starts = np.cumsum(lengths) - lengths
+    starts -= starts[np.maximum.accumulate(np.where(new_bucket[first], np.arange(len(first)), 0))]
+    offset, check = np.empty_like(size), np.empty_like(size)
+    offset[order] = starts[part] + before - before[first][part]
+    check[order] = (starts + sums)[part] + CHECKSUM_BYTES * (np.arange(len(order)) - first[part])
+    return offset, check, int((starts + lengths).max())
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,7 +1,9 @@
 """What a transport must offer at its two ends, and how both of them wait.
 
-Every trainer rank fills its own parts of the buckets of each stream; there is one stream a worker number, and every engine
-has a receiver of it. A bucket is used again once it has arrived, so neither end holds more than `NUM_BUCKETS` of them.
+Every trainer rank fills its own parts of the buckets of each stream. Where engines read the same memory there is one stream
+a worker number, and every engine has a receiver of it; where each gets messages of its own, one of each worker of each
+engine, so that they ask unlike ranks at the same time (`num_orders`). A bucket is used again once it has arrived, so neither
+end holds more than `NUM_BUCKETS` of them.
 """
 
 from __future__ import annotations
@@ -55,8 +57,22 @@ TRANSPORTS = {
 }
 
 
+def num_orders(transport: str, wire: str, num_engines: int) -> int:
+    """In how many orders weights travel: stream number `order * workers + worker` is that of engine `order`, or with one
+    order of all engines. Where differences travel there is one: a rank keeps what it sent last of each stream."""
+    return num_engines if TRANSPORTS[transport].messages and wire == "full" else 1
+
+
+def engines_of(stream: int, num_streams: int, manifest: WeightManifest) -> tuple[int, ...]:
+    """The engines that a stream of so many goes to, by its number, of those that receive from trainer ranks themselves."""
+    if num_streams == manifest.rollout.workers:
+        return manifest.leading
+    engine = stream // manifest.rollout.workers
+    return (engine,) if engine in manifest.leading else ()
+
+
 class Sender(Protocol):
-    """A trainer rank's end of the streams to all workers."""
+    """A trainer rank's end of the streams to all workers, each known by its number (`num_orders`)."""
 
     sent_bytes: int  # since `begin`, with checksums
     lost: dict[int, str]  # engines that this rank gave up since `begin`, and why
@@ -68,10 +84,10 @@ class Sender(Protocol):
     def begin(self, manifest: WeightManifest) -> None:
         """Start over, for the manifest's engines alone."""
 
-    def room(self, worker: int, bucket: int) -> torch.Tensor:
+    def room(self, stream: int, bucket: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity], once it may be written. Raises SyncAborted where another rank failed."""
 
-    def send(self, worker: int, bucket: int) -> None:
+    def send(self, stream: int, bucket: int) -> None:
         """This rank's part of the bucket that `room` gave last is complete."""
 
     def finish(self) -> None:
