@@ -139,7 +139,8 @@ class Case:
         trainer = replace(self.trainer, stages=() if "pipeline" in given else self.trainer.stages, **given)
         if trainer.tensor * trainer.data % trainer.expert:
             raise SystemExit(
-                f"--expert {trainer.expert} must divide the {trainer.tensor} x {trainer.data} ranks of a stage, --tensor x --data"
+                f"--expert {trainer.expert} must divide the {trainer.tensor} x {trainer.data} ranks of a stage, "
+                "--tensor x --data"
             )
         return replace(
             self,
