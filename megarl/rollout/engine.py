@@ -26,6 +26,7 @@ from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.sync.segment import machine
 from megarl.watchdog.stacks import mark_from_environment
 
 if TYPE_CHECKING:
@@ -85,11 +86,12 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A started engine: its host, its processes (id and start time, the actor first), the shared memory files these
-    made, and how many sequences it decodes at once.
+    """A started engine: its host's name, the same `machine` as those that it shares memory with, its processes (id and start
+    time, the actor first), the shared memory files these made, and how many sequences it decodes at once.
     """
 
     host: str
+    machine: str
     pids: tuple[tuple[int, float], ...]
     shared_files: tuple[str, ...]
     max_concurrent: int
@@ -189,7 +191,8 @@ class RolloutEngine:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
-        return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
+        files = _shared_files([pid for pid, _ in pids])
+        return EngineProcess(platform.node(), machine(), pids, files, max_concurrent)
 
     def _bind(self) -> None:
         """Keep the engine, and all processes that vLLM starts for it, to its cores of this node."""

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +99,9 @@ def sweep() -> list[str]:
         finally:
             os.close(descriptor)
     return removed
+
+
+def machine() -> str:
+    """The same for processes that share memory: host name and boot, as containers may share neither."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{platform.node()} {boot.read().strip()} {os.stat(ROOT).st_dev}"
