@@ -44,6 +44,7 @@ class ProcessEngines:
         self.connections: list[Connection] = [None] * num_engines  # type: ignore[list-item]
         self.starts = [0] * num_engines
         self.served: list[tuple[int, ...]] = []
+        self.reports: list[str] = []  # of workers that refused a version
         self.faults: dict[int, Fault] = {}  # by engine: what it meets in the next sync
         self._manifest: WeightManifest
         for engine in range(num_engines):
@@ -74,6 +75,8 @@ class ProcessEngines:
             report = self._hear(engine)
             if report is None:
                 self._start(engine)
+            elif report != "received":
+                self.reports.append(report)
             if report != "received":
                 again.append(engine)
         if len(self.served) > 4:
@@ -136,31 +139,34 @@ def _serve(connection: Connection, shape: ModelShape, network: Network | None) -
     torch.set_num_threads(1)
     if network is not None:
         network.enter()
-    reader, answer, fault = StreamReader(shape, 0), "takes no version yet", None
-    taken: Any = None
+    reader, refusal, fault = StreamReader(shape, 0), "takes no version yet", None
+    # Written to in place, as in vLLM: what a sync leaves out is of an earlier version.
+    parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
+    version: int | None = None
     connection.send("started")
     while True:
         call, *arguments = connection.recv()
         if call == "answer":
-            connection.send(taken if taken is not None else answer)
+            own = {name: parameter.clone() for name, parameter in parameters.items()}
+            connection.send(refusal if version is None else (version, own))
         elif call == "end":
             reader.close()
             return
         elif call == "pause":
-            (fault,), taken, answer = arguments, None, "paused"
+            (fault,), version, refusal = arguments, None, "paused"
             _meet(fault, "pause", network)
             connection.send("paused")
         else:
             manifest = WeightManifest.from_dict(arguments[0])
             try:
                 _meet(fault, "begin", network)
-                parameters = _take(reader, manifest, arguments[1], shape, fault, network)
+                _take(reader, manifest, arguments[1], parameters, fault, network)
                 _meet(fault, "commit", network)
             except SyncError as error:
-                answer = f"dirty: {error}"
-                connection.send(answer)
+                refusal = f"dirty: {error}"
+                connection.send(refusal)
                 continue
-            taken = manifest.version, parameters
+            version = manifest.version
             _meet(fault, "resume", network)
             connection.send("received")
 
@@ -169,17 +175,15 @@ def _take(
     reader: StreamReader,
     manifest: WeightManifest,
     engine: int,
-    shape: ModelShape,
+    parameters: dict[str, torch.Tensor],
     fault: Fault | None,
     network: Network | None,
-) -> dict[str, torch.Tensor]:
-    parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
+) -> None:
     boxes = _count_boxes(reader, manifest, engine)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     for number, box in enumerate(reader.boxes(manifest, engine)):
         _meet(fault, states.get(number, ""), network)
         box.within(parameters[box.parameter]).copy_(box.content)
-    return parameters
 
 
 def _count_boxes(reader: StreamReader, manifest: WeightManifest, engine: int) -> int:

@@ -17,6 +17,7 @@ from megarl.family import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
+from megarl.sync.in_place import own_box, words_of
 from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.ring import RingSender
 
@@ -197,6 +198,24 @@ def corrupt_in_place(publisher: HasSync, times: int) -> None:
         seal(worker, numbers, sums, num_bytes)
 
     sender.seal = seal_wrong  # type: ignore[method-assign]
+
+
+def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piece: int) -> None:
+    """Workers read one wrong bit in a piece of the weights that lie in shared memory; the rank has it right again when it
+    makes its checksums."""
+    sync = publisher.sync
+    sender, place = sync._sender, sync._in_place[0].at_source(sync._plan, piece)
+    assert isinstance(sender, RingSender)
+    words = words_of(own_box(shards, place))
+    first, wait = (0,) * words.ndim, sender.wait_copied
+
+    def put_right(num_pieces: Sequence[int]) -> None:
+        sender.wait_copied = wait  # type: ignore[method-assign]
+        wait(num_pieces)
+        words[first] ^= 1
+
+    words[first] ^= 1
+    sender.wait_copied = put_right  # type: ignore[method-assign]
 
 
 def recipe(model: Path, **rollout: Any) -> Recipe:

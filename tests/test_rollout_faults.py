@@ -18,6 +18,7 @@ import torch
 from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
+from megarl.sync.transport import NUM_BUCKETS
 from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
 
 pytestmark = [pytest.mark.hang, pytest.mark.slow]
@@ -105,6 +106,28 @@ def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
     raise AssertionError(f"{TRIES} rollouts ended before their engine was stopped")
 
 
+def kill_in_the_middle(publisher: Publisher, victim: psutil.Process) -> None:
+    """In the next sync, before the middle one of its buckets is sent. There is room for it where the engine has read all but
+    the last one before it, so it is about to wait for this one."""
+    sender, middle = publisher.sync._sender, publisher.sync._streams[0].num_buckets // 2
+    assert middle > NUM_BUCKETS
+    send = sender.send
+
+    def send_to_the_dead(worker: int, bucket: int) -> None:
+        if bucket == middle:
+            sender.send = send  # type: ignore[method-assign]
+            victim.kill()
+        send(worker, bucket)
+
+    sender.send = send_to_the_dead  # type: ignore[method-assign]
+
+
+def assert_drawn_from(model: Path, batch: RolloutBatch) -> None:
+    drawn = batch.payload.fetch(range(16))
+    reference = huggingface_logprobs(model, drawn, 1.0)
+    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
+
+
 def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> None:
     pool, _, new = faulty
     first = generate(faulty, 1)
@@ -113,14 +136,12 @@ def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> Non
     batch = generate_killed(faulty, 2, busiest_child(pool))
     assert batch.metrics["rollout/num_restarts"] == first.metrics["rollout/num_restarts"] + 1
     assert set(batch.first_version) == set(first.first_version)
-    drawn = batch.payload.fetch(range(16))
-    reference = huggingface_logprobs(new, drawn, 1.0)
-    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
+    assert_drawn_from(new, batch)
 
     assert same(undisturbed, generate(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
 
 
-@pytest.mark.nightly  # in CI a core is killed, in a rollout and before a sync
+@pytest.mark.nightly  # in CI a core is killed, in a rollout and in a sync
 def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None:
     pool, _, _ = faulty
     family = processes(pool)
@@ -130,15 +151,33 @@ def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None
     assert not [process for process in family if process.is_running()], "the dead actor's children live on"
 
 
-@pytest.mark.parametrize("victim", [pytest.param("actor", marks=pytest.mark.nightly), "core"])
-def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(faulty: Faulty, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "state"),
+    [
+        ("core", "receive"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (("actor", "receive"), ("core", "pause"), ("actor", "pause"))
+        ),
+    ],
+)
+def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
+    faulty: Faulty, victim: str, state: str
+) -> None:
+    """Before it is asked to pause, or while it takes buckets."""
     pool, publisher, new = faulty
     family, restarts = processes(pool), pool._engines[0].restarts
-    (family[0] if victim == "actor" else busiest_child(pool)).kill()
+    dying = family[0] if victim == "actor" else busiest_child(pool)
+    if state == "pause":
+        dying.kill()
+    else:
+        kill_in_the_middle(publisher, dying)
     version = publisher._last[0] + 1
-    assert publisher.publish(version, new, pool)["sync/received_bytes"] > 0
+    figures = publisher.publish(version, new, pool)
+    assert figures["sync/received_bytes"] > 0 and figures["sync/attempts"] == (1 if state == "pause" else 2)
     batch = generate(faulty, 1)
     assert set(batch.first_version) == {version} and pool._engines[0].restarts == restarts + 1
+    assert_drawn_from(new, batch)
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
 
 
@@ -155,9 +194,7 @@ def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompt
     batch = generate(faulty, 5)
     assert pool._engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
     assert len(batch) == 16 and set(batch.first_version) == {version}
-    drawn = batch.payload.fetch(range(16))
-    reference = huggingface_logprobs(new, drawn, 1.0)
-    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
+    assert_drawn_from(new, batch)
 
 
 def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_often_ends_the_run(faulty: Faulty) -> None:

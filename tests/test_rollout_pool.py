@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.rollout import handle
 from megarl.rollout.batch import GroupFacts
-from megarl.rollout.engine import GroupRequest, _reports
+from megarl.rollout.engine import EngineProcess, GroupRequest, _reports
 from megarl.rollout.failure import EngineDied, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.sync.publish import _leaders
+from megarl.sync.segment import machine
 from megarl.telemetry import work
 from tests.rollout_cases import Reference, recipe, save_model
 
@@ -132,6 +136,36 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
     with pytest.raises(RolloutError, match="no answer"):
         sync(pools(waits, Scripted(1, [PAUSED], [RECEIVED]), in_flight="wait"))
     assert waits.restarts == 0
+
+
+def of_machine(name: str) -> EngineProcess:
+    """An engine's processes there; all machines have one host name."""
+    return EngineProcess("node0", name, (), (), 4)
+
+
+def test_engines_share_memory_where_their_machine_is_one_and_not_where_its_name_is(pools: Pools) -> None:
+    engines = [Scripted(index, [PAUSED], [RECEIVED]) for index in range(3)]
+    for engine, name in zip(engines, ("first", "second", "first"), strict=True):
+        engine.process = of_machine(name)
+    facts = pools(*engines).pause(1, 1, (0, 1, 2))
+    assert _leaders(facts, (0, 1, 2)) == (0, 1, 0)
+
+
+def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(node: int) -> None:
+        asked.append("there")
+        raise RolloutError("its node is gone")
+
+    asked: list[str] = []
+    monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
+    monkeypatch.setattr(handle, "node_share", gone)
+    monkeypatch.setattr(platform, "node", lambda: "node0")
+    settings: Any = SimpleNamespace(index=0, place=SimpleNamespace(node=1))
+    for name in (machine(), "another"):
+        engine = EngineHandle(settings, 1.0, 1)
+        engine.process = of_machine(name)
+        engine.kill()
+    assert asked == ["here", "there"]
 
 
 def test_completions_are_counted_group_by_group(pools: Pools) -> None:

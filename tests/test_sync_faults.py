@@ -8,26 +8,29 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.family import ModelShape
-from megarl.reshard.boxes import RolloutLayout
+from megarl.platform.messages import peer_lost
+from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import point_to_point
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.point_to_point import PointToPointSender
-from megarl.sync.publish import EngineFacts
+from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
 from megarl.sync.transport import SENDER_WAITS
-from tests.engine_processes import STATES, ProcessEngines
-from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_in_place, cut, save_model
+from tests.engine_processes import ANSWER_S, SIGNALS, STATES, Answer, ProcessEngines
+from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
@@ -37,12 +40,53 @@ TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5  # where a deadline is waited for
 PATIENT_S = 60.0  # where none is, a busy machine must not reach it
 BUCKET_BYTES = 16384
-# Of two engines the first leads where messages travel, and the other one follows. A stall costs its deadline.
-BREAKDOWNS = [(0, "kill", state) for state in STATES]
+# Of two engines the first leads where messages travel, and where buckets are its own; the other one follows.
+BREAKDOWNS = [(0, fault, state) for fault in SIGNALS for state in STATES]
 BREAKDOWNS += [(1, "kill", state) for state in ("first", "last", "resume")]
-BREAKDOWNS += [(0, "stall", "middle"), (1, "stall", "middle")]
+BREAKDOWNS += [(1, "stall", "middle")]
+# Where the engine that leads takes the other one along.
+TOGETHER = {"gloo": ("begin", "first", "middle"), "cuda_ipc": ("begin",)}
 # Where messages travel nobody sees the death of an engine of the same node but at a deadline.
 UNSEEN_KILLS = [(0, "begin"), (0, "first"), (0, "middle"), (1, "first")]
+
+
+class Trainer:
+    """A trainer of one rank with two engines that live through all cases. Every version is a new one, and its weights are
+    written to where those before it were: whatever an engine keeps of an earlier one is seen."""
+
+    def __init__(self, model: Path, transport: str) -> None:
+        self.transport, self.model = transport, model
+        self.publisher = trainer_of(model, PATIENT_S, transport)
+        self.engines = ProcessEngines(ModelShape.from_directory(model), 2)
+        self.shards = self.publisher.shards(model)
+        self.version = 0
+        self._first = self.publisher.shards(model)
+        self.publish(PATIENT_S)
+
+    def publish(self, timeout_s: float, corrupt: Callable[[], None] = lambda: None) -> None:
+        """The next version; `corrupt` is called when its weights are there."""
+        self.version += 1
+        for name, content in of_version(self._first, self.version).items():
+            self.shards[name].copy_(content)
+        corrupt()
+        self.engines.served.clear()
+        self.engines.reports.clear()
+        self.publisher.set_deadline(timeout_s)
+        self.publisher.publish_shards(self.version, self.shards, self.engines)
+
+    def assert_answered_from(self) -> None:
+        """Both engines hold the last version, and nothing else."""
+        for engine in (0, 1):
+            assert_has_all(self.engines.answer(engine), self.version, self.model)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.publisher.close()
+
+
+def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """No two versions have a weight in common, but for zeros."""
+    return {name: version * content for name, content in weights.items()}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +95,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Publisher, ProcessEngines]]:
-    """A trainer of one rank with two engines that live through all cases; a case begins with version 1 in both."""
-    publisher = trainer_of(model, PATIENT_S, request.param)
-    engines = ProcessEngines(ModelShape.from_directory(model), 2)
-    yield publisher, engines
-    engines.close()
-    publisher.close()
+def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[Trainer]:
+    trainer = Trainer(model, request.param)
+    yield trainer
+    trainer.close()
 
 
 def trainer_of(model: Path, timeout_s: float, transport: str) -> Publisher:
@@ -66,70 +107,75 @@ def trainer_of(model: Path, timeout_s: float, transport: str) -> Publisher:
     return Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, timeout_s, transport=means, in_place=in_place)
 
 
+def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
+    assert not isinstance(answer, str), answer
+    assert answer[0] == version
+    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    for name, content in of_version(expected, version).items():
+        rows, cols = content.shape
+        assert torch.equal(answer[1][name][:rows, :cols], content), name
+
+
 def deadline_s(transport: str, engine: int, fault: str, state: str) -> float:
     """Of a sync with a breakdown."""
-    if fault == "stall":
-        # The other engine waits twice as long for the trainer as that waits for the one that stalls: time enough for both.
-        return 2 * TIMEOUT_S if engine == 1 else TIMEOUT_S
-    return TIMEOUT_S if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
-
-
-def assert_answers_from(engines: ProcessEngines, version: int, model: Path) -> None:
-    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
-    for engine in (0, 1):
-        answer = engines.answer(engine)
-        assert not isinstance(answer, str), answer
-        assert answer[0] == version
-        for name, content in expected.items():
-            rows, cols = content.shape
-            assert torch.equal(answer[1][name][:rows, :cols], content), name
+    if fault == "kill":
+        return TIMEOUT_S if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
+    # The last bucket of an engine is missed by nobody: what it waits for is the engine's own word.
+    if state not in ("begin", "first", "middle") and (transport, state) != (IN_PLACE, "last"):
+        return PATIENT_S
+    # The other engine waits twice as long for the trainer as that waits for the one that stalls: time enough for both.
+    return 2 * TIMEOUT_S if engine == 1 else TIMEOUT_S
 
 
 @pytest.mark.parametrize(("engine", "fault", "state"), BREAKDOWNS)
 def test_an_engine_that_breaks_is_started_again_and_served_alone(
-    trainer: tuple[Publisher, ProcessEngines], model: Path, engine: int, fault: str, state: str
+    trainer: Trainer, engine: int, fault: str, state: str
 ) -> None:
-    publisher, engines = trainer
-    engines.served.clear()
-    starts = engines.starts[engine]
+    engines = trainer.engines
+    starts = list(engines.starts)
+    starts[engine] += 1
     engines.faults = {engine: (fault, state)}
-    publisher.set_deadline(deadline_s(publisher.sync._settings.transport, engine, fault, state))
-    publisher.publish(2, model, engines)
-    assert engines.starts[engine] == starts + 1
-    assert engines.served[0] == (0, 1)
-    if state != "pause":
-        assert engine in engines.served[1]
-    if (engine, fault) == (1, "stall"):
-        assert engines.served[1] == (1,), "the engine that waited was given up, not the one that stalled"
-    assert_answers_from(engines, 2, model)
+    trainer.publish(deadline_s(trainer.transport, engine, fault, state))
+    trainer.assert_answered_from()
+    assert engines.starts == starts, "another engine was given up than the one that broke"
+    again = (0, 1) if engine == 0 and state in TOGETHER.get(trainer.transport, ()) else (engine,)
+    assert engines.served == ([(0, 1)] if state == "pause" else [(0, 1), again])
 
 
-@pytest.mark.parametrize("bucket", [0, 9, -1])
-def test_a_corrupt_bucket_is_never_answered_from(
-    trainer: tuple[Publisher, ProcessEngines], model: Path, bucket: int
-) -> None:
-    publisher, engines = trainer
-    engines.served.clear()
-    sender = publisher.sync._sender
-    send, seal = sender.send, getattr(sender, "seal", None)
-    if publisher.in_place:
-        corrupt_in_place(publisher, times=1)
-    else:
-        corrupt(publisher, bucket % publisher.sync._streams[0].num_buckets, times=1)
-    publisher.set_deadline(PATIENT_S)
+@pytest.mark.parametrize("part", [0, 9, -1])
+def test_a_corrupt_part_is_never_answered_from(trainer: Trainer, part: int) -> None:
+    """A bucket, or what is read as one piece where weights lie still."""
+    publisher = trainer.publisher
+    sync, sender = publisher.sync, publisher.sync._sender
+    room, send = sender.room, sender.send
+    num_parts = len(sync._in_place[0]) if publisher.in_place else sync._streams[0].num_buckets
+    number = part % num_parts
+
+    def spoil() -> None:
+        if publisher.in_place:
+            corrupt_weights(publisher, trainer.shards, number)
+        else:
+            corrupt(publisher, number, times=1)
+
     try:
-        publisher.publish(3, model, engines)
+        trainer.publish(PATIENT_S, spoil)
     finally:
-        sender.send, sender.seal = send, seal  # type: ignore[method-assign,attr-defined]
-    assert engines.served == [(0, 1), (0, 1)]
-    assert_answers_from(engines, 3, model)
+        sender.room, sender.send = room, send  # type: ignore[method-assign]
+    trainer.assert_answered_from()
+    assert trainer.engines.served == [(0, 1), (0, 1)]
+    what = "piece" if publisher.in_place else "bucket"
+    assert any(f"wrong bytes in {what} {number} of {num_parts}" in report for report in trainer.engines.reports)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Told:
-    """What a trainer in a process of its own knows the engines by."""
+    """What a trainer in processes of its own knows the engines by. It dies at a state that is the engines'."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self._connections = connections
+    def __init__(self, connections: Sequence[Connection], state: str = "") -> None:
+        self._connections, self._state = connections, state
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
@@ -138,6 +184,8 @@ class Told:
         for connection in self._connections:
             connection.send(("pause", None))
             connection.recv()
+        if self._state == "pause":
+            die()
         return [EngineFacts("here", 1)] * len(self._connections)
 
     def begin(self, manifest: WeightManifest) -> None:
@@ -148,44 +196,145 @@ class Told:
         return ()
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        raise AssertionError("it should be dead by now")
+        assert self._state == "resume", "it should be dead by now"
+        die()
+        return (), {}
 
 
-def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str) -> None:
-    torch.set_num_threads(1)
-    publisher = trainer_of(model, TIMEOUT_S, transport)
-    sender, buckets = publisher.sync._sender, publisher.sync._streams[0].num_buckets
-    dies_before = {"begin": 0, "first": 1, "middle": buckets // 2, "last": buckets - 1}[state]
+def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
+    """From here on this rank's end of the transport is the end of the process, at a state of the next sync."""
+    sender: Any = sync._sender
+    # Of its own buckets: a rank fills those in which it has a part.
+    buckets = [number for number, parts in enumerate(sync._streams[0].parts) if sync._rank in {p.source_rank for p in parts}]
+    before = {"begin": buckets[0], "first": buckets[1], "middle": buckets[len(buckets) // 2], "last": buckets[-1]}
     send = sender.send
 
     def send_or_die(worker: int, bucket: int) -> None:
-        if bucket == dies_before:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if bucket == before.get(state):
+            die()
         send(worker, bucket)
 
-    sender.send = send_or_die  # type: ignore[method-assign]
-    if publisher.in_place:
-        sender.seal = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
-    publisher.publish(9, model, Told(connections))
+    sender.send = send_or_die
+    if state == "commit":
+        setattr(sender, "wait_read" if in_place else "finish", lambda *arguments: die())
+    elif in_place and state in ("begin", "middle"):
+        setattr(sender, {"begin": "begin", "middle": "seal"}[state], lambda *arguments: die())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(model: Path, transport: str) -> None:
+def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
+    torch.set_num_threads(1)
+    publisher = trainer_of(model, TIMEOUT_S, transport)
+    dies_at(publisher.sync, state, publisher.in_place)
+    publisher.publish_shards(version, of_version(publisher.shards(model), version), Told(connections, state))
+
+
+@pytest.fixture(scope="module")
+def orphans(model: Path) -> Iterator[ProcessEngines]:
+    """Engines that outlive their trainers."""
     engines = ProcessEngines(ModelShape.from_directory(model), 2)
+    yield engines
+    engines.close()
+
+
+# In place: workers read all between "begin" and "middle", where the rank would make its checksums.
+DEATHS = [
+    (transport, state)
+    for transport in TRANSPORTS
+    for state in STATES
+    if transport != IN_PLACE or state not in ("first", "last")
+]
+
+
+@pytest.mark.parametrize(("transport", "state"), DEATHS)
+def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
+    model: Path, orphans: ProcessEngines, transport: str, state: str
+) -> None:
+    version = 1 + DEATHS.index((transport, state))
     context = multiprocessing.get_context("forkserver")
+    arguments = (model, transport, orphans.connections, state, version)
+    process = context.Process(target=publish_and_die, args=arguments)
+    process.start()
+    process.join(ANSWER_S)
+    assert process.exitcode == -signal.SIGKILL
+    for engine in (0, 1):
+        report = "paused" if state == "pause" else orphans._hear(engine)
+        answer = orphans.answer(engine)
+        if state == "resume" or (state == "commit" and (transport != "gloo" or report == "received")):
+            # All was sent; messages that were on their way when it died may be lost.
+            assert report == "received"
+            assert_has_all(answer, version, model)
+        elif state == "pause":
+            assert answer == report
+        else:
+            assert answer == report and report.startswith("dirty")
+            led = transport == "gloo" and engine == 1
+            assert ("engine 0, which leads" if led else "trainer rank 0") in report
+
+
+# With one after the other, and with both in every bucket: then the living one is the first to give up the engines.
+IN_TURN, BESIDE = Layout(pipeline=2), Layout(tensor=2)
+
+
+def publish_beside_one_that_dies(
+    rank: int,
+    layout: Layout,
+    store: Path,
+    model: Path,
+    transport: str,
+    connections: Sequence[Connection],
+    said: Connection,
+    version: int,
+) -> None:
+    """One of two ranks; rank 1 dies when about half of what it has was sent, and rank 0 says how that ended for it."""
+    torch.set_num_threads(1)
+    address, patient = f"file://{store}", timedelta(seconds=PATIENT_S)
+    dist.init_process_group("gloo", address, rank=rank, world_size=layout.ranks, timeout=patient)
+    in_place = transport == IN_PLACE
+    means = "shared_memory" if in_place else transport
+    settings = SyncSettings(torch.float32, RolloutLayout(), 2, BUCKET_BYTES, TIMEOUT_S, transport=means)
+    sync = WeightSync(ModelShape.from_directory(model), layout, settings, "test", rank, dist.group.WORLD)
+    own = of_version(megatron_shards(model, layout)[rank], version)
+    if rank == 1:
+        dies_at(sync, "middle", in_place)
     try:
-        for state in ("begin",) if transport == IN_PLACE else ("begin", "first", "middle", "last"):
-            process = context.Process(target=publish_and_die, args=(model, transport, engines.connections, state))
-            process.start()
-            process.join(240)
-            assert process.exitcode == -signal.SIGKILL
-            for engine in (0, 1):
-                report = engines._hear(engine)
-                assert report is not None and report.startswith("dirty"), (state, report)
-                assert "trainer rank" in report or engine == 1
-                assert engines.answer(engine) == report
+        sync.publish(version, own if in_place else MappingProxyType(own), Told(connections) if rank == 0 else None)
+        said.send((False, "it went through"))
+    except RuntimeError as error:
+        said.send((peer_lost(error), str(error)))
     finally:
-        engines.close()
+        sync.close()
+
+
+@pytest.mark.parametrize("layout", [IN_TURN, BESIDE], ids=["in_turn", "beside"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
+    model: Path, orphans: ProcessEngines, tmp_path: Path, transport: str, layout: Layout
+) -> None:
+    """By the deadline of the sync: that of the ranks' own group is much later."""
+    version = 1 + len(DEATHS) + 2 * TRANSPORTS.index(transport) + layout.tensor
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    arguments = (layout, tmp_path / "store", model, transport, orphans.connections, theirs, version)
+    ranks = [context.Process(target=publish_beside_one_that_dies, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        assert ours.poll(ANSWER_S), "rank 0 goes on waiting"
+        lost, error = ours.recv()
+        assert lost, error
+        for process in ranks:
+            process.join(ANSWER_S)
+        assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    finally:
+        for process in ranks:
+            process.kill()
+    for engine in (0, 1):
+        report = orphans._hear(engine)
+        assert report is not None and report.startswith("dirty")
+        assert orphans.answer(engine) == report
+        led = transport == "gloo" and engine == 1
+        who = "engine 0, which leads" if led else "trainer rank 1"
+        assert who in report or (layout is BESIDE and "given up" in report)
 
 
 class LateGroup:

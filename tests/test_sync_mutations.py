@@ -1,6 +1,7 @@
 """Whatever is wrong with a sync on its way, no worker takes it: bits, buckets, versions, plans.
 
-That a plan which is wrong at both ends is seen, too, is in `test_sync_conformance`.
+A plan that is wrong at both ends is taken, and what arrives is not the checkpoint's. That the tables which plans are made of
+are those of vLLM's loader is in `test_sync_conformance`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.plan import ReshardPlan
-from megarl.sync.manifest import SyncError
+from megarl.sync import publish, read
+from megarl.sync.manifest import SyncError, sync_plan
 from megarl.sync.stream import CHECKSUM_BYTES, Stream
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -60,11 +62,25 @@ class Case(NamedTuple):
             self.publish(1, mutation)
         assert self.engines.versions == [version]
 
-    def assert_taken(self, model: int) -> None:
+    def assert_taken(self, model: int, *workers: int) -> None:
+        """By some workers, or all of them."""
         shape = ModelShape.from_directory(self.models[model])
-        for worker in (0, 1):
+        for worker in workers or (0, 1):
             taken = self.engines.taken[0, worker]
             assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
+
+    def of_its_own(self) -> Case:
+        """Another trainer and another engine with the same models."""
+        return open_case(self.models, self.publisher.sync._settings.transport)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.publisher.close()
+
+
+def open_case(models: tuple[Path, Path], transport: str) -> Case:
+    publisher = Publisher(models[0], RolloutLayout(2), bucket_bytes=BUCKET_BYTES, timeout_s=60.0, transport=transport)
+    return Case(publisher, ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2)), models)
 
 
 @pytest.fixture(scope="module", params=["shared_memory", "cuda_ipc"])
@@ -72,11 +88,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """With the checksums of a host, and with those of a device."""
     folder = tmp_path_factory.mktemp("models")
     models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
-    publisher = Publisher(models[0], RolloutLayout(2), bucket_bytes=BUCKET_BYTES, timeout_s=60.0, transport=request.param)
-    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
-    yield Case(publisher, engines, models)
-    engines.close()
-    publisher.close()
+    case = open_case(models, request.param)
+    yield case
+    case.close()
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +205,16 @@ def layer_skipped(plan: ReshardPlan) -> ReshardPlan:
     return replace(plan, source_parameter=taken[plan.source_parameter])
 
 
-@pytest.mark.parametrize("mutation", [gate_and_up_swapped, key_head_shifted, padding_dropped, layer_skipped])
+# Wrong plans, each with the worker whose weights it changes, and a parameter of those.
+PLANS = [
+    (gate_and_up_swapped, 0, r"layers\.0\.mlp\.gate_up_proj\.weight"),
+    (key_head_shifted, 0, r"layers\.0\.self_attn\.qkv_proj\.weight"),
+    (padding_dropped, 1, r"embed_tokens\.weight"),
+    (layer_skipped, 0, r"layers\.1\."),
+]
+
+
+@pytest.mark.parametrize("mutation", [mutation for mutation, _, _ in PLANS])
 def test_a_plan_that_is_wrong_at_one_end_is_refused(
     case: Case, monkeypatch: pytest.MonkeyPatch, mutation: Callable[[ReshardPlan], ReshardPlan]
 ) -> None:
@@ -201,3 +224,20 @@ def test_a_plan_that_is_wrong_at_one_end_is_refused(
     monkeypatch.undo()
     case.publish(1)
     case.assert_taken(1)
+
+
+@pytest.mark.parametrize(("mutation", "worker", "parameter"), PLANS)
+def test_a_plan_that_is_wrong_at_both_ends_brings_other_weights(
+    case: Case, monkeypatch: pytest.MonkeyPatch, mutation: Callable[[ReshardPlan], ReshardPlan], worker: int, parameter: str
+) -> None:
+    """Their plans agree and all checksums match: only the content tells."""
+    for end in (publish, read):
+        monkeypatch.setattr(end, "sync_plan", lambda *arguments: mutation(sync_plan(*arguments)))
+    wrong = case.of_its_own()
+    try:
+        wrong.publish(1)
+        assert wrong.engines.versions == [1]
+        with pytest.raises(AssertionError, match=parameter):
+            wrong.assert_taken(1, worker)
+    finally:
+        wrong.close()

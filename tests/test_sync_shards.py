@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -326,25 +327,45 @@ def test_a_manifest_survives_json(published: Published) -> None:
     assert WeightManifest.from_dict(json.loads(json.dumps(manifest.as_dict()))) == manifest
 
 
-def test_segments_of_dead_processes_are_swept_and_living_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What a process that makes a segment does before it dies: it has no name yet, or one.
+DEATHS = {".megarl-dead": "os.rename = die\n", "megarl-dead": ""}
+
+
+@pytest.mark.parametrize("left", DEATHS)
+def test_segments_of_dead_processes_are_swept_and_living_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
     """In a folder of its own: every trainer of this machine sweeps /dev/shm when it starts."""
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom megarl.sync import segment\n"
-        "segment.ROOT = Path(sys.argv[1])\n"
-        "segment.SharedSegment.create('dead', 4096)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "def die(*names): os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{DEATHS[left]}segment.ROOT = Path(sys.argv[1])\n"
+        "segment.SharedSegment.create('dead', 4096)\ndie()"
     )
     monkeypatch.setattr(segment, "ROOT", tmp_path)
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     mine = segment.SharedSegment.create("alive", 4096)
-    assert {file.name for file in tmp_path.iterdir()} == {"megarl-dead", "megarl-alive"}
+    assert {file.name for file in tmp_path.iterdir()} == {left, "megarl-alive"}
     assert segment.sweep() == ["dead"]
     assert [file.name for file in tmp_path.iterdir()] == ["megarl-alive"]
     mine.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_too_little_shared_memory_is_an_error_and_not_a_dead_process() -> None:
-    space = os.statvfs(segment.ROOT)
-    with pytest.raises(ValueError, match=r"buckets need \d+ bytes more in /dev/shm"):
-        segment.SharedSegment.create(f"test-large-{os.getpid()}", space.f_blocks * space.f_frsize + 4096)
-    assert not list(segment.ROOT.glob(f"*test-large-{os.getpid()}*"))
+def test_a_segment_that_is_swept_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner has no lock on it yet."""
+    swept: list[list[str]] = []
+    lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not swept:
+            swept.append([])
+            swept[0] += segment.sweep()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(segment, "ROOT", tmp_path)
+    monkeypatch.setattr(segment.fcntl, "flock", late)
+    mine = segment.SharedSegment.create("alive", 4096)
+    assert swept == [["alive"]]
+    assert segment.sweep() == [] and [file.name for file in tmp_path.iterdir()] == ["megarl-alive"]
+    mine.close()

@@ -26,6 +26,7 @@ from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.sync.segment import machine
 from megarl.watchdog.stacks import mark_from_environment
 
 if TYPE_CHECKING:
@@ -85,11 +86,12 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A started engine: its host, its processes (id and start time, the actor first), the shared memory files these
-    made, and how many sequences it decodes at once.
+    """A started engine: its host's name, the same `machine` as those that it shares memory with, its processes (id and start
+    time, the actor first), the shared memory files these made, and how many sequences it decodes at once.
     """
 
     host: str
+    machine: str
     pids: tuple[tuple[int, float], ...]
     shared_files: tuple[str, ...]
     max_concurrent: int
@@ -151,6 +153,9 @@ class RolloutEngine:
         self._dirty: str | None = None
         self._asleep = False
         self._paused_at: float | None = None  # on the clock of `time.perf_counter`; None while generation may go on
+        # Of what begins with a stand and ends with another state: a batch that was let in before a pause would resume after
+        # it, and generate under the half-written weights of the sync.
+        self._turn = asyncio.Lock()
         self._log = RequestLog()
 
     async def start(self, version: int | None = None) -> EngineProcess:
@@ -186,7 +191,8 @@ class RolloutEngine:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids = _own_processes()
-        return EngineProcess(platform.node(), pids, _shared_files([pid for pid, _ in pids]), max_concurrent)
+        files = _shared_files([pid for pid, _ in pids])
+        return EngineProcess(platform.node(), machine(), pids, files, max_concurrent)
 
     def _bind(self) -> None:
         """Keep the engine, and all processes that vLLM starts for it, to its cores of this node."""
@@ -204,16 +210,17 @@ class RolloutEngine:
         """Queue a batch, drop what is left of an earlier one, and start. Where it `goes_on` with the sequences of the one
         before, what the cache has of them is used: the same in each run, as all before was. Raises EngineDirty, EngineDied.
         """
-        if self._dirty is not None:
-            raise EngineDirty(f"weights are unknown: {self._dirty}")
-        engine = self._alive()
-        for group in self._groups.values():
-            group.stop()
-            group.answer.cancel()
-        await self._stand_still("abort", clear_cache=not goes_on)
-        self._groups = {request.position: Group(request) for request in requests}
-        await self._begin(list(self._groups.values()))
-        await self._utility(engine.resume_generation())
+        async with self._turn:
+            if self._dirty is not None:
+                raise EngineDirty(f"weights are unknown: {self._dirty}")
+            engine = self._alive()
+            for group in self._groups.values():
+                group.stop()
+                group.answer.cancel()
+            await self._stand_still("abort", clear_cache=not goes_on)
+            self._groups = {request.position: Group(request) for request in requests}
+            await self._begin(list(self._groups.values()))
+            await self._utility(engine.resume_generation())
 
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """A group's completions, as two objects: facts for rank 0, tokens for whoever fetches them."""
@@ -229,9 +236,10 @@ class RolloutEngine:
     async def sleep(self) -> None:
         """Give the device's memory to the trainer until the next sync, whose `pause` brings back the memory of weights, and
         whose `receive` that of the cache. No weights are kept (vLLM's level 2): a sync writes all. Not yet run on a GPU."""
-        self._dirty = "it sleeps, without weights, until the next sync"
-        self._asleep = True
-        await self._utility(self._alive().sleep(level=2))
+        async with self._turn:
+            self._dirty = "it sleeps, without weights, until the next sync"
+            self._asleep = True
+            await self._utility(self._alive().sleep(level=2))
 
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
         """Bring generation to a stand before a sync, with empty caches; the seconds it took, and how many completions were
@@ -242,53 +250,55 @@ class RolloutEngine:
         that none attends to keys of old weights. Aborted ones are submitted again by `receive`.
         """
         begun = time.perf_counter()
-        if self._paused_at is None:  # a second attempt finds it paused
-            self._paused_at = begun
-        self._dirty = f"the sync of version {version} did not finish"
-        incomplete = [group for group in self._groups.values() if not group.answer.done()]
-        if in_flight == "wait" and incomplete:
-            # vLLM itself waits for what runs: not for what it has not begun, or put off for want of memory.
-            await asyncio.wait([group.answer for group in incomplete])
-        if in_flight == "abort":
-            for group in incomplete:
-                group.stop()
-        await self._stand_still(in_flight)
-        if self._asleep:
-            await self._utility(self._alive().wake_up(["weights"]))
-        completions = sum(len(group.request.seeds) for group in incomplete)
-        return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
+        async with self._turn:
+            if self._paused_at is None:  # a second attempt finds it paused
+                self._paused_at = begun
+            self._dirty = f"the sync of version {version} did not finish"
+            incomplete = [group for group in self._groups.values() if not group.answer.done()]
+            if in_flight == "wait" and incomplete:
+                # vLLM itself waits for what runs: not for what it has not begun, or put off for want of memory.
+                await asyncio.wait([group.answer for group in incomplete])
+            if in_flight == "abort":
+                for group in incomplete:
+                    group.stop()
+            await self._stand_still(in_flight)
+            if self._asleep:
+                await self._utility(self._alive().wake_up(["weights"]))
+            completions = sum(len(group.request.seeds) for group in incomplete)
+            return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
 
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
         """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent,
         SyncAborted where another process is why."""
-        engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
-        begun = time.perf_counter()
-        try:
-            take = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
-            workers = _reports(await self._utility(take), manifest.version)
-            report = {key: max(worker[key] for worker in workers) for key in workers[0]}
-            report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
-            await self._utility(engine.update_weight_version(str(manifest.version)))
-            if self._asleep:
-                await self._utility(engine.wake_up(["kv_cache"]))
-                self._asleep = False
-                await self._stand_still("abort")  # vLLM generates as soon as it is wide awake, and nothing is queued yet
-        except EngineDied:
-            raise
-        except Exception as error:  # vLLM hands a worker's exception over as text
-            self._dirty = f"the sync of version {manifest.version} failed"
-            kind = type(error) if isinstance(error, SyncError) else SyncError
-            raise kind(_root_cause(error)) from error
-        received = time.perf_counter()
-        # Before generation goes on, which is what makes its completions those of the new version.
-        self._version, self._dirty = manifest.version, None
-        await self._begin([group for group in self._groups.values() if group.stopped])
-        await self._utility(engine.resume_generation())
-        resumed = time.perf_counter()
-        assert self._paused_at is not None, "nothing is received but after a pause"
-        report |= {"resume_s": resumed - received, "standstill_s": resumed - self._paused_at}
-        self._paused_at = None
-        return report | {"receive_s": received - begun}
+        async with self._turn:
+            engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
+            begun = time.perf_counter()
+            try:
+                take = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
+                workers = _reports(await self._utility(take), manifest.version)
+                report = {key: max(worker[key] for worker in workers) for key in workers[0]}
+                report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
+                await self._utility(engine.update_weight_version(str(manifest.version)))
+                if self._asleep:
+                    await self._utility(engine.wake_up(["kv_cache"]))
+                    self._asleep = False
+                    await self._stand_still("abort")  # vLLM generates as soon as it is wide awake, and nothing is queued yet
+            except EngineDied:
+                raise
+            except Exception as error:  # vLLM hands a worker's exception over as text
+                self._dirty = f"the sync of version {manifest.version} failed"
+                kind = type(error) if isinstance(error, SyncError) else SyncError
+                raise kind(_root_cause(error)) from error
+            received = time.perf_counter()
+            # Before generation goes on, which is what makes its completions those of the new version.
+            self._version, self._dirty = manifest.version, None
+            await self._begin([group for group in self._groups.values() if group.stopped])
+            await self._utility(engine.resume_generation())
+            resumed = time.perf_counter()
+            assert self._paused_at is not None, "nothing is received but after a pause"
+            report |= {"resume_s": resumed - received, "standstill_s": resumed - self._paused_at}
+            self._paused_at = None
+            return report | {"receive_s": received - begun}
 
     async def stop(self) -> None:
         """End vLLM's processes; the actor itself is ended by its pool."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megarl.rollout.cluster import node_share
 from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.sync.manifest import SyncError
+from megarl.sync.segment import machine
 from megarl.watchdog.stacks import watched_environment
 
 STOP_S = 10.0
@@ -136,7 +136,7 @@ class EngineHandle:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
         if self.process is not None:
-            if self.process.host == platform.node():
+            if self.process.machine == machine():
                 clear_away(self.process)
             else:
                 with contextlib.suppress(RolloutError, ray.exceptions.RayError):  # its node is gone, or does not answer

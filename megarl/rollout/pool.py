@@ -269,8 +269,8 @@ class EnginePool:
                 # What an earlier attempt kept or aborted has not gone on since, and is counted again.
                 "in_flight": max(earlier["in_flight"], report["in_flight"]),
             }
-        hosts = ["" if engine.process is None else engine.process.host for engine in self._engines]
-        return [EngineFacts(host, engine.restarts) for host, engine in zip(hosts, self._engines, strict=True)]
+        machines = ["" if engine.process is None else engine.process.machine for engine in self._engines]
+        return [EngineFacts(one, engine.restarts) for one, engine in zip(machines, self._engines, strict=True)]
 
     def _call_pause(self, engines: Iterable[int], version: int) -> dict[int, Any]:
         """The calls by engine; none of one that has no actor any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from megarl.sync.in_place import (
 from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest, sync_plan, sync_stream
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
-from megarl.sync.segment import sweep
+from megarl.sync.segment import machine, sweep
 from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
 from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of, num_orders
 from megarl.telemetry.clock import span
@@ -75,7 +74,7 @@ class Streamed(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """Where an engine runs, and how often it was started."""
+    """Where an engine runs, and how often it was started; of the same `node` are those that share memory."""
 
     node: str
     starts: int
@@ -206,7 +205,7 @@ class WeightSync:
 
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
         """Rank 0 chooses names that no other run has; everyone must be on its machine and have its plan."""
-        mine: dict[str, Any] = {"names": None, "machine": _machine(), "plan": self._plan.hash}
+        mine: dict[str, Any] = {"names": None, "machine": machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
             mine["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
@@ -518,9 +517,3 @@ def memcpy_bytes_per_s(buckets: torch.Tensor) -> float:
     second.copy_(first)
     device.settle()
     return len(first) / (time.perf_counter() - begun)
-
-
-def _machine() -> str:
-    """The same for processes that share memory: host name and boot, as containers may share neither."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{platform.node()} {boot.read().strip()} {os.stat('/dev/shm').st_dev}"

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,8 @@ class SharedSegment:
         Raises ValueError where shared memory is too small for it.
         """
         hidden = ROOT / f".{PREFIX}{name}"
-        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = _locked(hidden)
         try:
-            # The lock tells `sweep` that the owner lives; it is taken before the file gets the name sweep looks at.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             # Reserves the memory now: a later write to a full /dev/shm would end the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, num_bytes)
             os.rename(hidden, ROOT / f"{PREFIX}{name}")
@@ -71,20 +70,38 @@ class SharedSegment:
         self.data = np.empty(0, dtype=np.uint8)
 
 
+def _locked(hidden: Path) -> int:
+    """A new file, open, with the lock that tells `sweep` that its owner lives. One that was swept before it was locked is
+    made again."""
+    while True:
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+
+
 def sweep() -> list[str]:
-    """Remove every segment whose owner is gone; returns their names."""
+    """Remove every segment whose owner is gone, also one that was not finished; returns their names."""
     removed = []
-    for file in ROOT.glob(f"{PREFIX}*"):
+    for file in [*ROOT.glob(f"{PREFIX}*"), *ROOT.glob(f".{PREFIX}*")]:
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):  # another sweeper was faster, or another user's
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.unlink(missing_ok=True)
-            removed.append(file.name.removeprefix(PREFIX))
+            if os.fstat(descriptor).st_nlink:  # else another sweeper was faster, and the name may be another file's
+                file.unlink(missing_ok=True)
+                removed.append(file.name.removeprefix(".").removeprefix(PREFIX))
         except BlockingIOError:
             pass
         finally:
             os.close(descriptor)
     return removed
+
+
+def machine() -> str:
+    """The same for processes that share memory: host name and boot, as containers may share neither."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{platform.node()} {boot.read().strip()} {os.stat(ROOT).st_dev}"
