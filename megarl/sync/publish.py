@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from megarl.family import ModelShape
 from megarl.platform import current as device
+from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import parameter_sizes
 from megarl.reshard.order import copy_order
+from megarl.reshard.sides import shard_bytes
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
@@ -130,6 +132,8 @@ class WeightSync:
         self._held = set(parameter_sizes(shape, layout, rank))
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
         self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
+        quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
+        self._shard_bytes = shard_bytes(shape, settings.rollout, settings.dtype.itemsize, quantised)
         # Of this rank, by worker and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
@@ -187,11 +191,10 @@ class WeightSync:
             changed_bytes += sum(streamed.changed_bytes for streamed in done)
             content_bytes += sum(streamed.content_bytes for streamed in done)
             wanted, figures = self._from_first(partial(self._finish, manifest, done))
-        bound = len(every) * sum(stream.payload_bytes for stream in self._streams)
         if self._parts is not None:
             figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
         return figures | {
-            "sync/bound_bytes": bound,
+            "sync/bound_bytes": len(every) * self._shard_bytes,
             "sync/sent_bytes": sent_bytes,
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
