@@ -40,12 +40,11 @@ from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, W
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import sweep
-from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece, Stream
 from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
 from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
-Matrices = Mapping[str, torch.Tensor]  # local parameters, each [rows, columns]
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,34 @@ class Engines(Protocol):
         """Wait for all; those that must be served again, ready to be, and the figures of the others."""
 
 
+class Matrices:
+    """The local parameters that workers are in the middle of, by worker and name, each [rows, columns].
+
+    What is given may make a parameter anew whenever it is asked for (adapters are merged in), so it is asked once for each
+    worker, when its first piece is packed, and let go behind the last one: pieces of a parameter may be spread over buckets,
+    and workers begin with unlike layers.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], last: Sequence[Mapping[str, int]]) -> None:
+        """`last` are the numbers of the last piece of each parameter, by worker."""
+        self._parameters, self._last = parameters, last
+        self._held: dict[tuple[int, str], torch.Tensor] = {}
+
+    def box(self, worker: int, piece: Piece) -> torch.Tensor:
+        """A view of a piece, [rows, cols]. Nobody may keep it: a merged weight lives as long as its views."""
+        matrix = self._held.get((worker, piece.parameter))
+        if matrix is None:
+            own = self._parameters[piece.parameter].detach()
+            matrix = self._held[worker, piece.parameter] = own.view(own.shape[0], -1)  # a vector is one column
+        rows = matrix[piece.row : piece.row + piece.rows]
+        return rows if rows.shape[1] == piece.cols else rows[:, piece.col : piece.col + piece.cols]
+
+    def packed(self, worker: int, piece: Piece) -> None:
+        """A piece's bytes are in a bucket."""
+        if piece.number == self._last[worker][piece.parameter]:
+            del self._held[worker, piece.parameter]
+
+
 class WeightSync:
     """Streams actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
@@ -134,6 +161,8 @@ class WeightSync:
         self._streams = [sync_stream(shape, self._plan, worker, workers, *form) for worker in range(workers)]
         quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
         self._shard_bytes = shard_bytes(shape, settings.rollout, settings.dtype.itemsize, quantised)
+        # By stream: of each parameter that this rank sends from, the number of the last piece.
+        self._last = [self._last_pieces(stream) for stream in self._streams]
         # Of this rank, by worker and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
@@ -367,8 +396,7 @@ class WeightSync:
         """
         if manifest.homes:
             return self._seal(manifest, parameters)
-        pack_s = 0.0
-        matrices = {name: own.detach().view(own.shape[0], -1) for name, own in parameters.items()}  # a vector is one column
+        pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
@@ -430,13 +458,11 @@ class WeightSync:
             self._pieces[worker, bucket] = memory.data_ptr(), pieces
         checks = open_checks(memory, manifest, bucket)
         for piece, target in pieces:
-            box = matrices[piece.parameter][piece.row : piece.row + piece.rows]
-            if box.shape[1] != piece.cols:
-                box = box[:, piece.col : piece.col + piece.cols]
             if piece.scale_bytes:
-                write_blocks(quantise_blocks(box.to(self._settings.dtype)), target)
+                write_blocks(quantise_blocks(matrices.box(worker, piece).to(self._settings.dtype)), target)
             else:
-                target.copy_(box)
+                target.copy_(matrices.box(worker, piece))
+            matrices.packed(worker, piece)
             checks.add(piece)
         checks.close()
 
@@ -447,6 +473,11 @@ class WeightSync:
             target = memory[piece.start : piece.end]
             pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
         return pieces
+
+    def _last_pieces(self, stream: Stream) -> dict[str, int]:
+        own = np.flatnonzero(stream.source == self._rank)
+        parameters = self._plan.source_parameter[stream.copy[own]].tolist()
+        return {self._plan.source_parameters[p]: number for p, number in zip(parameters, own.tolist(), strict=True)}
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
