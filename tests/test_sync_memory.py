@@ -27,7 +27,7 @@ from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.in_place import share
-from megarl.sync.publish import SyncSettings, WeightSync
+from megarl.sync.publish import SyncSettings, WeightSync, memcpy_bytes_per_s
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -213,3 +213,15 @@ def test_no_rank_that_sends_messages_gathers_what_others_hold(way: str) -> None:
         if rank == 0:  # the workers are threads of it
             allowed += rollout.workers * (found.worker_layer + 2 * BUCKET_BYTES)
         assert max(found.first, found.second) <= allowed, f"rank {rank}: {found}; {allowed} are allowed"
+
+
+@pytest.mark.parametrize("columns", [256, 3 * BUCKET_BYTES], ids=["many rows a bucket", "a row larger than a bucket"])
+def test_what_a_transfer_is_measured_by_copies_bytes_of_the_weights(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.sync.publish.MEMCPY_S", 60.0)
+    buckets = torch.zeros(2, BUCKET_BYTES, dtype=torch.uint8)
+    rows = max(1, BUCKET_BYTES // (2 * columns))
+    weight = torch.randint(1 << 15, (2 * rows, columns), dtype=torch.int16).view(torch.bfloat16)
+    assert memcpy_bytes_per_s(weight, buckets) > 0
+    parts = weight.view(torch.uint8).split(rows)
+    for bucket, part in zip(buckets, parts, strict=True):
+        assert torch.equal(bucket, part[:, :BUCKET_BYTES].reshape(-1)), "others than these come from the cache"
