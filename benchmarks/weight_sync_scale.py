@@ -285,7 +285,7 @@ def machine_readers(
 ) -> list[Reader]:
     """A sync's workers, all on node 0."""
     plan = engine_plan(shape, trainer, rollout)
-    orders = [copy_order(plan, worker, worker, rollout.workers) for worker in range(rollout.workers)]
+    orders = [copy_order(plan, worker, worker, engines * rollout.workers) for worker in range(rollout.workers)]
     return [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.engine.lora import Adapter
 from megarl.recipe.sections import LoraSection
 from megarl.reshard.boxes import Layout
 from tests.engine_cases import EPSILON, small_batch
@@ -122,3 +123,16 @@ def test_resume_of_adapters_is_exact_and_may_change_the_layout(tmp_path, layout)
     for one, other in zip(changed.figures, whole.figures[2:], strict=True):
         assert one[:3] == pytest.approx(other[:3], rel=1e-4)
         np.testing.assert_allclose(one[3], other[3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_merged_in_parts_as_in_one(dtype, monkeypatch):
+    torch.manual_seed(0)
+    adapter = Adapter(weight := torch.randn(1031, 192, dtype=dtype), "qkv", LORA, False, None)
+    torch.nn.init.normal_(adapter.a)
+    torch.nn.init.normal_(adapter.b)
+    expected = (weight.float() + adapter.scale * adapter.b.float() @ adapter.a.float()).to(dtype)
+    whole = adapter.merged_into(weight)
+    torch.testing.assert_close(whole, expected)
+    monkeypatch.setattr("megarl.engine.lora.MERGED_BYTES", 100 * 4 * 192)  # ten parts and a rest
+    assert torch.equal(adapter.merged_into(weight), whole)

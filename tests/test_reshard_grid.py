@@ -20,7 +20,7 @@ from megarl.reshard.columns import Boxes
 from megarl.reshard.engines import engine_match, engine_plan
 from megarl.reshard.megatron import megatron_segments, rank_segments
 from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.sides import megatron_boxes, vllm_boxes
+from megarl.reshard.sides import megatron_boxes, shard_bytes, vllm_boxes
 from megarl.reshard.vllm import (
     fixed_tensors,
     held_experts,
@@ -125,6 +125,7 @@ def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject
         own = [s for s in destinations if s.rank == worker]
         bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in own)
         assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
+    assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
     held, expected = (
         cut(trainer_segments(layout, shape, set(plan.source_rank.tolist())), tensors),
         cut(destinations, tensors),

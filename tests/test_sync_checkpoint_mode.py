@@ -1,4 +1,5 @@
-"""A vLLM engine that took whole tensors through vLLM's own loader equals one that loaded them from disk.
+"""Checkpoint mode: every worker gets all of every tensor, and a vLLM engine that took them through vLLM's own loader equals
+one that loaded them from disk.
 
 The engines live in one process of their own.
 """
@@ -16,14 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.family import ModelShape
+from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import fixed_tensors
 from tests.in_process_engine import answers, close_engines, open_engine
-from tests.rollout_cases import save_model
+from tests.rollout_cases import Publisher, save_model
+from tests.sync_cases import ThreadEngines
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-pytestmark = [pytest.mark.sync, pytest.mark.slow]
+pytestmark = pytest.mark.sync
 
 Named = tuple[str, torch.Tensor]
 
@@ -69,6 +72,31 @@ def loads_in_turn(old: Path, new: Path) -> None:
     close_engines()
 
 
+def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path: Path) -> None:
+    """By that ratio a report says what `mode: reshard` would save."""
+    model, rollout, bounds = save_model(tmp_path, "llama", False, seed=0), RolloutLayout(2), []
+    whole = dict(checkpoint(model))
+    for mode in ("reshard", "checkpoint"):
+        publisher = Publisher(model, rollout, engines=2, mode=mode)
+        engines = ThreadEngines(ModelShape.from_directory(model), rollout, engines=2)
+        figures = publisher.publish(1, model, engines)
+        engines.close()
+        publisher.close()
+        received, bound = figures["sync/received_bytes"], figures["sync/bound_bytes"]
+        bounds.append(bound)
+        assert bound == bounds[0] > 0, "it depends on the engines alone"
+        if mode == "reshard":
+            assert received == bound
+            continue
+        assert received == 4 * sum(4 * tensor.numel() for tensor in whole.values()) > 1.9 * bound
+        for taken in engines.taken.values():
+            assert taken.keys() == whole.keys()
+            for name, tensor in whole.items():
+                matrix = tensor.view(len(tensor), -1)
+                assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3_moe", False), ("deepseek_v3", False)])
 def test_loaded_engine_equals_one_that_loaded_from_disk(
     engine_process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool
@@ -114,6 +142,7 @@ def loads_of_wrong_checkpoints(model: Path, wrong: dict[Callable[[list[Named]], 
     close_engines()
 
 
+@pytest.mark.slow
 def test_wrong_checkpoints_are_refused_and_the_next_load_is_right(
     engine_process: ProcessPoolExecutor, tmp_path: Path
 ) -> None:

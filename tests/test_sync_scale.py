@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import sync_model, weight_sync_scale
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, bucket_parts, sync_seconds
@@ -32,7 +33,9 @@ from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.order import copy_order, start_share
 from megarl.sync import copies, in_place, transport
+from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
+from megarl.sync.transport import engines_of
 from tests.test_family_table import CONFIGS, shape_of
 
 # A link moves 10 bytes a second, NVLink 100; packing and placing take nothing. All ranks are on node 0.
@@ -185,23 +188,20 @@ def test_bytes_of_a_link_are_counted_where_they_go() -> None:
     assert traffic(case, beside, near).into_worker == 0 and traffic(case, beside, near).near == moved.into_worker
 
 
-@pytest.mark.parametrize("transport_name", ["gloo", "nccl"])
-def test_the_order_is_that_of_a_run(transport_name: str) -> None:
+def test_the_order_is_that_of_a_run(tmp_path: Path) -> None:
     """Of every engine's workers, at both ends."""
-    shape, layout, rollout, engines = shape_of("qwen3"), Layout(2, 2), RolloutLayout(2), 3
-    case, plan = Case("", layout, rollout, engines), engine_plan(shape, layout, rollout)
-    assert transport.num_orders(transport_name, "full", engines) == engines
-    for engine in range(engines):
-        for worker in range(2):
+    shape, rollout, engines = shape_of("qwen3"), RolloutLayout(2), 3
+    settings = SyncSettings(torch.float32, rollout, engines, 1 << 13, timeout_s=60.0, transport="gloo")
+    case, plan = Case("", Layout(), rollout, engines), engine_plan(shape, Layout(), rollout)
+    with contextlib.closing(WeightSync(shape, Layout(), settings, "test", 0, None)) as sync:
+        manifest = sync._begin(1, 1, (0, 1, 2))
+        assert [engines_of(number, manifest) for number in range(6)] == [(0,), (0,), (1,), (1,), (2,), (2,)]
+        for number, stream in enumerate(sync._streams):
+            engine, worker = divmod(number, 2)
             reader = StreamReader(shape, worker)
-            manifest = SimpleNamespace(
-                **{"plan_hash": plan.hash, "layout": layout, "rollout": rollout, "mode": "reshard", "precision": "fp32"},
-                **{"bucket_bytes": 1 << 12, "quantization": None, "num_engines": engines, "wire": "full"},
-                **{"transport": transport_name, "leaders": tuple(range(engines))},
-            )
-            reader._prepare(manifest, engine)  # type: ignore[arg-type]
-            order = reader._stream.copy[np.sort(np.unique(reader._stream.copy, return_index=True)[1])]
-            assert order.tolist() == case.order(plan, engine, worker).tolist()
+            reader._prepare(manifest, engine)
+            assert np.array_equal(reader._stream.copy, stream.copy) and np.array_equal(reader._stream.offset, stream.offset)
+            assert list(dict.fromkeys(stream.copy.tolist())) == case.order(plan, engine, worker).tolist()
 
 
 def test_another_layout_of_a_model_is_given_by_the_command_line(

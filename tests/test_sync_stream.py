@@ -14,6 +14,7 @@ from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import megatron_segments
 from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.sides import shard_bytes
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Stream, checksum
 
@@ -124,7 +125,8 @@ def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
     layout, rollout = Layout(tensor=2), RolloutLayout(2)
     check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
     plan = engine_plan(shape, layout, rollout)
-    stream = Stream.of(plan, copy_order(plan, 0), 2, 1 << 16, quantised)
+    stream, other = (Stream.of(plan, copy_order(plan, worker), 2, 1 << 16, quantised) for worker in (0, 1))
+    assert stream.payload_bytes + other.payload_bytes == shard_bytes(shape, rollout, 2, quantised)
     names = [plan.names[plan.name[copy]] for copy in stream.copy]
     for piece, name in enumerate(names):
         rows, cols = int(stream.rows[piece]), int(plan.cols[stream.copy[piece]])

@@ -39,6 +39,8 @@ MODULES = {
 }
 # The adapter is a child of its linear layer under this name.
 CHILD = "adapter"
+# Of a weight in fp32, which is merged in parts of so many bytes: its intermediates take little beside it.
+MERGED_BYTES = 4 << 20
 
 
 class Adapter(nn.Module):
@@ -80,7 +82,11 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
         """W + (alpha / rank) B A of this rank's shard, computed in fp32, in W's type. A copy: W stays as it is."""
-        return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(weight.dtype)
+        merged, a = torch.empty_like(weight), self.a.float()
+        most = max(1, MERGED_BYTES // (a.itemsize * weight.shape[1]))
+        for whole, b, target in zip(weight.split(most), self.b.split(most), merged.split(most), strict=True):
+            target.copy_(torch.addmm(whole.float(), b.float(), a, alpha=self.scale))
+        return merged
 
 
 def attach(chunks: Sequence[Any], settings: LoraSection, seed: int, tensor_rank: int, group: Any) -> dict[str, Adapter]:
@@ -151,25 +157,18 @@ def switched_off(adapters: Iterable[Adapter]) -> Iterator[None]:
 
 
 class MergedShards(Mapping[str, Tensor]):
-    """A rank's weights by local name with their adapters added, each merged when it is read.
+    """A rank's weights by local name with their adapters added, each merged anew whenever it is read.
 
-    Only the last merged one is kept, as readers come for the parts of one weight one after the other: beside the trained
-    weights there are never more than a merged weight and its two fp32 intermediates.
+    None is kept here. Who comes for a weight part by part keeps it that long: several may read at a time, each another one.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
         """`adapters` by the names of the weights that they belong to."""
         self._parameters, self._adapters = parameters, adapters
-        self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         parameter = self._parameters[name].detach()
-        if name not in self._adapters:
-            return parameter
-        if self._last is None or self._last[0] != name:
-            self._last = None  # let it go before the next one is made
-            self._last = name, self._adapters[name].merged_into(parameter)
-        return self._last[1]
+        return self._adapters[name].merged_into(parameter) if name in self._adapters else parameter
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

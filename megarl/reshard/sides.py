@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
+
+import numpy as np
 
 from megarl.family import ModelShape, Weight
 from megarl.reshard import megatron, vllm
+from megarl.reshard.blocks import block_bytes
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.columns import Boxes, Repeat, stack
 
@@ -40,4 +43,18 @@ def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight
             for prefix, weight in vllm.stage_weights(shape, rollout, stage)
             if keep(weight)
         ]
+    )
+
+
+def shard_bytes(shape: ModelShape, rollout: RolloutLayout, itemsize: int, quantised: Collection[str] = ()) -> int:
+    """Bytes of what all workers of an engine hold of the weights that updates move: the least that bring it a version,
+    whatever a plan sends. `itemsize` is bytes of an element, but for the tensors that are `quantised` to FP8 blocks. Raises
+    ValueError as `vllm_boxes` does."""
+    boxes = vllm_boxes(shape, rollout, lambda weight: not weight.fixed)
+    in_blocks = np.isin(boxes.name, [number for number, name in enumerate(boxes.names) if name in quantised])
+    sizes = np.stack([in_blocks, boxes.row1 - boxes.row0, boxes.col1 - boxes.col0])
+    kinds, counts = np.unique(sizes, axis=1, return_counts=True)
+    return sum(
+        count * (block_bytes(rows, cols) if blocks else itemsize * rows * cols)
+        for (blocks, rows, cols), count in zip(kinds.T.tolist(), counts.tolist(), strict=True)
     )

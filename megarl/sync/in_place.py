@@ -210,7 +210,11 @@ def has_room(num_bytes: int) -> bool:
 
 def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
     """Bring the parameters of these names into shared memory, where they are not yet, and say where: what `Home` takes.
-    Only where `private_bytes` and `has_room` have allowed it."""
+    Only where `private_bytes` and `has_room` have allowed it.
+
+    A storage that moves is there twice for a moment, one after the other. So the first sync alone takes as much as the
+    largest storage beside the weights: where megatron-core keeps them in one buffer, as much as all of the rank's.
+    """
     matrices = {name: _matrix(parameters[name]) for name in names}
     storages = _storages(matrices)
     numbers = {key: number for number, key in enumerate(storages)}

@@ -45,6 +45,8 @@ class WeightManifest:
     which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
     `wire` "delta" messages are differences to version `base`, which every leading engine took, or whole where it is None.
 
+    Weights travel in so many `orders`, each to its own engine, or in one to all.
+
     `homes` say, by trainer rank, where its parameters are read in place (`in_place.share`); without, they come in buckets.
     """
 
@@ -70,6 +72,7 @@ class WeightManifest:
     base: int | None
     quantization: str | None
     homes: tuple[str, ...] = ()
+    orders: int = 1
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ class PointToPointSender:
         content = self.buckets[self._turn, part.start : part.end]
         if self._parts is not None:
             content = self._parts.message(worker, bucket, part, content)
-        for engine in engines_of(stream, len(self._streams), self._manifest):
+        for engine in engines_of(stream, self._manifest):
             if engine in self._groups and engine not in self.lost:
                 member = self._manifest.layout.ranks + worker
                 what = f"send: bucket {bucket} to worker {worker} of engine {engine}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
+from megarl.family.blocks import embedding
 from megarl.platform import current as device
+from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.reshard.megatron import parameter_sizes
+from megarl.reshard.megatron import chunk_prefix, parameter_sizes
 from megarl.reshard.order import copy_order
+from megarl.reshard.sides import shard_bytes
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
@@ -37,12 +41,13 @@ from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, W
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import machine, sweep
-from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
-from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of, num_orders
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece, Stream
+from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of
 from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
-Matrices = Mapping[str, torch.Tensor]  # local parameters, each [rows, columns]
+# What a transfer is measured by: at most so many copies into buckets, each begun within so many seconds.
+MEMCPY_COPIES, MEMCPY_S = 7, 0.003
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class SyncSettings:
     wire: str = "full"  # or "delta", with transport "gloo"
     verify: str = "all"  # or "sampled", where buckets lie on a device
     quantization: str | None = None  # or "fp8", with mode "reshard"
+    merges: bool = False  # adapters into weights, whenever these are sent
 
 
 class Streamed(NamedTuple):
@@ -99,6 +105,34 @@ class Engines(Protocol):
         """Wait for all; those that must be served again, ready to be, and the figures of the others."""
 
 
+class Matrices:
+    """The local parameters that streams are in the middle of, by stream and name, each [rows, columns].
+
+    What is given may make a parameter anew whenever it is asked for (adapters are merged in), so it is asked once for each
+    stream, when its first piece is packed, and let go behind the last one: pieces of a parameter may be spread over buckets,
+    and workers begin with unlike layers.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], last: Sequence[Mapping[str, int]]) -> None:
+        """`last` are the numbers of the last piece of each parameter, by stream."""
+        self._parameters, self._last = parameters, last
+        self._held: dict[tuple[int, str], torch.Tensor] = {}
+
+    def box(self, stream: int, piece: Piece) -> torch.Tensor:
+        """A view of a piece, [rows, cols]. Nobody may keep it: a merged weight lives as long as its views."""
+        matrix = self._held.get((stream, piece.parameter))
+        if matrix is None:
+            own = self._parameters[piece.parameter].detach()
+            matrix = self._held[stream, piece.parameter] = own.view(own.shape[0], -1)  # a vector is one column
+        rows = matrix[piece.row : piece.row + piece.rows]
+        return rows if rows.shape[1] == piece.cols else rows[:, piece.col : piece.col + piece.cols]
+
+    def packed(self, stream: int, piece: Piece) -> None:
+        """A piece's bytes are in a bucket."""
+        if piece.number == self._last[stream][piece.parameter]:
+            del self._held[stream, piece.parameter]
+
+
 class WeightSync:
     """Streams actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
@@ -127,9 +161,19 @@ class WeightSync:
         self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
         self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._held = set(parameter_sizes(shape, layout, rank))
+        # What rank 0, a rank of the first stage, has for certain, and what no adapter is merged into.
+        self._embedding = chunk_prefix(layout, 0) + embedding(shape).megatron.parameter
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
-        turns = num_orders(settings.transport, settings.wire, settings.num_engines) * workers
+        # Each engine has an order of its own, so that they ask unlike ranks at the same time. One is for all where they read
+        # the same memory, and where a rank keeps something of each stream: what it sent last, or a merged weight.
+        several = TRANSPORTS[settings.transport].messages and settings.wire == "full" and not settings.merges
+        self._orders = settings.num_engines if several else 1
+        turns = self._orders * workers
         self._streams = [sync_stream(shape, self._plan, turn % workers, (turn, turns), *form) for turn in range(turns)]
+        quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
+        self._shard_bytes = shard_bytes(shape, settings.rollout, settings.dtype.itemsize, quantised)
+        # By stream: of each parameter that this rank sends from, the number of the last piece.
+        self._last = [self._last_pieces(stream) for stream in self._streams]
         # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
@@ -186,12 +230,11 @@ class WeightSync:
             sent_bytes += sum(streamed.sent_bytes for streamed in done)
             changed_bytes += sum(streamed.changed_bytes for streamed in done)
             content_bytes += sum(streamed.content_bytes for streamed in done)
-            wanted, figures = self._from_first(partial(self._finish, manifest, done))
-        bound = len(every) * sum(stream.payload_bytes for stream in self._streams[: self._settings.rollout.workers])
+            wanted, figures = self._from_first(partial(self._finish, manifest, parameters, done))
         if self._parts is not None:
             figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
         return figures | {
-            "sync/bound_bytes": bound,
+            "sync/bound_bytes": len(every) * self._shard_bytes,
             "sync/sent_bytes": sent_bytes,
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
@@ -326,12 +369,15 @@ class WeightSync:
             quantization=self._settings.quantization,
             base=self._bases.begin(attempt, leading, self._starts),
             homes=self._homes,
+            orders=self._orders,
         )
         if self._engines is not None:
             self._engines.begin(manifest)
         return manifest
 
-    def _finish(self, manifest: WeightManifest, done: Sequence[Streamed]) -> tuple[tuple[int, ...], dict[str, float]]:
+    def _finish(
+        self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor], done: Sequence[Streamed]
+    ) -> tuple[tuple[int, ...], dict[str, float]]:
         """Rank 0: who must be served again, and the figures."""
         lost = [(rank, engine, why) for rank, streamed in enumerate(done) for engine, why in streamed.lost.items()]
         for _, engine, _ in lost:
@@ -350,7 +396,8 @@ class WeightSync:
         figures["sync/total_s"] = time.perf_counter() - self._begun
         if again:  # buckets in the memory of an engine that died are gone
             return again, figures
-        return again, figures | {"sync/memcpy_bytes_per_s": memcpy_bytes_per_s(self._sender.buckets)}
+        rate = memcpy_bytes_per_s(parameters[self._embedding], self._sender.buckets)
+        return again, figures | {"sync/memcpy_bytes_per_s": rate}
 
     def _watch(self) -> None:
         """Rank 0, while it waits: the others need not wait for an engine that has failed."""
@@ -364,15 +411,10 @@ class WeightSync:
         """
         if manifest.homes:
             return self._seal(manifest, parameters)
-        pack_s = 0.0
-        matrices = {name: own.detach().view(own.shape[0], -1) for name, own in parameters.items()}  # a vector is one column
+        pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
-            streams = [
-                (number, stream)
-                for number, stream in enumerate(self._streams)
-                if engines_of(number, len(self._streams), manifest)
-            ]
+            streams = [(number, stream) for number, stream in enumerate(self._streams) if engines_of(number, manifest)]
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
                 for number, stream in streams:
                     part = stream.part(bucket, self._rank)
@@ -432,13 +474,11 @@ class WeightSync:
             self._pieces[stream, bucket] = memory.data_ptr(), pieces
         checks = open_checks(memory, manifest, bucket)
         for piece, target in pieces:
-            box = matrices[piece.parameter][piece.row : piece.row + piece.rows]
-            if box.shape[1] != piece.cols:
-                box = box[:, piece.col : piece.col + piece.cols]
             if piece.scale_bytes:
-                write_blocks(quantise_blocks(box.to(self._settings.dtype)), target)
+                write_blocks(quantise_blocks(matrices.box(stream, piece).to(self._settings.dtype)), target)
             else:
-                target.copy_(box)
+                target.copy_(matrices.box(stream, piece))
+            matrices.packed(stream, piece)
             checks.add(piece)
         checks.close()
 
@@ -449,6 +489,11 @@ class WeightSync:
             target = memory[piece.start : piece.end]
             pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
         return pieces
+
+    def _last_pieces(self, stream: Stream) -> dict[str, int]:
+        own = np.flatnonzero(stream.source == self._rank)
+        parameters = self._plan.source_parameter[stream.copy[own]].tolist()
+        return {self._plan.source_parameters[p]: number for p, number in zip(parameters, own.tolist(), strict=True)}
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
@@ -509,11 +554,22 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def memcpy_bytes_per_s(buckets: torch.Tensor) -> float:
-    """Rate at which this process copies one idle bucket onto the other: what a transfer is measured by."""
-    first, second = buckets[0], buckets[1]
+def memcpy_bytes_per_s(weight: torch.Tensor, buckets: torch.Tensor) -> float:
+    """Rate at which this process copies bytes of a weight [rows, columns] to idle buckets, as they are: what a transfer is
+    measured by. The median of a few copies, milliseconds in all, each of other rows: these come from memory. The same bytes,
+    copied again and again, come from the cache at up to four times the rate, which no transfer of a model reaches."""
+    content = weight.detach().view(torch.uint8)[:, : buckets.shape[1]]  # of a row that no bucket holds, its beginning
+    parts = content.split(max(1, buckets.shape[1] // content.shape[1]))
+    rates: list[float] = []
     device.settle()
-    begun = time.perf_counter()
-    second.copy_(first)
-    device.settle()
-    return len(first) / (time.perf_counter() - begun)
+    first = time.perf_counter()
+    for number, rows in enumerate(parts[:MEMCPY_COPIES]):
+        target = buckets[number % NUM_BUCKETS, : rows.numel()].view(rows.shape)
+        begun = time.perf_counter()
+        target.copy_(rows)
+        device.settle()
+        ended = time.perf_counter()
+        rates.append(rows.numel() / (ended - begun))
+        if ended - first > MEMCPY_S:
+            break
+    return statistics.median(rates)

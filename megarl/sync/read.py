@@ -21,7 +21,7 @@ from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
-from megarl.sync.transport import Receiver, num_orders
+from megarl.sync.transport import Receiver
 
 
 class Box(NamedTuple):
@@ -246,9 +246,8 @@ class StreamReader:
 
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
         workers = manifest.rollout.workers
-        orders = num_orders(manifest.transport, manifest.wire, manifest.num_engines)
-        order = manifest.leaders[engine] if orders > 1 else 0  # who leads receives in its own
-        turn = order * workers + self._worker, orders * workers
+        order = manifest.leaders[engine] if manifest.orders > 1 else 0  # who leads receives in its own
+        turn = order * workers + self._worker, manifest.orders * workers
         key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization, turn)
         if self._key == key:
             return

@@ -2,8 +2,8 @@
 
 Every trainer rank fills its own parts of the buckets of each stream. Where engines read the same memory there is one stream
 a worker number, and every engine has a receiver of it; where each gets messages of its own, one of each worker of each
-engine, so that they ask unlike ranks at the same time (`num_orders`). A bucket is used again once it has arrived, so neither
-end holds more than `NUM_BUCKETS` of them.
+engine, so that they ask unlike ranks at the same time (`WeightManifest.orders`). A bucket is used again once it has arrived,
+so neither end holds more than `NUM_BUCKETS` of them.
 """
 
 from __future__ import annotations
@@ -57,22 +57,17 @@ TRANSPORTS = {
 }
 
 
-def num_orders(transport: str, wire: str, num_engines: int) -> int:
-    """In how many orders weights travel: stream number `order * workers + worker` is that of engine `order`, or with one
-    order of all engines. Where differences travel there is one: a rank keeps what it sent last of each stream."""
-    return num_engines if TRANSPORTS[transport].messages and wire == "full" else 1
-
-
-def engines_of(stream: int, num_streams: int, manifest: WeightManifest) -> tuple[int, ...]:
-    """The engines that a stream of so many goes to, by its number, of those that receive from trainer ranks themselves."""
-    if num_streams == manifest.rollout.workers:
+def engines_of(stream: int, manifest: WeightManifest) -> tuple[int, ...]:
+    """Which of the engines that receive from trainer ranks themselves a stream goes to, by its number: `order * workers +
+    worker`."""
+    if manifest.orders == 1:
         return manifest.leading
     engine = stream // manifest.rollout.workers
     return (engine,) if engine in manifest.leading else ()
 
 
 class Sender(Protocol):
-    """A trainer rank's end of the streams to all workers, each known by its number (`num_orders`)."""
+    """A trainer rank's end of the streams to all workers, each known by its number (`engines_of`)."""
 
     sent_bytes: int  # since `begin`, with checksums
     lost: dict[int, str]  # engines that this rank gave up since `begin`, and why
