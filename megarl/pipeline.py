@@ -34,8 +34,6 @@ from megarl.telemetry.step_figures import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
-# What does not run while the critic alone is updated.
-OF_THE_ACTOR = frozenset({"actor_update", "weight_sync"})
 
 
 @dataclass
@@ -99,7 +97,6 @@ class Pipeline:
         """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
         self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
-        self.runs = frozenset(recipe.running_phases)
         self.algorithm = recipe.algorithm  # with the KL coefficient of this step
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0
@@ -110,7 +107,7 @@ class Pipeline:
     def step(self, number: int) -> Figures:
         """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
         self.number, self.figures = number, {}
-        runs = self.runs - (OF_THE_ACTOR if self._warms_up(number) else frozenset())
+        runs = self.recipe.warmup_phases if self._warms_up(number) else self.recipe.running_phases
         rounds = Rounds(self.recipe)
         while not rounds.complete:
             with self._phase("rollout"):
@@ -137,10 +134,10 @@ class Pipeline:
             with self._phase("reward_model"):
                 scores = self._forward(self.parts.reward_model, plans["reward_model"], batch, "scores")
                 self.figures |= add_scores(batch, torch.cat(scores).numpy(), self.recipe.reward_model_weight)
-        if "actor_logprob" in self.runs:
+        if "actor_logprob" in runs:
             with self._phase("actor_logprob"):
                 batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
-        if self.parts.reference is not None:
+        if self.parts.reference is not None and "reference_logprob" in runs:
             with self._phase("reference_logprob"):
                 plan = plans["reference_logprob"]
                 batch.fields["reference_logprobs"] = self._forward(self.parts.reference, plan, batch, "logprobs")
