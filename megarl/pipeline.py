@@ -34,6 +34,8 @@ from megarl.telemetry.step_figures import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
+# Of a weight sync, what is not added up over several: the last one's are kept.
+NOT_ADDED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Pipeline:
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0
         self.figures: Figures = {}
+        self.resyncs: Figures = {}  # of engines that were started again, since they were last taken
         self.sizes = Sizes((), (), ())  # of the last step
         self.warned_of_drift = False
 
@@ -176,7 +179,7 @@ class Pipeline:
                     answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self.parts.rewards, step, self._resync)
                 with span("wait_engines"):
                     while isinstance(answer := broadcast_from_first(answer), Resync):  # while they work, and one was lost
-                        self._publish(self.version, answer.engines)
+                        self._bring_again(answer.engines)
                         answer = None
                 more = answer
         return self.parts.held_out.result(judged) if self.rank == 0 else None
@@ -195,7 +198,7 @@ class Pipeline:
                 self.parts.dump(number, rollouts)
         with span("wait_engines"):
             while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while they work, and one was lost
-                self._publish(self.version, rollouts.engines)
+                self._bring_again(rollouts.engines)
                 rollouts = None
         sections = self.recipe.phases.rollout
         planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
@@ -480,7 +483,20 @@ class Pipeline:
     def _resync(self, engines: Sequence[int]) -> None:
         """Rank 0, in a rollout: engines were started again. The other ranks wait for the rollout, and learn of it there."""
         broadcast_from_first(Resync(tuple(engines)))
-        self._publish(self.version, engines)
+        self._bring_again(engines)
+
+    def _bring_again(self, engines: Sequence[int]) -> None:
+        """Bring the version that the others have to some engines; what that takes is added up. On all ranks."""
+        found = self._publish(self.version, engines)
+        before = {name: 0 for name in found} | self.resyncs
+        self.resyncs |= {name: value if name in NOT_ADDED else before[name] + value for name, value in found.items()}
+        self.resyncs["sync/count"] = before.get("sync/count", 0) + 1
+
+    def take_resyncs(self) -> Figures:
+        """`resync/...`: the figures of all syncs to engines that were started again since this was last asked, none if none
+        was; the same on every rank."""
+        taken, self.resyncs = self.resyncs, {}
+        return {f"re{name}": value for name, value in taken.items()}
 
     def _publish(self, version: int, engines: Sequence[int] | None) -> Figures:
         with self.parts.actor.present():

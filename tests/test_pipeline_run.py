@@ -169,9 +169,13 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
     folder, _, _ = run
     page = (Path(__file__).resolve().parents[1] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
     rows = "".join(row for row in page.splitlines() if row.startswith("| `sync/"))
-    for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    lines = [json.loads(text) for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert not [key for line in lines[1:] for key in line if key.startswith("start_")]
+    start = {key.removeprefix("start_"): value for key, value in lines[0].items() if key.startswith("start_")}
+    assert start["sync/version"] == 0
+    for line in (start, *lines):
         assert {key for key in line if key.startswith("sync/")} == set(re.findall(r"`(sync/\w+)`", rows))
+        assert not [key for key in line if key.startswith("resync/")]
         assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0 and line["sync/attempts"] == 1
         assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
         # Of one engine: each figure is that of the slowest.
