@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
 
 from megarl.data.sample import Prompt, Sample
-from megarl.family import ModelShape
+from megarl.family import FAMILIES, ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
@@ -76,6 +78,15 @@ def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int 
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return directory
+
+
+@contextmanager
+def without_vllm_table(family: str) -> Iterator[None]:
+    """In this process, of a family that nobody has said of where vLLM holds its weights."""
+    whole = FAMILIES[family]
+    half = replace(whole, layer=lambda shape, number: [one._replace(vllm=None) for one in whole.layer(shape, number)])
+    with mock.patch.dict(FAMILIES, {family: half}):
+        yield
 
 
 def cut(segments: Sequence[Segment], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

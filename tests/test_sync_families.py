@@ -32,6 +32,7 @@ from tests.rollout_cases import (
     same,
     samples,
     save_model,
+    without_vllm_table,
 )
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -70,6 +71,25 @@ def test_synced_engine_equals_one_that_loaded_from_disk(
 ) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
     engine_process.submit(takes_versions, old, new).result(timeout=300)
+
+
+def takes_whole_tensors(old: Path, new: Path, family: str) -> None:
+    with without_vllm_table(family):
+        engine, other = open_receiver(old), open_engine(new)
+        loaded = answers(other)
+        assert answers(engine) != loaded
+        publisher = Publisher(new, mode="checkpoint")
+        publisher.publish(1, new, Receiving(engine))
+        assert answers(engine) == loaded, "not the engine that loaded from disk"
+        publisher.close()
+        close_engines()
+
+
+def test_a_family_without_a_table_of_vllm_is_synced_in_checkpoint_mode(
+    engine_process: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
+    engine_process.submit(takes_whole_tensors, old, new, "llama").result(timeout=300)
 
 
 def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.Tensor]) -> None:
