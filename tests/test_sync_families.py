@@ -106,32 +106,36 @@ def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.
 
 
 def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollout: RolloutLayout) -> None:
-    """On the ranks of a trainer. Rank 0's engine loads what they export of `new`, and takes `old` in buckets: all of it, or
-    it would be further than rounding from transformers' numbers. Then it takes `new` again, in place."""
+    """On the ranks of a trainer. Rank 0's engine loads what they export of `new`, and takes both models by turns, in place
+    and in buckets. It takes all of `old`, or it would be further than rounding from transformers' numbers."""
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), ModelShape.from_directory(new)
     held = {model: megatron_shards(model, layout)[rank] for model in (old, new)}
     export(new, exported, layout, held[new])
     settings = SyncSettings(torch.float32, rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0)
     sync = WeightSync(shape, layout, settings, "families", rank, dist.group.WORLD)
+
+    def publish(version: int, engines: EnginePool | None) -> Path:
+        model, in_place = ((old, True), (new, False), (old, False), (new, True))[version - 1]
+        figures = sync.publish(version, held[model] if in_place else MappingProxyType(held[model]), engines)
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and figures["sync/in_place"] == in_place
+        return model
+
     if rank:
-        sync.publish(1, MappingProxyType(held[old]))
-        sync.publish(2, held[new])
+        for version in range(1, 5):
+            publish(version, None)
         sync.close()
         return
     start_cluster()
     pool = EnginePool(recipe(exported, tensor=rollout.tensor, temperature=0.8), str(exported), STOP, seed=3)
     try:
         pool.start()
-        loaded = samples(pool, 1)
-        assert distance(new, loaded, 0.8) < 1e-4
-        figures = sync.publish(1, MappingProxyType(held[old]), pool)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and not figures["sync/in_place"]
-        taken = samples(pool, 1)
-        assert distance(old, taken, 0.8) < 1e-4 and not same(loaded, taken)
-        figures = sync.publish(2, held[new], pool)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] and figures["sync/in_place"]
-        assert same(loaded, samples(pool, 1)), "not the engine that loaded the export"
+        drawn = {new: samples(pool, 1)}
+        for version in range(1, 5):
+            model = publish(version, pool)
+            now = samples(pool, 1)
+            assert same(now, drawn.setdefault(model, now)), f"{model.name} as version {version}: other numbers than before"
+        assert all(distance(model, drawn[model], 0.8) < 1e-4 for model in (old, new)) and not same(drawn[old], drawn[new])
     finally:
         pool.shutdown()
         stop_cluster()
