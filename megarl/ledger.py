@@ -71,9 +71,9 @@ class Ledger:
         self._evaluations.write(step, figures | {"sync/version": self._pipeline.version})
         return figures
 
-    def started(self, times: StepTimes) -> None:
-        """All before the first step, which belongs to none."""
-        self._start = {"run/start_s": times.seconds}
+    def started(self, times: StepTimes, figures: dict[str, Any]) -> None:
+        """All before the first step, which belongs to none, and its `figures`: they go into the line of the first step."""
+        self._start = figures | {"run/start_s": times.seconds}
         if self._trace is not None:
             self._trace.write_part("start", times)
 

@@ -34,8 +34,8 @@ from megarl.telemetry.step_figures import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
-# What does not run while the critic alone is updated.
-OF_THE_ACTOR = frozenset({"actor_update", "weight_sync"})
+# Of a weight sync, what is not added up over several: the last one's are kept.
+NOT_ADDED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
 
 
 @dataclass
@@ -99,18 +99,18 @@ class Pipeline:
         """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
         self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
-        self.runs = frozenset(recipe.running_phases)
         self.algorithm = recipe.algorithm  # with the KL coefficient of this step
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0
         self.figures: Figures = {}
+        self.resyncs: Figures = {}  # of engines that were started again, since they were last taken
         self.sizes = Sizes((), (), ())  # of the last step
         self.warned_of_drift = False
 
     def step(self, number: int) -> Figures:
         """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
         self.number, self.figures = number, {}
-        runs = self.runs - (OF_THE_ACTOR if self._warms_up(number) else frozenset())
+        runs = self.recipe.warmup_phases if self._warms_up(number) else self.recipe.running_phases
         rounds = Rounds(self.recipe)
         while not rounds.complete:
             with self._phase("rollout"):
@@ -137,10 +137,10 @@ class Pipeline:
             with self._phase("reward_model"):
                 scores = self._forward(self.parts.reward_model, plans["reward_model"], batch, "scores")
                 self.figures |= add_scores(batch, torch.cat(scores).numpy(), self.recipe.reward_model_weight)
-        if "actor_logprob" in self.runs:
+        if "actor_logprob" in runs:
             with self._phase("actor_logprob"):
                 batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
-        if self.parts.reference is not None:
+        if self.parts.reference is not None and "reference_logprob" in runs:
             with self._phase("reference_logprob"):
                 plan = plans["reference_logprob"]
                 batch.fields["reference_logprobs"] = self._forward(self.parts.reference, plan, batch, "logprobs")
@@ -179,7 +179,7 @@ class Pipeline:
                     answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self.parts.rewards, step, self._resync)
                 with span("wait_engines"):
                     while isinstance(answer := broadcast_from_first(answer), Resync):  # while they work, and one was lost
-                        self._publish(self.version, answer.engines)
+                        self._bring_again(answer.engines)
                         answer = None
                 more = answer
         return self.parts.held_out.result(judged) if self.rank == 0 else None
@@ -198,7 +198,7 @@ class Pipeline:
                 self.parts.dump(number, rollouts)
         with span("wait_engines"):
             while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while they work, and one was lost
-                self._publish(self.version, rollouts.engines)
+                self._bring_again(rollouts.engines)
                 rollouts = None
         sections = self.recipe.phases.rollout
         planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
@@ -483,7 +483,20 @@ class Pipeline:
     def _resync(self, engines: Sequence[int]) -> None:
         """Rank 0, in a rollout: engines were started again. The other ranks wait for the rollout, and learn of it there."""
         broadcast_from_first(Resync(tuple(engines)))
-        self._publish(self.version, engines)
+        self._bring_again(engines)
+
+    def _bring_again(self, engines: Sequence[int]) -> None:
+        """Bring the version that the others have to some engines; what that takes is added up. On all ranks."""
+        found = self._publish(self.version, engines)
+        before = {name: 0 for name in found} | self.resyncs
+        self.resyncs |= {name: value if name in NOT_ADDED else before[name] + value for name, value in found.items()}
+        self.resyncs["sync/count"] = before.get("sync/count", 0) + 1
+
+    def take_resyncs(self) -> Figures:
+        """`resync/...`: the figures of all syncs to engines that were started again since this was last asked, none if none
+        was; the same on every rank."""
+        taken, self.resyncs = self.resyncs, {}
+        return {f"re{name}": value for name, value in taken.items()}
 
     def _publish(self, version: int, engines: Sequence[int] | None) -> Figures:
         with self.parts.actor.present():

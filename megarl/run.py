@@ -326,7 +326,7 @@ def run_steps(
 
     if done == 0 and recipe.evaluates_after(0):
         ledger.evaluated(0, pipeline.evaluate(0, preemption.agreed))
-    ledger.started(clock.take())
+    ledger.started(clock.take(), {f"start_{name}": value for name, value in pipeline.figures.items()})
     for number in range(done + 1, recipe.run.steps + 1):
         watch.begin(number)
         with clock.phase("agree"):  # a rank that comes late to a step is waited for here
@@ -346,6 +346,7 @@ def run_steps(
         engines = pipeline.parts.rollouts.take_times() if pipeline.rank == 0 else []  # of the step, not of an evaluation
         if recipe.evaluates_after(number):
             figures |= ledger.evaluated(number, pipeline.evaluate(number, preemption.agreed))
+        figures |= pipeline.take_resyncs()
         times = clock.take()
         with clock.phase("metrics"):  # counted in the next step's line
             ledger.step(number, times, engines, figures)

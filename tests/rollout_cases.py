@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
 
 from megarl.data.sample import Prompt, Sample
-from megarl.family import ModelShape
+from megarl.family import FAMILIES, ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment
 from megarl.reshard.megatron import megatron_segments
@@ -21,17 +23,22 @@ from megarl.sync.in_place import own_box, words_of
 from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.ring import RingSender
 
+if TYPE_CHECKING:
+    from megarl.rollout.pool import EnginePool
+
 VOCAB = 131
+STOP = (1, 5, 9, 20)
 ONE_WORKER = RolloutLayout()
 
 
-def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int = 2) -> Path:
-    """A random model with 32 values a head, the smallest that vLLM's CPU attention takes."""
+def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int = 2, groups: int = 2) -> Path:
+    """A random model with 32 values a head, the smallest that vLLM's CPU attention takes. Latent attention has no `groups`
+    of query heads."""
     import transformers as hf
 
     sizes: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=groups, max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
         initializer_range=0.08,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -72,6 +79,15 @@ def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int 
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return directory
+
+
+@contextmanager
+def without_vllm_table(family: str) -> Iterator[None]:
+    """In this process, of a family that nobody has said of where vLLM holds its weights."""
+    whole = FAMILIES[family]
+    half = replace(whole, layer=lambda shape, number: [one._replace(vllm=None) for one in whole.layer(shape, number)])
+    with mock.patch.dict(FAMILIES, {family: half}):
+        yield
 
 
 def cut(segments: Sequence[Segment], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -116,7 +132,8 @@ class Reference:
 
 
 class Publisher:
-    """A trainer of one rank that publishes checkpoints; the layouts of many ranks are tested in `test_sync_shards`."""
+    """A trainer of one rank that publishes checkpoints; for those of many ranks see `test_sync_families`, and without vLLM
+    `test_sync_shards`."""
 
     def __init__(
         self,
@@ -246,6 +263,17 @@ def prompts(count: int = 4, start: int = 0) -> list[Prompt]:
         ids = random.integers(0, VOCAB, size=3 + 2 * (index % 6)).astype(np.int32)
         made.append(Prompt(index, ids, "", "", {}))
     return made
+
+
+def samples(pool: EnginePool, step: int) -> dict[int, Sample]:
+    """Four groups of four."""
+    return pool.generate(prompts(), step).payload.fetch(range(16))
+
+
+def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probabilities of its own samples and transformers'."""
+    reference = huggingface_logprobs(model, drawn, temperature)
+    return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
 
 
 def same(first: dict[int, Sample], second: dict[int, Sample]) -> bool:

@@ -143,10 +143,10 @@ def _train(recipe: str, resume: bool) -> None:
 
 
 def figures(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, without its timings."""
+    """The lines of a run's metrics, without its timings and the sync of a start, which a resume has once more."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not _is_timing(key)} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if not _is_of_time_or_start(key)} for line in lines]
 
 
-def _is_timing(key: str) -> bool:
-    return key.startswith(("time/", "idle/", "mfu/", "offload/")) or key.endswith(("_s", "per_hour"))
+def _is_of_time_or_start(key: str) -> bool:
+    return key.startswith(("time/", "idle/", "mfu/", "offload/", "start_sync/")) or key.endswith(("_s", "per_hour"))

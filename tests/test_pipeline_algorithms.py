@@ -1,5 +1,6 @@
 """Advantages, losses and corrections in whole runs: no layout changes their numbers, and a resume keeps their state."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as stored
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megarl.recipe.recipe import ENGINE_PHASES, PHASES
+from tests.planner_cases import document_of
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS, MORE_STEPS = 3, 4
@@ -178,6 +181,29 @@ def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
         assert reference.keys() == source.keys() and len(source) > 10
         assert all(torch.equal(source[name], weight) for name, weight in reference.items())
     assert not all(torch.equal(weight, reference[name]) for name, weight in weights(folder, 3, "actor").items())
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_while_the_critic_warms_up_the_planned_phases_run_and_no_other(folder: Path, place: str) -> None:
+    """Log-probabilities only where advantages read them."""
+    changes = {
+        "critic__warmup_steps": CRITIC_WARMUP,
+        "algorithm__kl": {"place": place, "coefficient": 0.05, "estimator": "k1"},
+    }
+    file = recipe(folder, f"warm-{place}", 1, changes, steps=2, ppo=True)
+    train_on_ranks(file)
+    plan = document_of(file)
+    read_by_advantages = {"actor_logprob", "reference_logprob"} if place == "reward" else set()
+    assert set(plan["warmup_phases"]) & set(ENGINE_PHASES) == {"critic_value", "critic_update"} | read_by_advantages
+    warm, later = (
+        json.loads(line) for line in (folder / "runs" / f"warm-{place}" / "metrics.jsonl").read_text().splitlines()
+    )
+    for line, planned in ((warm, plan["warmup_phases"]), (later, plan["running_phases"])):
+        timed = {phase for phase in PHASES if f"time/{phase}" in line}
+        assert timed == set(planned), "phases that ran"
+        executed = {phase for phase in ENGINE_PHASES if f"schedule/{phase}/sequences" in line}
+        assert executed == set(planned) & set(ENGINE_PHASES), "plans that were executed"
 
 
 @pytest.mark.nightly

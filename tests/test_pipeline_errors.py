@@ -1,9 +1,11 @@
 """What a user gets wrong is answered by one sentence that names it, on whichever rank it shows."""
 
 import json
+from unittest import mock
 
 import pytest
 
+from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, megarl, tiny_recipe, tiny_run
 
 
@@ -39,6 +41,35 @@ def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):
     said = " ".join(done.stderr.split())
     assert "model.path" in said and "model.safetensors: model.embed_tokens.weight has shape 131 x 32" in said
     assert "expected 100 x 32 by config.json" in said
+
+
+def said_before_engines_start(recipe):
+    """What a rank warns of until it would start engines."""
+    from megarl import run
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+
+    class BeginsEngines(Exception):
+        pass
+
+    with (
+        mock.patch.object(run, "open_pool", side_effect=BeginsEngines),
+        mock.patch.object(run.logger, "warning") as warning,
+        pytest.raises(BeginsEngines),
+    ):
+        run.train(load_recipe(recipe), Resume.NEVER)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_whole_models_for_every_worker_are_announced(folder):
+    said = {}
+    for mode in ("checkpoint", "reshard"):
+        recipe = tiny_recipe(folder, f"mode-{mode}", False, 1, 1, 1, 1, weight_sync={"mode": mode})
+        (said[mode],) = run_ranks(said_before_engines_start, 1, str(recipe))
+    assert said["reshard"] == []
+    assert said["checkpoint"] == [
+        "weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync"
+    ]
 
 
 def test_a_run_never_writes_over_another_and_resumes_only_what_it_was(folder):

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megarl.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
+from megarl.pipeline import Pipeline
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -107,9 +109,35 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
     assert re.search(r"rollout engine 0 died in phase (rollout|weight_sync) after 1 restarts", output), output[-3000:]
     assert 3 <= len(lines) < MOST_STEPS
     assert max(line["rollout/num_restarts"] for line in lines) == 1, "it went on with a new engine before it ended"
+    # In a sync it is served again by that same sync.
+    (phase,) = re.findall(r"rollout engine 0 is lost in phase (\w+) and started again", output)
+    again = [line for line in lines if "resync/count" in line]
+    assert [line["resync/count"] for line in again] == [1] * (phase == "rollout")
+    for line in again:
+        assert line["resync/received_bytes"] == line["resync/bound_bytes"] > 0
+        assert {key for key in line if key.startswith("resync/")} - {"resync/count"} == {
+            f"re{key}" for key in line if key.startswith("sync/") and key != "sync/version"
+        }
     # What travels whole comes before the first step and to the new engine alone, unless the old one died in a sync.
     assert sum(line["sync/changed_share"] == 1 for line in lines) <= 1
     _assert_synchronised(lines)
+
+
+def test_syncs_to_engines_that_were_started_again_are_added_up():
+    found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/in_place": 1.0},
+                  {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/in_place": 0.0}])  # fmt: skip
+    pipeline = SimpleNamespace(version=3, resyncs={}, _publish=lambda version, engines: next(found))
+    assert Pipeline.take_resyncs(pipeline) == {}
+    for engine in (0, 1):
+        Pipeline._bring_again(pipeline, [engine])
+    assert Pipeline.take_resyncs(pipeline) == {
+        "resync/count": 2,
+        "resync/sent_bytes": 12,
+        "resync/total_s": 0.75,
+        "resync/bytes_per_s": 28.0,
+        "resync/in_place": 0.0,
+    }
+    assert Pipeline.take_resyncs(pipeline) == {}, "each sync is in one line"
 
 
 @pytest.mark.nightly  # in CI what is resumed with an engine was preempted, test_launch_slurm_run.py

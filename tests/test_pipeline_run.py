@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.data.sample import Prompt
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.recipe import load_recipe
+from megarl.rollout.batch import dump_file
+from megarl.rollout.cluster import stop_cluster
+from megarl.rollout.pool import open_pool
+from megarl.rollout.replay import FilePayload
 from megarl.telemetry.engine_trace import FIRST_PROCESS
 from megarl.telemetry.trace import merge
 from tests.ranks import run_ranks
+from tests.rollout_cases import same
 from tests.runs import RUN_DEADLINE_S, figures, megarl, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
@@ -169,9 +177,13 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
     folder, _, _ = run
     page = (Path(__file__).resolve().parents[1] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
     rows = "".join(row for row in page.splitlines() if row.startswith("| `sync/"))
-    for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    lines = [json.loads(text) for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert not [key for line in lines[1:] for key in line if key.startswith("start_")]
+    start = {key.removeprefix("start_"): value for key, value in lines[0].items() if key.startswith("start_")}
+    assert start["sync/version"] == 0
+    for line in (start, *lines):
         assert {key for key in line if key.startswith("sync/")} == set(re.findall(r"`(sync/\w+)`", rows))
+        assert not [key for key in line if key.startswith("resync/")]
         assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0 and line["sync/attempts"] == 1
         assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
         # Of one engine: each figure is that of the slowest.
@@ -215,6 +227,42 @@ def test_a_run_resumes_under_another_layout(run):
     for line, expected in zip(found, whole, strict=True):
         for key in keys:
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
+
+
+def _assert_step_samples_as_the_export_does(folder, name, step, model):
+    """The engine of a run in a step, which took the weights of the step before, and one that loaded what `megarl export`
+    writes of these: the same tokens and log-probabilities, bit for bit."""
+    before, source = folder / "runs" / f"{name}-before", folder / "runs" / name
+    stored = Path("checkpoints") / f"step-{step - 1:06d}"
+    shutil.copytree(source / stored, before / stored)
+    shutil.copy(source / "recipe.yaml", before)
+    megarl("export", str(before), str(model))
+    sampled = FilePayload(str(dump_file(source / "rollouts", step))).fetch(range(16))
+    assert {sample.completion.first_version for sample in sampled.values()} == {step - 1}
+    prompts = {sample.group: Prompt(sample.group, sample.prompt_ids, "", "", {}) for sample in sampled.values()}
+    recipe = load_recipe(folder / f"{name}.yaml")
+    pool = open_pool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
+    try:
+        pool.start()
+        loaded = pool.generate(list(prompts.values()), step).payload.fetch(range(16))
+    finally:
+        pool.shutdown()
+        stop_cluster()
+    assert same(sampled, loaded)
+
+
+def test_an_engine_in_a_run_answers_as_one_that_loaded_the_export(run, tmp_path):
+    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
+
+
+@pytest.mark.nightly
+def test_an_engine_with_experts_in_a_run_answers_as_one_that_loaded_the_export(tmp_path):
+    """Two workers, of a trainer under TP2 x PP2 whose experts are dealt over its tensor ranks."""
+    tiny_run(tmp_path, "qwen3_moe")
+    layout = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    changes = {"actor__layout": layout, "rollout__tensor": 2, "run__checkpoint_every": 1, "run__dump_rollouts": True}
+    train_on_ranks(tiny_recipe(tmp_path, "experts", False, 4, 2, 2, 2, **changes))
+    _assert_step_samples_as_the_export_does(tmp_path, "experts", 2, tmp_path / "out")
 
 
 def test_the_export_loads_in_transformers_with_the_trained_weights(run, tmp_path):

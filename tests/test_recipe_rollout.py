@@ -14,9 +14,9 @@ from megarl.recipe import RecipeError, load_recipe, rollout_rules
 from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
 from megarl.recipe.table import engine_name
 from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import check_layout
+from megarl.reshard.vllm import check_layout, vllm_segments
 from tests.recipe_cases import CONFIG, edited, make_folder, write
-from tests.rollout_cases import recipe
+from tests.rollout_cases import recipe, without_vllm_table
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 24, "num_hidden_layers": 3}  # fmt: skip
@@ -128,6 +128,23 @@ def test_checkpoint_mode_takes_no_dealt_experts() -> None:
         one = recipe(Path("model"), tensor=2, expert_parallel=dealt)
         one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"mode": mode})})
         assert bool(list(reload(one))) == refused
+
+
+def test_a_family_without_a_table_of_vllm_takes_whole_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path, monkeypatch)
+    whole = edited(("weight_sync", {"mode": "checkpoint"}))
+    load_recipe(write(folder, edited()))
+    with without_vllm_table("qwen3"):
+        with pytest.raises(RecipeError) as refused:
+            load_recipe(write(folder, edited()))
+        (found,) = refused.value.violations
+        assert (found.key, found.nearest) == ("weight_sync.mode", "checkpoint") and "qwen3" in found.rule
+        load_recipe(write(folder, whole))
+        with pytest.raises(ValueError, match=r"where vLLM holds input_layernorm\.weight; weight_sync\.mode: checkpoint"):
+            vllm_segments(ModelShape.from_config(CONFIG), RolloutLayout())
+    small = {"mode": "checkpoint", "bucket_bytes": 300}
+    with pytest.raises(RecipeError, match="must hold a row of"):
+        load_recipe(write(folder, edited(("weight_sync", small))))
 
 
 def test_experts_dealt_over_tensor_and_data_parallel_ranks_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

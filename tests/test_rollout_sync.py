@@ -1,4 +1,6 @@
-"""After a weight sync a real vLLM engine equals one that loaded the same weights from disk."""
+"""After a weight sync a real vLLM engine equals one that loaded the same weights from disk.
+
+Of every family: `test_sync_families.py`."""
 
 from __future__ import annotations
 
@@ -11,18 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.data.sample import Sample
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.cluster import start_cluster, stop_cluster
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.sync.manifest import SyncError
-from tests.rollout_cases import Publisher, corrupt, corrupt_in_place, huggingface_logprobs, prompts, recipe, same, save_model
-from tests.test_sync_families import FAMILIES
+from tests.rollout_cases import (
+    STOP,
+    Publisher,
+    corrupt,
+    corrupt_in_place,
+    distance,
+    prompts,
+    recipe,
+    same,
+    samples,
+    save_model,
+)
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
-STOP = (1, 5, 9, 20)
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
 
 
@@ -43,41 +53,7 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
     return pool
 
 
-def samples(pool: EnginePool, step: int) -> dict[int, Sample]:
-    return pool.generate(prompts(), step).payload.fetch(range(16))
-
-
-def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probabilities of its own samples and transformers'."""
-    reference = huggingface_logprobs(model, drawn, temperature)
-    return max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn)
-
-
 @pytest.mark.nightly  # in CI: test_sync_families.py
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
-def test_synced_engine_equals_one_that_loaded_from_disk(tmp_path: Path, family: str, tied: bool) -> None:
-    """The engine itself, when it had started: after a version that changes everything, read in place, its first weights come
-    back, in buckets."""
-    old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new, in_place=True)
-    engine = open_engines(old, temperature=0.8)
-    try:
-        loaded = samples(engine, 1)
-        assert distance(old, loaded, 0.8) < 1e-4
-        figures = publisher.publish(1, new, engine)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and figures["sync/in_place"]
-        after = samples(engine, 1)
-        assert distance(new, after, 0.8) < 1e-4
-        assert not same(loaded, after)
-        publisher.in_place = False
-        assert not publisher.publish(2, old, engine)["sync/in_place"]
-        assert same(loaded, samples(engine, 1)), "a second sync did not bring the first weights back"
-    finally:
-        engine.shutdown()
-        publisher.close()
-
-
-@pytest.mark.nightly  # likewise
 def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)

@@ -22,7 +22,8 @@ class Weight(NamedTuple):
 
     Names of a layer's weights are those below the layer (`self_attn.o_proj.weight`). With `experts` it stands for so many
     tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks all of
-    them, in this order, in one parameter. A `fixed` one no update moves: engines keep what they loaded, in whatever number
+    them, in this order, in one parameter. Without a `vllm` side versions can only travel whole, for vLLM's own loader
+    (`weight_sync.mode: checkpoint`). A `fixed` one no update moves: engines keep what they loaded, in whatever number
     format, and no weight sync sends it. A `shared` one is of an expert that every token passes.
     """
 
@@ -30,7 +31,7 @@ class Weight(NamedTuple):
     rows: int
     columns: int  # 1 of a vector
     megatron: Held
-    vllm: Held
+    vllm: Held | None
     experts: int = 0
     fixed: bool = False
     shared: bool = False

@@ -26,6 +26,7 @@ def planned(path: str, recipe: Recipe, found: Forecast, advice: list[Advice]) ->
         "legal": True,
         "name": recipe.run.name,
         "running_phases": list(recipe.running_phases),
+        "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
         "lengths": {
             "origin": lengths.origin,
             "sequences": len(lengths.totals),

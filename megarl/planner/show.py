@@ -51,6 +51,9 @@ def show_forecast(console: Console, recipe: Recipe, found: Forecast) -> None:
         soft_wrap=True,
     )
     console.print(_phase_table(recipe, found))
+    if recipe.critic_warmup_steps:
+        first = f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}"
+        console.print(escape(first), soft_wrap=True)
     console.print(escape(NOTES), style="dim", soft_wrap=True)
     console.print(_memory_table(found))
     for line in memory_lines(found):

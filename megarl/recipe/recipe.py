@@ -252,6 +252,16 @@ class Recipe(Section):
         """Phases of one step, in order."""
         return tuple(phase for phase in PHASES if self.runs(phase))
 
+    @property
+    def warmup_phases(self) -> tuple[str, ...]:
+        """Phases of one of the first `critic.warmup_steps` steps, in order: the actor stays as it is, and log-probabilities
+        that its update alone would read are not computed. Engines that have slept take its weights again even so."""
+        kl = self.algorithm.kl
+        idle = {"actor_update", "weight_sync"}
+        if kl is None or kl.place != "reward":  # where advantages read none
+            idle |= {"actor_logprob", "reference_logprob"}
+        return tuple(phase for phase in self.running_phases if phase not in idle)
+
     def runs(self, phase: str) -> bool:
         """A phase that nothing needs does not run."""
         kl = self.algorithm.kl

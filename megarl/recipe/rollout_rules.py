@@ -14,7 +14,7 @@ from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.violation import Violation
 from megarl.reshard import vllm
-from megarl.reshard.boxes import RolloutLayout
+from megarl.reshard.megatron import checkpoint_sizes
 
 Violations = Iterator[Violation]
 # At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
@@ -78,6 +78,13 @@ def reload(recipe: Recipe) -> Violations:
     if recipe.weight_sync.mode == "checkpoint" and recipe.rollout.expert_parallel:
         rule = "vLLM cannot reload experts that rollout.expert_parallel deals over ranks"
         yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
+
+
+def mapped(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Parts go where a family's table says."""
+    if recipe.weight_sync.mode == "reshard" and recipe.rollout.replay is None and not vllm.is_mapped(shape):
+        rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"
+        yield Violation("weight_sync.mode", "reshard", rule, "checkpoint")
 
 
 def cut(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -152,12 +159,14 @@ def kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
 
 def bucket(recipe: Recipe, shape: ModelShape) -> Violations:
     """A matrix is cut by rows, so that a bucket must take the longest row."""
-    if recipe.rollout.replay is not None or list(cut(recipe, shape)):
+    if recipe.rollout.replay is not None or list(cut(recipe, shape)) or list(mapped(recipe, shape)):
         return
-    layout = RolloutLayout() if recipe.weight_sync.mode == "checkpoint" else recipe.rollout.layout
-    sizes: dict[str, tuple[int, int]] = {}
-    for stage in range(layout.pipeline):
-        sizes |= vllm.parameter_sizes(shape, layout, layout.worker(0, stage))
+    layout = recipe.rollout.layout
+    if recipe.weight_sync.mode == "checkpoint":
+        sizes = checkpoint_sizes(shape)
+    else:
+        stages = [vllm.parameter_sizes(shape, layout, layout.worker(0, stage)) for stage in range(layout.pipeline)]
+        sizes = {name: size for one in stages for name, size in one.items()}
     name = max(sizes, key=lambda parameter: sizes[parameter][1])
     needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
     if recipe.weight_sync.bucket_bytes < needed:

@@ -366,6 +366,7 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
         on_actor = (
+            rollout_rules.mapped,
             rollout_rules.cut,
             rollout_rules.kv_cache,
             rollout_rules.bucket,

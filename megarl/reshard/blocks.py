@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from megarl.family import ModelShape, Weight
 from megarl.reshard.boxes import RolloutLayout, Segment
-from megarl.reshard.vllm import parameter_sizes, stage_weights
+from megarl.reshard.vllm import held, parameter_sizes, stage_weights
 
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
 BLOCK = 128
@@ -31,7 +31,7 @@ def quantised_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int)
     """(rows, columns) of the parameters that one worker of an engine holds in blocks, as `parameter_sizes` has them."""
     stage, sizes = rollout.coordinates(worker)[1], parameter_sizes(shape, rollout, worker)
     rows = stage_weights(shape, rollout, stage)
-    names = {prefix + weight.vllm[0] for prefix, weight in rows if _is_quantised(shape, prefix, weight)}
+    names = {prefix + held(weight).parameter for prefix, weight in rows if _is_quantised(shape, prefix, weight)}
     return {name: size for name, size in sizes.items() if name in names}
 
 

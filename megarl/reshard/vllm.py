@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.family import FAMILIES, ModelShape, Weight
+from megarl.family import FAMILIES, Held, ModelShape, Weight
 from megarl.family.blocks import VLLM_VOCABULARY, embedding, final_norm, head
 from megarl.reshard.boxes import RolloutLayout, Segment
 
@@ -20,6 +20,18 @@ class Share(NamedTuple):
     ranks: int
     rank: int
     experts: range
+
+
+def held(weight: Weight) -> Held:
+    """Where vLLM holds a weight. Raises ValueError where its family's table does not say."""
+    if weight.vllm is None:
+        raise ValueError(f"no weight table says where vLLM holds {weight.name}; weight_sync.mode: checkpoint asks for none")
+    return weight.vllm
+
+
+def is_mapped(shape: ModelShape) -> bool:
+    """Whether the family's table says where vLLM holds its weights."""
+    return all(weight.vllm is not None for _, weight in stage_weights(shape, RolloutLayout(), 0))
 
 
 def padded_vocab(shape: ModelShape) -> int:
@@ -41,7 +53,7 @@ def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> d
     layer that the worker holds stand one below the other."""
     sizes: dict[str, tuple[int, int]] = {}
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
-        parameter, cut = weight.vllm
+        parameter, cut = held(weight)
         share = weight_share(weight, rollout, worker)
         rows, columns = cut.extent(weight.rows, weight.columns, share.ranks)
         sizes[prefix + parameter] = (len(share.experts) * rows, columns)
@@ -56,7 +68,7 @@ def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> I
 
 def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
     """What a worker holds of one row of the table; `prefix` stands before both of its names."""
-    parameter, cut = weight.vllm
+    parameter, cut = held(weight)
     ranks, rank, experts = weight_share(weight, rollout, worker)
     pieces = list(cut.pieces(weight.rows, weight.columns, ranks, rank))
     stride, _ = cut.extent(weight.rows, weight.columns, ranks)
@@ -70,8 +82,8 @@ def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker:
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
     """Parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage though only the first or the
     last one reads them. No plan sends them."""
-    ends = {weight.vllm.parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
-    return ends - {weight.vllm.parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
+    ends = {held(weight).parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
+    return ends - {held(weight).parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
 
 
 def fixed_tensors(shape: ModelShape) -> set[str]:
