@@ -229,7 +229,9 @@ def watch(process: subprocess.Popen[bytes], lines: Path) -> tuple[int, list[floa
     """Wait for a side's end: how much less memory the machine had than before, at most, and the CPU seconds of all its
     processes at the end of each step, which is when a line comes into its file. Not the sum of their memory: to have the
     kernel go through the pages of large processes took more than half a core from the side that was measured."""
-    deadline, peak, spent, at_line = time.monotonic() + DEADLINE_S, 0, {}, []
+    deadline, peak = time.monotonic() + DEADLINE_S, 0
+    spent: dict[int, float] = {}
+    at_line: list[float] = []
     before = psutil.virtual_memory().available
     while process.poll() is None:
         if time.monotonic() > deadline:

@@ -92,8 +92,8 @@ def of_end_to_end(result: Results) -> list[str]:
     config = result["config"]
     text = END_TO_END.format(precision=config["precision"], steps=config["steps"])
     parts = [text, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
-    seeds = {run["seed"] for run in result["runs"]}
-    options = f"--steps {config['steps']} --first-seed {min(seeds)} --seeds {len(seeds)}"  # there a number of them
+    drawn = {run["seed"] for run in result["runs"]}
+    options = f"--steps {config['steps']} --first-seed {min(drawn)} --seeds {len(drawn)}"  # there a number of them
     return [*parts, made_by("end_to_end", result, options)]
 
 
