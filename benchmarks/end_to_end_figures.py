@@ -16,7 +16,7 @@ from typing import Any
 
 MEGARL, PEERS = "megarl", ("trl-hf", "trl-vllm")
 PARTS = ("generation", "logprobs", "update", "sync", "rest")
-FASTER, MOST_OVERHEAD, LESS_REWARD = 2.5, 0.05, 0.05
+FASTER, MOST_OVERHEAD, LESS_REWARD, LEAST_SEEDS = 2.5, 0.05, 0.05, 3
 # Spans in which a trainer rank works on the model.
 COMPUTE = ("forward", "backward", "optimizer")
 ENGINE_PHASES = {"actor_logprob": "logprobs", "reference_logprob": "logprobs", "actor_update": "update"}
@@ -143,3 +143,9 @@ def targets(runs: Sequence[Run]) -> dict[str, tuple[float, float, bool]]:
         rise = last_reward(runs, MEGARL, steps) - last_reward(runs, side, steps)
         found[f"reward - {side}"] = (rise, -LESS_REWARD, rise >= -LESS_REWARD)
     return found
+
+
+def too_few(runs: Sequence[Run]) -> list[str]:
+    """Sides whose seeds are too few to be compared, in words."""
+    counts = {side: len({run["seed"] for run in runs if run["side"] == side}) for side in (MEGARL, *PEERS)}
+    return [f"{side} has {count} of {LEAST_SEEDS} seeds" for side, count in counts.items() if count < LEAST_SEEDS]

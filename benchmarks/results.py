@@ -54,18 +54,24 @@ def page(results: dict[str, Results]) -> str:
     return "\n\n".join(["# Results", *parts]) + "\n"
 
 
-def made_by(name: str, result: Results) -> str:
-    """How a part can be measured again."""
+def made_by(name: str, result: Results, options: str) -> str:
+    """How a part can be measured again, with the options that it was measured with."""
     commits = ", ".join(commit[:10] for commit in result["commit"].split(", "))
-    return f"Measured by `python benchmarks/{name}.py --check` on {result['device']}, at {commits}."
+    return f"Measured by `python benchmarks/{name}.py {options} --check` on {result['device']}, at {commits}."
 
 
 def of_learning(result: Results) -> list[str]:
-    return [LEARNING, "\n".join(learning.table(result["runs"])), made_by("learning", result)]
+    return [LEARNING, "\n".join(learning.table(result["runs"])), made_by("learning", result, f"--seeds {seeds_of(result)}")]
 
 
 def of_held_out(result: Results) -> list[str]:
-    return [HELD_OUT, "\n".join(held_out.table(result["runs"])), made_by("held_out", result)]
+    options = f"--steps {result['config']['steps']} --seeds {seeds_of(result)}"
+    return [HELD_OUT, "\n".join(held_out.table(result["runs"])), made_by("held_out", result, options)]
+
+
+def seeds_of(result: Results) -> str:
+    """As `learning.py` and `held_out.py` are told them."""
+    return ",".join(map(str, sorted({one["seed"] for one in result["runs"]})))
 
 
 def of_end_to_end(result: Results) -> list[str]:
@@ -86,7 +92,9 @@ def of_end_to_end(result: Results) -> list[str]:
     config = result["config"]
     text = END_TO_END.format(precision=config["precision"], steps=config["steps"])
     parts = [text, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
-    return [*parts, made_by("end_to_end", result)]
+    drawn = {run["seed"] for run in result["runs"]}
+    options = f"--steps {config['steps']} --first-seed {min(drawn)} --seeds {len(drawn)}"  # there a number of them
+    return [*parts, made_by("end_to_end", result, options)]
 
 
 def rewards_are(result: Results) -> str:

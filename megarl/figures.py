@@ -101,7 +101,8 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     per_update = [reduce_scalars({k: v for k, v in u.sums.items() if not k.endswith("_max")}, place, "sum") for u in updates]
     largest = [reduce_scalars({k: v for k, v in u.sums.items() if k.endswith("_max")}, place, "max") for u in updates]
     total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
-    tokens = max(total.pop("tokens"), 1.0)  # none where all of its samples are masked
+    counted = total.pop("tokens")  # none where all samples are masked
+    tokens = max(counted, 1.0)
     taken = [update for update in updates if not update.skipped]
     figures = counts | {
         f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1),
@@ -120,6 +121,8 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
         if first_counts:
             figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
             figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / max(per_update[0]["tokens"], 1.0)
+    if not counted:
+        total.pop("kl_sum", None)  # nothing was measured, and 0 would steer `algorithm.kl.adaptive`
     for key, value in total.items():
         name = key.removesuffix("_sum")
         figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from megarl.telemetry.mean_reward import mean_reward
+
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "cpu"
 LAST = 5  # steps whose mean reward says what was learned
 GOAL, CHANCE = 0.9, 0.15
@@ -17,8 +19,8 @@ ALGORITHMS = {
 
 
 def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
-    """The mean reward of all that was sampled in each step: dynamic sampling trains on the groups that differ alone."""
-    return [line.get("reward/sampled_mean", line["reward/mean"]) for line in lines]
+    """The mean reward of what was sampled in each step."""
+    return [mean_reward(line) for line in lines]
 
 
 def learning_recipe(folder: Path, algorithm: str, seed: int) -> tuple[str, Path]:

@@ -97,7 +97,7 @@ def test_the_value_is_that_of_the_paper(kind: str, options: dict[str, float]) ->
     assert losses.tolist() == pytest.approx(of_paper(kind, options, wild_tokens()), rel=1e-9, abs=1e-9)
 
 
-# Of these the gradient is that of the value; gspo's and cispo's have a factor without one.
+# Of these the gradient is that of the value; gspo's and cispo's have a factor without one, and tests of their own.
 @pytest.mark.parametrize(("kind", "options"), [case for case in CASES if case[0] not in ("gspo", "cispo")])
 @pytest.mark.parametrize("given", [tokens, wild_tokens])
 def test_the_gradient_is_the_difference_quotient(
@@ -143,6 +143,21 @@ def test_no_token_of_cispo_loses_its_gradient() -> None:
     (found,) = torch.autograd.grad(losses.sum(), start)
     torch.testing.assert_close(found, -given.advantages * torch.tensor(RATIOS).double().clamp(0.7, 1.2))
     assert clipped.tolist() == [not 0.7 <= ratio <= 1.2 for ratio in RATIOS]
+
+
+@pytest.mark.parametrize("given", [tokens, wild_tokens])
+@pytest.mark.parametrize("options", OPTIONS["cispo"])
+def test_the_gradient_of_cispo_is_the_difference_quotient_with_its_weight_held(
+    given: Callable[..., PolicyTokens], options: dict[str, float]
+) -> None:
+    """The old policy moves with the new one, so that ratios stay what they are."""
+    start = given().logprobs.detach().requires_grad_()
+    distance = start.detach() - given().old_logprobs
+
+    def held(at: torch.Tensor) -> torch.Tensor:
+        return cispo(given(at)._replace(old_logprobs=at.detach() - distance), **options)[0]
+
+    assert torch.autograd.gradcheck(held, (start,), eps=1e-7, atol=1e-6)
 
 
 def test_a_clipped_token_has_no_gradient_and_an_equal_one_the_policy_gradient() -> None:

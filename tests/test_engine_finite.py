@@ -85,7 +85,8 @@ def test_figures_of_a_phase_are_of_the_updates_that_were_taken(monkeypatch: pyte
     found = figures.update_figures("critic", plan, [update(math.nan, "a loss"), update(3.0, None)], None)  # type: ignore[arg-type]
     assert found["critic/loss"] == 3.0 and found["critic/grad_norm"] == 2.0
     assert found["schedule/critic_update/updates"] == 2 and found["critic/skipped_updates"] == 0
-    masked: Any = Update({"loss": 0.0, "clipped_sum": 0.0, "tokens": 0.0}, 0.0, 0.1, executed)
-    assert figures.update_figures("critic", plan, [masked], None)["critic/clip_fraction"] == 0.0  # type: ignore[arg-type]
+    masked: Any = Update({"loss": 0.0, "clipped_sum": 0.0, "kl_sum": 0.0, "tokens": 0.0}, 0.0, 0.1, executed)
+    of_masked = figures.update_figures("actor", plan, [masked], None)  # type: ignore[arg-type]
+    assert of_masked["actor/clip_fraction"] == 0.0 and "actor/kl" not in of_masked, "0 would steer the coefficient"
     none_left = figures.update_figures("critic", plan, [update(math.nan, "a loss")], None)  # type: ignore[arg-type]
     assert "critic/loss" not in none_left and none_left["schedule/critic_update/updates"] == 1

@@ -1,5 +1,7 @@
 """The losses of an update against their formulas written out, and their independence of the cut."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -106,13 +108,13 @@ def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
 def test_ratio_drift_is_the_distance_of_the_ratio_from_one(batch):
     settings = AlgorithmSection(advantage="grpo", group_size=2)
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
-    # Against old log-probabilities of -1: ratios 1, 1, 1.1 | 0.5 | 1, 1.25, 1, 1, 1 of the three sequences.
+    # Against old log-probabilities of -1: ratios 1, 1, 1.5 | 9 | 1, 1.25, 1, 1, 1; the second sequence does not count.
     batch.fields["logprobs"] = [torch.full((completion,), -1.0) for _, completion in LENGTHS]
-    ratios = torch.tensor([1.0, 1.0, 1.1, 0.5, 1.0, 1.25, 1.0, 1.0, 1.0])
+    ratios = torch.tensor([1.0, 1.0, 1.5, 9.0, 1.0, 1.25, 1.0, 1.0, 1.0])
     logprobs = ratios.log() - 1.0
     (whole,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
     assert whole["ratio_drift_max"].item() == pytest.approx(0.5)
-    assert whole["ratio_drift_sum"].item() == pytest.approx(0.1 + 0.5 + 0.25)
+    assert whole["ratio_drift_sum"].item() == pytest.approx(0.5 + 0.25)
     last, first = _sums(objective, batch, logprobs, [(2,), (0, 1)])
     assert (last["ratio_drift_max"].item(), first["ratio_drift_max"].item()) == pytest.approx((0.25, 0.5))
     del batch.fields["logprobs"]  # no actor_logprob phase: exactly 1
@@ -132,7 +134,6 @@ def test_value_loss_is_the_clipped_half_square(batch, cut):
 
 
 def test_bounds_on_values_are_counted_over_tokens_that_count(batch):
-    batch.masked.add(1)
     settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
     objective = ValueObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
     old = torch.cat(batch.fields["values"])
@@ -145,9 +146,8 @@ def test_bounds_on_values_are_counted_over_tokens_that_count(batch):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
-    """All but the tokens of a sample whose results are no numbers. Schulman's estimators with the tokens of the old policy:
-    d = log(new) - log(old), k1 = -d, k3 = exp(d) - 1 - d."""
-    batch.masked.add(1)
+    """All but the tokens of a masked sample. Schulman's estimators with the tokens of the old policy: d = log(new) -
+    log(old), k1 = -d, k3 = exp(d) - 1 - d."""
     stop = EarlyStopSection(target_kl=0.1, estimator=estimator)
     settings = AlgorithmSection(advantage="grpo", group_size=2, early_stop=stop)
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
@@ -161,7 +161,6 @@ def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estima
 @pytest.mark.parametrize(("correction", "cap"), [("truncate", 4.5), ("mask", 4.0)])
 def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, correction, cap):
     """Engines said -1.5 for each token: w = exp(old + 1.5), which `truncate` bounds and `mask` makes 0 beyond the cap."""
-    batch.masked.add(1)
     mismatch = MismatchSection(correction=correction, cap=cap)
     settings = AlgorithmSection(advantage="grpo", group_size=2, mismatch=mismatch)
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
@@ -173,3 +172,39 @@ def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, c
     assert sums["mismatch_weight_sum"].item() == pytest.approx((weight * COUNTED).sum().item(), rel=1e-5)
     assert sums["mismatch_weight_max"].item() == pytest.approx((weight * COUNTED).max().item(), rel=1e-5)
     assert sums["mismatch_beyond_sum"].item() == (beyond * COUNTED).sum().item()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_masked_sequence_is_in_no_figure(batch, cut):
+    """Nor does it steer: what `algorithm.kl.adaptive` and `early_stop` follow is of the others alone."""
+    settings = AlgorithmSection(
+        advantage="grpo", group_size=2, kl=KlSection(place="loss", coefficient=0.5, estimator="absolute"),
+        early_stop=EarlyStopSection(target_kl=0.1),
+    )  # fmt: skip
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    logprobs, entropy = torch.linspace(-0.4, 0.9, TOKENS), torch.linspace(0.1, 2.0, TOKENS)
+
+    def found() -> dict[str, float]:
+        each = [sums for _, sums in _each(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)]
+        return {name: sum(sums[name].item() for sums in each) for name in each[0] if not name.endswith("_max")}
+
+    before = found()
+    old, reference = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs"))
+    d = logprobs - old
+    for name, values in (
+        ("tokens", torch.ones(TOKENS)), ("entropy_sum", entropy), ("kl_sum", (reference - logprobs).abs()),
+        ("drift_sum", d.exp() - 1 - d), ("moved_kl_sum", d.exp() - 1 - d), ("mismatch_sum", (old + 1.5).abs()),
+    ):  # fmt: skip
+        assert before[name] == pytest.approx((values * COUNTED).sum().item(), rel=1e-5), name
+    (masked,) = torch.nonzero(COUNTED == 0).flatten().tolist()
+    logprobs[masked], entropy[masked] = -9.0, 7.0
+    assert found() == pytest.approx(before, rel=1e-6), "whatever its numbers are"
+
+
+def test_figures_of_a_policy_that_is_far_away_are_finite(batch):
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    batch.fields["logprobs"] = [torch.full((completion,), -500.0) for _, completion in LENGTHS]
+    (sums,) = _sums(objective, batch, torch.full((TOKENS,), -0.1), [(0, 1, 2)])
+    assert all(torch.isfinite(value) for value in sums.values()), sums
+    assert sums["ratio_drift_max"].item() == pytest.approx(math.exp(20) - 1)

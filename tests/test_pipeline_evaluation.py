@@ -56,7 +56,6 @@ def test_a_run_is_measured_before_while_and_after_it_trains(run: tuple[Path, dic
     assert sum(reward >= 0.2 for reward in rewards) / len(rewards) == pytest.approx(lines[-1]["evaluation/pass_at_1"])
 
 
-@pytest.mark.nightly
 def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Path, dict[str, Any]]) -> None:
     """The same draws, by engines that loaded the exported checkpoint in place of receiving its weights."""
     folder, _ = run

@@ -371,6 +371,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(
             ("algorithm.group", {"deviation": False}),
             ("algorithm.policy_loss", {"kind": "gmpo"}),
+            ("algorithm.mismatch", {"correction": "mask"}),
             ("algorithm.kl.coefficient", 0.0),
             ("algorithm.kl.adaptive", {"target": 0.01}),
             ("algorithm.overlong", {"buffer": 100_000}),
@@ -378,6 +379,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {
             "algorithm.group": "how grpo compares",
             "algorithm.policy_loss.kind": "one advantage a sequence",
+            "algorithm.mismatch.level": "each is the whole sequence's",
             "algorithm.kl.coefficient": "0 stays 0",
             "algorithm.overlong.buffer": "rollout.max_new_tokens",
         },

@@ -13,14 +13,16 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.report.answers import Trend, change, learning, time
-from megarl.report.charts import Chart, evaluation, thin
+from megarl.report.charts import Chart, evaluation, reward, thin
 from megarl.report.command import compare, report
 from megarl.report.findings import ADVICE, find, markdown
 from megarl.report.one_run import planned_and_executed, run_page
 from megarl.report.page import coded, page
 from megarl.report.reading import Run, read_run
+from megarl.report.terminal import show_curve
 from megarl.report.timeline import MOST_SLICES, timeline
 from megarl.report.two_runs import better, differences, differs, faster
+from megarl.telemetry.progress import ProgressLine, step_line
 from tests.report_cases import RECIPE, figures, make_run
 
 # Figures of every device, as a run with engines has them.
@@ -124,6 +126,24 @@ def test_starts_are_told():
 )
 def test_whether_a_run_learns(rewards, verdict):
     assert learning(run_of([{"reward/mean": reward} for reward in rewards]), []).verdict == verdict
+
+
+def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_path):
+    """The groups that are trained on have a mean of a half in every step: the policy learns all the same. In each place that
+    shows a reward or judges by it."""
+    rises = [0.1 + 0.05 * step for step in range(12)]
+    run = run_of([figures(step) | {"reward/mean": 0.5, "reward/sampled_mean": one} for step, one in enumerate(rises, 1)])
+    flat = run_of([figures(step) | {"reward/mean": 0.5} for step in range(1, 13)], "flat")
+    assert learning(run, []).verdict == "Yes" and learning(flat, []).verdict == "Not so far"
+    assert reward(run)[0].data[0]["y"] == pytest.approx(rises)
+    assert better(run, flat, ("made", "flat")).says[0].startswith("After 12 steps: 0.62")  # the last two: 0.6 and 0.65
+    shown = io.StringIO()
+    made = make_run(tmp_path / "run", [{key: value for key, value in line.items() if key != "step"} for line in run.steps])
+    show_curve(read_run(made), Console(file=shown))
+    assert "first 3 steps 0.150, last 3 steps 0.600" in shown.getvalue()
+    assert "reward 0.650" in step_line(12, 12, run.steps[-1])
+    progress = ProgressLine(12, console=Console(file=io.StringIO()))
+    assert progress._last(None, run.steps[-1]).endswith("reward 0.650")
 
 
 def test_a_trend_is_measured_against_its_noise():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from benchmarks import results
+from benchmarks import held_out, learning, results
+from benchmarks.end_to_end_figures import targets, too_few
 from benchmarks.results import DOCS, PAGE, RESULTS, page, rewards_are
 
 
@@ -14,11 +16,36 @@ def learned(*seeds: int) -> dict[str, object]:
     return {"commit": "0123456789abcdef", "device": "x86_64, 2 cores", "runs": runs}
 
 
+def measured() -> dict[str, Any]:
+    """All three files: the page has a part of each."""
+    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("learning", "held_out", "end_to_end")}
+
+
 def test_the_page_is_what_was_measured() -> None:
-    files = {name: RESULTS / f"{name}.json" for name in ("learning", "held_out", "end_to_end")}
-    found = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
-    assert PAGE.read_text() == page(found)
-    assert all((DOCS / f"{name}.png").is_file() for name in ("learning", "held_out") if name in found)
+    assert PAGE.read_text() == page(measured())
+    assert all((DOCS / f"{name}.png").is_file() for name in ("learning", "held_out"))
+
+
+def test_what_was_measured_reaches_the_targets_with_all_that_they_ask_for() -> None:
+    found = measured()
+    runs = {name: one["runs"] for name, one in found.items()}
+    seeds = {(one["algorithm"], one["seed"]) for one in runs["learning"]}
+    assert {(name, seed) for name in learning.ALGORITHMS for seed in (1, 2, 3)} <= seeds
+    assert all(map(learning.holds, runs["learning"]))
+    assert {one["algorithm"] for one in runs["held_out"]} == set(held_out.ALGORITHMS)
+    assert all(held_out.rise(one) >= held_out.TARGET for one in runs["held_out"])
+    assert too_few(runs["end_to_end"]) == []
+    of_sides = targets(runs["end_to_end"])
+    assert len(of_sides) == 5 and all(reached for *_, reached in of_sides.values()), of_sides
+
+
+def test_a_part_says_the_options_that_it_was_measured_with() -> None:
+    found = measured()
+    found["end_to_end"] |= {"config": found["end_to_end"]["config"] | {"steps": 7}}
+    found["end_to_end"]["runs"] = [one for one in found["end_to_end"]["runs"] if one["seed"] in (2, 3)]
+    assert "`python benchmarks/end_to_end.py --steps 7 --first-seed 2 --seeds 2 --check`" in page(found)
+    assert "`python benchmarks/learning.py --seeds 1,3 --check`" in page({"learning": learned(1, 3)})
+    assert "`python benchmarks/held_out.py --steps 24 --seeds 1 --check`" in page(found)
 
 
 def test_a_part_comes_from_its_file() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algorithm.kl import kl
 from megarl.algorithm.loss import loss_weights, value_loss
 from megarl.algorithm.mismatch import mismatch_weights
-from megarl.algorithm.policy import PolicyTokens, load_policy_loss
+from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
 from megarl.engine.batch import Batch, PackedMicroBatch
 from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.schedule import MiniBatch
@@ -48,13 +48,13 @@ class PolicyObjective:
             for name in ("advantages", "logprobs", "reference_logprobs")
             if name in self.batch.fields
         }
-        # The dummy tokens of a masked sample count in no figure: they have no old numbers to differ from.
-        kept = _spread({sample: float(sample not in self.batch.masked) for sample in micro.samples}, micro, device)
+        kept = _counted(self.batch, micro, device)
         # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
         old = fields.get("logprobs", logprobs.detach())
         sampled = [self.batch.samples[sample].completion for sample in micro.samples]
         rollout = torch.from_numpy(np.concatenate([one.logprobs[one.own] for one in sampled])).to(device)
-        losses, clipped = self._loss(PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths))
+        tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
+        losses, clipped = self._loss(tokens)
         correction: Sums = {}
         if (mismatch := self.settings.mismatch) is not None:
             how = mismatch.correction, mismatch.level, mismatch.cap
@@ -75,15 +75,14 @@ class PolicyObjective:
             moved = kl(old, logprobs.detach(), stop.estimator)  # the tokens are the old policy's
             sums["moved_kl_sum"] = (moved * kept).sum()
         difference = (old - rollout).abs() * kept
-        log_ratio = (logprobs - old).detach() * kept
         # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
         # micro-batches (other shapes, other kernels, another order of sums).
-        ratio_drift = log_ratio.expm1().abs()
+        ratio_drift = log_ratio(tokens).detach().expm1().abs() * kept
         sums |= {
             "loss": loss.detach(),
             "entropy_sum": (entropy.detach() * kept).sum(),
             "clipped_sum": (clipped * kept).sum(),
-            "drift_sum": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "drift_sum": (kl(old, logprobs.detach(), "k3") * kept).sum(),
             "ratio_drift_sum": ratio_drift.sum(),
             "ratio_drift_max": ratio_drift.max(),
             "mismatch_sum": difference.sum(),
@@ -108,8 +107,14 @@ class ValueObjective:
         assert self.settings.value_loss is not None
         losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
         loss = (weight * losses).sum()
-        kept = _spread({sample: float(sample not in self.batch.masked) for sample in micro.samples}, micro, values.device)
+        kept = _counted(self.batch, micro, values.device)
         return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
+
+
+def _counted(batch: Batch, micro: PackedMicroBatch, device: torch.device) -> Tensor:
+    """1 for each token of a sequence that counts, else 0: [own tokens]. What gives no gradient is in no figure either, so
+    that KL and early stop are steered by what is trained on; and a sample whose results are not finite has dummy tokens."""
+    return _spread({sample: float(batch.valid[sample]) for sample in micro.samples}, micro, device)
 
 
 def _spread(weights: dict[int, float], micro: PackedMicroBatch, device: torch.device) -> Tensor:

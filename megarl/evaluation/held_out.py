@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from megarl.reward.workers import add_episodes
 from megarl.rollout.pool import Sampling
 from megarl.telemetry.clock import span
 
+logger = logging.getLogger(__name__)
 # Beyond the number of any step: the completions of an evaluation are those of no step, and the same draws in each evaluation
 # of a run, so that the difference of two is less a matter of luck.
 DRAW = 2**31
@@ -101,6 +103,7 @@ class Judged:
     answers: list[list[str | None]] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)  # of each masked completion its prompt's number, and why
 
 
 class HeldOut:
@@ -141,6 +144,7 @@ class HeldOut:
         with span("wait_rewards"):
             scored = rewards.score(batch.payload, prompts, len(batch), completions, answers=completions > 1)
             scored = add_episodes(scored, batch.episodes)
+        judged.failures += [(judged.num_prompts + one // completions, why) for one, why in scored.failures.items()]
         judged.num_prompts += len(prompts)
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
         judged.lengths.append(batch.completion_lengths)
@@ -151,8 +155,12 @@ class HeldOut:
         return judged.num_prompts < len(self.prompts)
 
     def result(self, judged: Judged) -> Evaluation:
-        """What all rounds say together."""
+        """What all rounds say together; a warning names the first completion that could not be scored, and why."""
         assert judged.num_prompts == len(self.prompts), "there are more"
+        for number, why in judged.failures[:1]:
+            logger.warning(
+                "evaluation: %d completions masked; one of held-out prompt %d: %s", len(judged.failures), number, why
+            )
         truncated = np.array([reason == "length" for reason in judged.reasons])
         lengths = np.concatenate(judged.lengths)
         counts = self.num_left_out, self.num_dropped, self.num_bad_rows

@@ -54,9 +54,14 @@ def _with_gae(key: str, example: str) -> Violation:
 
 
 def policy_loss(recipe: Recipe) -> Violations:
-    """A geometric mean has one advantage a sequence."""
+    """A geometric mean has one advantage and one weight a sequence: its tokens' losses are copies of one value."""
     algorithm = recipe.algorithm
-    if algorithm.policy_loss.kind == "gmpo" and algorithm.advantage in OF_TOKENS:
+    if algorithm.policy_loss.kind != "gmpo":
+        return
+    if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
+        rule = "weighs each token's loss, and of algorithm.policy_loss.kind = gmpo each is the whole sequence's"
+        yield Violation("algorithm.mismatch.level", "token", rule, "sequence")
+    if algorithm.advantage in OF_TOKENS:
         rule = f"has one advantage a sequence, and algorithm.advantage = {algorithm.advantage} gives each token its own"
         yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
 

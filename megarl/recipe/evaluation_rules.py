@@ -22,6 +22,9 @@ def evaluation(recipe: Recipe) -> Violations:
     if section.completions > recipe.num_sequences:
         rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
         yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
+    if section.temperature is not None and 0 < section.temperature < 0.01:
+        rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
+        yield Violation("evaluation.temperature", section.temperature, rule, "0.01")
     if section.temperature == 0 and section.completions > 1:
         rule = "without chance all completions of a prompt are the same (evaluation.temperature is 0)"
         yield Violation("evaluation.completions", section.completions, rule, "1")

@@ -21,7 +21,7 @@ class EvaluationSection(Section):
     completions: Positive = 1
     """Completions of each prompt."""
     temperature: Weight | None = None
-    """0 for the most likely token; null takes `rollout.temperature`."""
+    """0 for the most likely token, else at least 0.01, which is vLLM's least; null takes `rollout.temperature`."""
     pass_at: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)] = (1,)
     """Each k of pass@k, how likely one of k completions passes; at most `completions`."""
     pass_reward: float = 1.0

@@ -10,7 +10,6 @@ from statistics import fmean
 from megarl.report.findings import SYNC_PARTS, Finding
 from megarl.report.reading import Run, smooth
 
-METRIC = "reward/mean"
 FEWEST = 4  # steps that can say whether a run learns
 IDLE = {
     "idle/engines_share": "rollout engines", "idle/rewards_share": "rewards", "idle/data_share": "the tokens of a step",
@@ -59,7 +58,7 @@ def head(run: Run, findings: Sequence[Finding]) -> list[Answer]:
 
 def learning(run: Run, findings: Sequence[Finding]) -> Answer:
     """From the mean reward, against its noise."""
-    question, (_, values) = "Is it learning?", run.points(METRIC)
+    question, (_, values) = "Is it learning?", run.rewards()
     if len(values) < FEWEST:
         say = f"{len(values)} steps have a mean reward so far; {FEWEST} or more can say something."
         return Answer(question, "Too early", [say], "open")

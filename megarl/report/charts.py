@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from megarl.report.answers import IDLE, METRIC, phase_shares
+from megarl.report.answers import IDLE, phase_shares
 from megarl.report.findings import SYNC_PARTS
 from megarl.report.reading import Run, smooth
 
@@ -90,7 +90,7 @@ def line(name: str, steps: Sequence[float], values: Sequence[float], color: str,
 
 def reward(run: Run) -> list[Chart]:
     """The mean reward of each step, and its mean over the last tenth of the steps so far made."""
-    steps, values = run.points(METRIC)
+    steps, values = run.rewards()
     if not values:
         return []
     over = max(3, len(values) // 10)

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megarl.telemetry.mean_reward import mean_reward
 from megarl.telemetry.metrics import read_metrics
 from megarl.telemetry.starts import starts_summary
 from megarl.telemetry.trace import RankSteps, read_ranks
@@ -64,6 +65,12 @@ class Run:
         """Steps and values of a figure, where it is a number."""
         pairs = [(line["step"], line[key]) for line in self.steps if _is_number(line.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def rewards(self) -> tuple[list[int], list[float]]:
+        """Steps and mean rewards of what they sampled, where they are numbers."""
+        pairs = [(line["step"], mean_reward(line)) for line in self.steps]
+        known = [(step, reward) for step, reward in pairs if _is_number(reward)]
+        return [step for step, _ in known], [reward for _, reward in known]
 
     def nulls(self, key: str) -> list[int]:
         """Steps in which a figure was no finite number."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.report.answers import METRIC
 from megarl.report.reading import Run
 from megarl.telemetry.totals import run_totals, totals_lines
 
@@ -19,16 +18,16 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def show_curve(run: Run, console: Console) -> Path:
-    """Plot `reward/mean` of a run in the terminal and into `reward.png` in its directory; returns the PNG's path.
+    """Plot the mean reward of a run in the terminal and into `reward.png` in its directory; returns the PNG's path.
 
     Raises ValueError where no step has a mean reward.
     """
-    steps, rewards = run.points(METRIC)
+    steps, rewards = run.rewards()
     if not rewards:
-        raise ValueError(f"{run.path / 'metrics.jsonl'} has no {METRIC} yet; a run has one after its first step")
+        raise ValueError(f"{run.path / 'metrics.jsonl'} has no mean reward yet; a run has one after its first step")
     png = run.path / "reward.png"
     write_png(png, run.name, steps, rewards)
-    console.print(f"{METRIC} of {run.name}", highlight=False, markup=False)
+    console.print(f"mean reward of {run.name}", highlight=False, markup=False)
     console.print("\n".join(plot_lines(steps, rewards)), highlight=False, markup=False, soft_wrap=True)
     console.print(summary(rewards), highlight=False, soft_wrap=True)
     totals = totals_lines(run_totals(run.steps)) if run.points("time/step")[0] else []
@@ -74,6 +73,6 @@ def write_png(path: Path, title: str, steps: Sequence[int], values: Sequence[flo
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = figure.add_subplot()
     axes.plot(steps, values, marker="o", markersize=3)
-    axes.set(title=title, xlabel="step", ylabel=METRIC)
+    axes.set(title=title, xlabel="step", ylabel="mean reward")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

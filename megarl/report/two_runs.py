@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 from statistics import fmean
 from typing import Any
 
-from megarl.report.answers import METRIC, Answer, seconds
+from megarl.report.answers import Answer, seconds
 from megarl.report.charts import CURVES, Chart, line
 from megarl.report.page import page, plots, table
 from megarl.report.reading import Run, smooth
@@ -58,18 +58,17 @@ def _labels(a: Run, b: Run) -> tuple[str, str]:
 
 def reward_curve(run: Run, over: str) -> Curve | None:
     """`over` one of EXTENTS; None where the run does not say it. Seconds are those of the steps, without starts."""
-    lines = [line for line in run.steps if isinstance(line.get(METRIC), int | float)]
-    rewards = [float(line[METRIC]) for line in lines]
+    steps, rewards = run.rewards()
     if not rewards:
         return None
     if over == "steps":
-        return Curve([float(line["step"]) for line in lines], rewards)
+        return Curve([float(step) for step in steps], rewards)
     if over == "samples":
-        return None if run.sequences is None else Curve([float(line["step"] * run.sequences) for line in lines], rewards)
+        return None if run.sequences is None else Curve([float(step * run.sequences) for step in steps], rewards)
     if not all(isinstance(line.get("time/step"), int | float) for line in run.steps):
         return None
     ends = dict(zip((line["step"] for line in run.steps), accumulate(line["time/step"] for line in run.steps), strict=True))
-    return Curve([ends[line["step"]] for line in lines], rewards)
+    return Curve([ends[step] for step in steps], rewards)
 
 
 def better(a: Run, b: Run, names: tuple[str, str]) -> Answer:

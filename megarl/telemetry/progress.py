@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-# What a finished step says, in this order, where the step has it: key, label, format.
+from megarl.telemetry.mean_reward import mean_reward
+
+# What a finished step says behind its reward, in this order, where the step has it: key, label, format.
 FIGURES = (
-    ("reward/mean", "reward", ".3f"),
     ("rollout/completion_length_mean", "length", ".1f"),
     ("actor/policy_loss", "loss", ".4f"),
     ("actor/grad_norm", "grad norm", ".3f"),
@@ -27,7 +28,9 @@ RECENT = 10  # steps that say how long the others will take
 
 def step_line(step: int, num_steps: int, figures: Mapping[str, Any], left: str = "") -> str:
     """One finished step as a line of text; `left`: how long the run still takes."""
-    parts = [f"{label} {figures[key]:{form}}" for key, label, form in FIGURES if figures.get(key) is not None]
+    reward = mean_reward(figures)
+    parts = [f"reward {reward:.3f}"] if reward is not None else []
+    parts += [f"{label} {figures[key]:{form}}" for key, label, form in FIGURES if figures.get(key) is not None]
     rate = tokens_per_second(figures)
     parts += [f"tokens/s {rate:.0f}"] if rate is not None else []
     parts += [f"left {left}"] if left else []
@@ -142,6 +145,6 @@ class ProgressLine:
             parts.append("ends " + time.strftime(form, time.localtime(self._now() + left_s)))
         rate = tokens_per_second(figures)
         parts += [f"{rate:.0f} tokens/s"] if rate is not None else []
-        if figures.get("reward/mean") is not None:
-            parts.append(f"reward {figures['reward/mean']:.3f}")
+        reward = mean_reward(figures)
+        parts += [f"reward {reward:.3f}"] if reward is not None else []
         return ", ".join(parts)
