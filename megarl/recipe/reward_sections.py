@@ -80,8 +80,8 @@ class HttpRewardSection(Section):
     timeout_s: Seconds = 20.0
     """How long a request waits for the service to take it, or to go on answering; `phases.reward.timeout_s` ends all."""
     retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """How often a request is sent again, after longer and longer waits, where no connection was had, or the service said
-    429 or 5xx."""
+    """How often a request is sent again, after longer and longer waits, where no connection was had, it broke, `timeout_s`
+    passed, or the service said 429 or 5xx. A slow service is so given the same work more than once."""
     weight: float = 1.0
     """Factor of this part in the reward."""
 
