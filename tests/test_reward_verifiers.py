@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward.verifiers import (
+    READERS,
     VERIFIERS,
     check_answer,
     load_function,
     load_terms,
     numbers,
+    read_answer,
+    reads_answers,
     score,
     score_terms,
 )
@@ -166,3 +169,68 @@ def test_a_document_is_allowed_by_its_schema(text, worth):
     }
     terms = load_terms([SchemaRewardSection(kind="json_schema", json_schema=schema, weight=3.0)])
     assert score_terms(terms, text, prompt("")) == ({"json_schema": worth}, {})
+
+
+def pattern(expression):
+    return PatternRewardSection(kind="pattern", pattern=expression)
+
+
+NAMED = pattern(r"answer: (?P<answer>[^.]*)?\.")
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "answer"),
+    [
+        (spec("exact"), " 7 \n", "7"),
+        (spec("exact"), "7.0", "7.0"),
+        (spec("exact"), " \n\t", None),
+        (spec("last_number"), "3 + 4 = 7", "7"),
+        (spec("last_number"), "so 7.0.", "7"),
+        (spec("last_number"), "it is 07", "7"),
+        (spec("last_number"), "1,000", "1000"),
+        (spec("last_number"), "1000.00", "1000"),
+        (spec("last_number"), "0.250", "0.25"),
+        (spec("last_number"), "it is \u22123", "-3"),
+        (spec("last_number"), "-0", "0"),
+        (spec("last_number"), "-0.00", "0"),
+        (spec("last_number"), "9" * 40, "9" * 40),
+        (spec("last_number"), "seven", None),
+        (spec("last_number"), "", None),
+        (spec("math_verify"), r"So it is $\frac{2}{4}$.", "1/2"),
+        (spec("math_verify"), r"\boxed{0.5}", "1/2"),
+        (spec("math_verify"), "the answer is 1,000", "1000"),
+        (spec("math_verify"), "07", "7"),
+        (spec("math_verify"), r"$1 + x$", "x + 1"),
+        (spec("math_verify"), "no idea", None),
+        (NAMED, "answer: 8. No, answer:  a b .", "a b"),
+        (NAMED, "answer: 8. No, answer: .", None),
+        (NAMED, "8", None),
+        (pattern("answer: .*"), "answer: 8", None),
+        (FunctionRewardSection(kind="function", target=f"{__name__}:generous"), "8", None),
+    ],
+)
+def test_what_a_text_answers(part, text, answer):
+    assert read_answer(load_terms([part]), text) == answer
+
+
+@given(st.text(alphabet="0017,.- ", max_size=12), st.text(alphabet="0017,.- ", max_size=12))
+def test_two_texts_answer_alike_where_their_numbers_are_equal(one, other):
+    terms = load_terms([spec("last_number")])
+    last = [numbers(text)[-1:] for text in (one, other)]
+    assert (read_answer(terms, one) == read_answer(terms, other)) == (last[0] == last[1])
+
+
+def test_the_first_part_that_reads_answers_reads_them():
+    named, unnamed, number, function = NAMED, pattern("answer"), spec("last_number"), spec("function", 1.0, "math:sqrt")
+    for parts, answer in (
+        ([named, number], "x"),
+        ([number, named], "8"),
+        ([unnamed, function, number], "8"),
+        ([unnamed, function], None),
+    ):
+        terms = load_terms(parts)
+        assert reads_answers(terms) == (answer is not None) and read_answer(terms, "answer: x. 8") == answer
+
+
+def test_every_named_verifier_has_a_reader():
+    assert READERS.keys() == VERIFIERS.keys()

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,8 @@ FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 # A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+EXACT = Context(prec=MAX_PREC)  # the usual one rounds to 28 digits
 
 
 def numbers(text: str) -> list[Decimal]:
@@ -153,7 +155,7 @@ def _whole(text: str) -> str | None:
 
 def _last_number(text: str) -> str | None:
     found = numbers(text)
-    return str(found[-1].normalize()) if found else None
+    return f"{found[-1].normalize(EXACT) or Decimal(0):f}" if found else None  # there is a -0, which equals 0
 
 
 def _expression(text: str) -> str | None:
