@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data.observations import Observations
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
@@ -127,6 +128,33 @@ def test_templates_render_what_the_model_expects():
         text(None, "What", False)
     with pytest.raises(ValueError, match="data.chat_template is true"):
         render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
+
+
+def refusing(role):
+    """A template that has not such a role."""
+    return (
+        "{% for m in messages %}{% if m.role == '"
+        + role
+        + "' %}{{ raise_exception('no role') }}{% endif %}{% endfor %}"
+        + CHAT
+    )
+
+
+def test_what_a_chat_template_refuses_is_said_with_the_keys(tmp_path, sums):
+    tokenizer = byte_tokenizer(refusing("system"))
+    chat = section(jsonl(sums), chat_template=True)
+    assert PromptStream(chat, 0, tokenizer).num_rows == 10
+    said = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
+    for settings in ({}, {"on_bad_row": "skip"}):  # no row is to blame
+        with pytest.raises(
+            ValueError, match=said + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
+        ):
+            PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **settings}), 0, tokenizer)
+    with pytest.raises(ValueError, match=f"{said}$"):
+        PromptStream(chat, 0, byte_tokenizer(refusing("user")))
+    for needs_turns in (lambda one: stop_token_ids(str(tmp_path), one), lambda one: Observations(one, chat, 300)):
+        with pytest.raises(ValueError, match=f"{said}$"):
+            needs_turns(byte_tokenizer(refusing("assistant")))
 
 
 def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
