@@ -233,7 +233,7 @@ def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path,
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9)))
     settings = {"max_prompt_tokens": 5, "on_long_prompt": "stop", "on_bad_row": on_bad_row}
-    said = r"mixed.jsonl, line 2: .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*on_long_prompt: skip"
+    said = r"mixed.jsonl, line 2: field 'prompt': .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*: skip"
     with pytest.raises(ValueError, match=said):
         PromptStream(section(jsonl(path), **settings), 0, byte_tokenizer())
 
@@ -241,10 +241,13 @@ def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path,
 def test_an_empty_prompt_is_a_bad_row(tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("x", "")))
-    with pytest.raises(ValueError, match=r"empty.jsonl.*no tokens|empty.jsonl.*empty"):
+    with pytest.raises(ValueError, match=r"empty.jsonl, line 2: field 'prompt' is empty"):
         PromptStream(section(jsonl(path)), 0, byte_tokenizer())
     stream = PromptStream(section(jsonl(path), on_bad_row="skip"), 0, byte_tokenizer())
     assert (stream.num_rows, stream.num_dropped, stream.num_bad_rows) == (1, 0, 1)
+    path.write_text(json.dumps({"prompt": "x", "answer": "1"}) + "\n")
+    with pytest.raises(ValueError, match="empty.jsonl, line 1: field 'prompt': the prompt has no tokens"):
+        PromptStream(section(jsonl(path), chat_template=True), 0, byte_tokenizer("{{ '' }}"))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])
