@@ -1,16 +1,28 @@
 """What each verifier calls right, and that whatever it cannot judge is refused and not guessed."""
 
+import re
 import threading
 from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+import megarl
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
+from megarl.recipe.reward_rules import COUNTS, OWN_FIGURES, functions_have_figures
+from megarl.recipe.reward_sections import (
+    FunctionRewardSection,
+    HttpRewardSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+    VerifierSection,
+    part_names,
+)
 from megarl.reward.verifiers import (
     READERS,
     VERIFIERS,
@@ -23,6 +35,8 @@ from megarl.reward.verifiers import (
     score,
     score_terms,
 )
+from megarl.reward.workers import ENVIRONMENT, REASONS
+from megarl.telemetry.metrics import KEY
 
 
 def prompt(answer, row=None):
@@ -106,6 +120,34 @@ def test_terms_add_up_by_weight_and_keep_their_names():
     specs = [spec("exact", 0.5), spec("function", 0.1, here), spec("exact", 2.0)]
     assert score(specs, "abc", prompt("abc", {"bonus": 7})) == pytest.approx(0.5 + 1.0 + 2.0)
     assert [term.name for term in load_terms(specs)] == ["exact", "generous", "exact_2"]
+
+
+JUDGE = HttpRewardSection(kind="http", url="http://judge/")
+KNOWN = st.sampled_from([*sorted(OWN_FIGURES), "exact", "exact_2", "exact_1_2", "http_num_late", "http_num", "judge"])
+FUNCTIONS = st.from_regex("[aZ_][a_1ñ]*", fullmatch=True) | KNOWN
+PARTS = st.lists(
+    FUNCTIONS.map(lambda name: spec("function", target=f"m:{name}")) | st.sampled_from([spec("exact"), JUDGE]), max_size=6
+)
+
+
+@given(PARTS)
+@example([spec("function", target="m:exact_2"), spec("exact"), spec("exact")])
+@example([JUDGE, JUDGE, spec("function", target="m:http_1_num_late")])
+def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
+    names = part_names(parts)
+    assert len(set(names)) == len(names)
+    refused = {one.key for one in functions_have_figures(SimpleNamespace(reward=parts))}
+    kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
+    reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
+    counts = {f"{name}_num_{reason}" for name, reason in reasons}
+    assert all(KEY.fullmatch(f"reward/{name}") for name in kept)
+    assert not set(kept) & (OWN_FIGURES | counts)
+
+
+def test_figures_of_no_part_are_all_known():
+    code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
+    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} == OWN_FIGURES
+    assert set(COUNTS) == set(REASONS)
 
 
 def test_a_function_that_says_no_number_is_not_taken_for_one():

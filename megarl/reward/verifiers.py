@@ -27,6 +27,7 @@ from megarl.recipe.reward_sections import (
     JudgeSection,
     PatternRewardSection,
     SchemaRewardSection,
+    part_names,
 )
 from megarl.reward.code import Judged, code_verifier, programs_of
 
@@ -202,17 +203,8 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
     """
     return [
         Term(name, spec.kind, spec.weight, _verifier(spec), _reader(spec))
-        for name, spec in zip(names(specs), specs, strict=True)
+        for name, spec in zip(part_names(specs), specs, strict=True)
     ]
-
-
-def names(specs: Sequence[JudgeSection]) -> list[str]:
-    """What each part of the reward is called in the metrics."""
-    found: list[str] = []
-    for position, spec in enumerate(specs):
-        name = spec.target.rpartition(":")[2] if isinstance(spec, FunctionRewardSection) else spec.kind
-        found.append(f"{name}_{position}" if name in found else name)
-    return found
 
 
 def _verifier(spec: JudgeSection) -> Verifier | None:
