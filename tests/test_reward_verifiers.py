@@ -5,7 +5,7 @@ import threading
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -136,7 +136,8 @@ PARTS = st.lists(
 def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
     names = part_names(parts)
     assert len(set(names)) == len(names)
-    refused = {one.key for one in functions_have_figures(SimpleNamespace(reward=parts))}
+    recipe: Any = SimpleNamespace(reward=parts)
+    refused = {one.key for one in functions_have_figures(recipe)}
     kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
     reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
     counts = {f"{name}_num_{reason}" for name, reason in reasons}
