@@ -92,13 +92,14 @@ def _join_rewards(parts: Sequence[RewardResult], samples: Sequence[int]) -> Rewa
     for part in parts:
         failures |= {place[start + at]: why for at, why in part.failures.items() if start + at in place}
         start += len(part.rewards)
-    chosen = list(samples)
+    chosen, valid = list(samples), np.concatenate([part.valid for part in parts])
     return replace(
         parts[-1],
         rewards=np.concatenate([part.rewards for part in parts])[chosen],
-        valid=np.concatenate([part.valid for part in parts])[chosen],
+        valid=valid[chosen],
         parts={name: np.concatenate([part.parts[name] for part in parts])[chosen] for name in parts[0].parts},
         failures=failures,
+        num_masked_beside=int((~valid).sum() - (~valid[chosen]).sum()),
         num_timeouts=sum(part.num_timeouts for part in parts),
         task_sequences=tuple(size for part in parts for size in part.task_sequences),
         busy_s=sum(part.busy_s for part in parts),

@@ -33,7 +33,7 @@ PPO = {
         "value_loss": {},
     },
     "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 64}, "max_prompt_tokens": 32},
-    "reward": [{"kind": "last_number"}, {"kind": "function", "target": "statistics:mean", "weight": 0.1}],
+    "reward": [{"kind": "last_number"}, {"kind": "function", "target": "statistics:fmean", "weight": 0.1}],
     "trainer": {"ranks": 8, "precision": "fp32"},
     "actor": {"layout": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 1e-4}},
     "critic": {"optimizer": {"lr": 1e-4}},

@@ -97,7 +97,9 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
     assert scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0] and scored.parts["mine"].tolist() == [0, 2, 0, 2, 2, 0]
     assert rollouts.last_version.tolist() == [0, 0, 1, 1, 1, 1]
     assert (len(rollouts), rollouts.executed.prompts) == (WANTED * SIZE, WANTED)
-    assert scored.failures == {} and scored.num_timeouts == 1 and scored.busy_s == 1.0
+    assert scored.failures == {} and scored.busy_s == 1.0
+    counted = scored.metrics()
+    assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 1, "of a group that was dropped"
     assert scored.task_sequences == (4, 2, 4, 2)
     fetched = rollouts.payload.fetch([5, 0, 2])
     assert {s: one.completion.token_ids.tolist() for s, one in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
@@ -123,6 +125,8 @@ def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:
     rollouts, scored, figures = rounds.chosen()
     assert rollouts.groups.tolist() == [0, 0, 1, 1, 4, 4]
     assert scored.valid.tolist() == [True, True, True, False, True, True] and scored.failures == {3: "round 0"}
+    counted = scored.metrics()
+    assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 2, "one is in the batch, one was dropped"
     assert (figures["rollout/filler_groups"], figures["rollout/surplus_groups"]) == (2, 0)
     assert figures["rollout/uninformative_groups"] == 5
 

@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from megarl.data.curriculum import Curriculum
 from megarl.data.prompts import PromptStream
 from megarl.recipe.data_sections import CurriculumSection, DataSection
+from megarl.recipe.reward_sections import VerifierSection
+from megarl.reward.verifiers import check_answer, load_terms
 from tests.test_data_prompts import as_tuples, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -149,3 +152,29 @@ def test_where_nothing_is_in_bounds_there_is_still_a_next_prompt(files):
     one.learn(first, np.zeros(6), np.ones(6, bool))
     assert {prompt.origin[1] for prompt in one.take(3)} == {0, 1, 2}
     assert one.figures()["data/num_passed_over"] == 15
+
+
+def test_messages_are_of_a_part_and_its_own_rows(tmp_path):
+    judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
+
+    def of(*answers, longest=9):
+        """A part for each answer: a row that is none, and two with the answer."""
+        parts = []
+        for number, answer in enumerate(answers):
+            rows, path = [[], {"q": "some", "a": answer}, {"q": "more", "a": answer}], tmp_path / f"{number}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            parts.append({"kind": "jsonl", "path": str(path), "prompt_field": "q", "answer_field": "a"})
+        data = {"prompts": {"kind": "mixture", "parts": parts}, "max_prompt_tokens": longest, "on_bad_row": "skip"}
+        return PromptStream(DataSection.model_validate(data | {"chat_template": False}), 0, TOKENIZER, None, judge)
+
+    assert of("1", "2").num_bad_rows == 2
+    with pytest.raises(ValueError, match="parts.1 has no rows that can be used: 3 are left out, .*1.jsonl, line 1"):
+        of("1", "seven")
+    with pytest.raises(ValueError, match="parts.1 has no rows .* all 3 that it had are left out, .*1.jsonl, line 1"):
+        of("1", None)
+    with pytest.raises(ValueError, match="the shortest of the 2 prompts of data.prompts.parts.0 has 4 tokens"):
+        of("1", "2", longest=3)
+    saved = of("1", "2").state()
+    saved["parts"][1]["rows"] = 7
+    with pytest.raises(ValueError, match="data.prompts.parts.1: the 2 rows from .*1.jsonl, line 2 on are not the 7"):
+        of("1", "2").restore(saved)

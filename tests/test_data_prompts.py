@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data.observations import Observations
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
 from megarl.data.tokenizer import load_tokenizer, render_questions, stop_token_ids
@@ -129,6 +130,33 @@ def test_templates_render_what_the_model_expects():
         render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
 
 
+def refusing(role):
+    """A template that has not such a role."""
+    return (
+        "{% for m in messages %}{% if m.role == '"
+        + role
+        + "' %}{{ raise_exception('no role') }}{% endif %}{% endfor %}"
+        + CHAT
+    )
+
+
+def test_what_a_chat_template_refuses_is_said_with_the_keys(tmp_path, sums):
+    tokenizer = byte_tokenizer(refusing("system"))
+    chat = section(jsonl(sums), chat_template=True)
+    assert PromptStream(chat, 0, tokenizer).num_rows == 10
+    said = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
+    for settings in ({}, {"on_bad_row": "skip"}):  # no row is to blame
+        with pytest.raises(
+            ValueError, match=said + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
+        ):
+            PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **settings}), 0, tokenizer)
+    with pytest.raises(ValueError, match=f"{said}$"):
+        PromptStream(chat, 0, byte_tokenizer(refusing("user")))
+    for needs_turns in (lambda one: stop_token_ids(str(tmp_path), one), lambda one: Observations(one, chat, 300)):
+        with pytest.raises(ValueError, match=f"{said}$"):
+            needs_turns(byte_tokenizer(refusing("assistant")))
+
+
 def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
     tokenizer = byte_tokenizer("<|system|>" + CHAT)
     start = tokenizer.convert_tokens_to_ids("<|system|>")
@@ -205,7 +233,7 @@ def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path,
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9)))
     settings = {"max_prompt_tokens": 5, "on_long_prompt": "stop", "on_bad_row": on_bad_row}
-    said = r"mixed.jsonl, line 2: .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*on_long_prompt: skip"
+    said = r"mixed.jsonl, line 2: field 'prompt': .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*: skip"
     with pytest.raises(ValueError, match=said):
         PromptStream(section(jsonl(path), **settings), 0, byte_tokenizer())
 
@@ -213,10 +241,13 @@ def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path,
 def test_an_empty_prompt_is_a_bad_row(tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("x", "")))
-    with pytest.raises(ValueError, match=r"empty.jsonl.*no tokens|empty.jsonl.*empty"):
+    with pytest.raises(ValueError, match=r"empty.jsonl, line 2: field 'prompt' is empty"):
         PromptStream(section(jsonl(path)), 0, byte_tokenizer())
     stream = PromptStream(section(jsonl(path), on_bad_row="skip"), 0, byte_tokenizer())
     assert (stream.num_rows, stream.num_dropped, stream.num_bad_rows) == (1, 0, 1)
+    path.write_text(json.dumps({"prompt": "x", "answer": "1"}) + "\n")
+    with pytest.raises(ValueError, match="empty.jsonl, line 1: field 'prompt': the prompt has no tokens"):
+        PromptStream(section(jsonl(path), chat_template=True), 0, byte_tokenizer("{{ '' }}"))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])

@@ -390,6 +390,28 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {"reward.0.pattern": "no regular expression", "reward.1.json_schema.type": "not valid"},
     ),
+    "functions whose names are no figures, or others": (
+        edited(
+            (
+                "reward",
+                [
+                    {"kind": "http", "url": "http://judge/"},
+                    *(
+                        {"kind": "function", "target": f"statistics:{name}"}
+                        for name in ("_sum", "größe", "mean", "mean", "environment", "http_num_late", "http_num", "exact")
+                    ),
+                    {"kind": "exact"},
+                ],
+            ),
+        ),
+        {
+            "reward.1.target": "no figure can be called reward/_sum",
+            "reward.2.target": "reward/größe",
+            "reward.3.target": "reward/mean is a figure that a run has",
+            "reward.5.target": "reward/environment is",
+            "reward.6.target": "reward/http_num_... are counts",
+        },
+    ),
     "functions of no module, and an overlong section that does nothing": (
         edited(
             ("algorithm.policy_loss", {"kind": "function", "target": "nowhere_to_be_found:loss"}),

@@ -3,10 +3,13 @@
 import json
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,10 +51,11 @@ class Judge:
                 body = reply if isinstance(reply, str) else None
                 if body is None:
                     body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
-                self.send_response(reply if isinstance(reply, int) else 200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body.encode())
+                with suppress(ConnectionError):  # of a client that gave the request up
+                    self.send_response(reply if isinstance(reply, int) else 200)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body.encode())
 
             def log_message(self, *_):
                 pass
@@ -81,10 +85,10 @@ def prompts(number):
     return [Prompt(i, np.zeros(1, dtype=np.int32), f"q{i}", f"a{i}", {"level": i}) for i in range(number)]
 
 
-def asked(judge, texts, timeout_s=60.0, **settings):
+def asked(judge, texts, deadline_s=60.0, **settings):
     one = Service("http", HttpRewardSection(kind="http", url=judge.url, **settings))
     try:
-        return one.ask(texts, prompts(len(texts)), timeout_s).wait()
+        return one.ask(texts, prompts(len(texts)), deadline_s).wait()
     finally:
         one.close()
 
@@ -109,6 +113,22 @@ def test_what_may_pass_is_asked_again(judge, failure):
     judge.replies = [failure] * 3
     assert told(asked(judge, ["a", "b"], retries=2, batch=1)) == [(None, "unreachable"), (1.0, "answered")]
     assert len(judge.requests) == 7
+
+
+@pytest.mark.parametrize(("silent", "retries", "said"), [(1, 100, (1.0, "retried")), (3, 2, (None, "unreachable"))])
+def test_a_request_without_an_answer_is_given_up_and_sent_again(judge, monkeypatch, silent, retries, said):
+    # Without the limit of its section a service would wait for the gate here.
+    monkeypatch.setattr(service.httpx, "Client", partial(httpx.Client, timeout=None))
+    gate = threading.Event()
+    judge.replies = [gate] * silent
+    try:
+        assert told(asked(judge, ["a"], deadline_s=300.0, timeout_s=0.2, retries=retries)) == [said]
+        deadline = time.monotonic() + 60
+        while judge.replies:  # a request that was given up may be read only now
+            assert time.monotonic() < deadline, "it was not sent again"
+            time.sleep(0.01)
+    finally:
+        gate.set()
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 301])
@@ -166,7 +186,7 @@ def test_retries_stop_before_the_deadline(judge, monkeypatch):
     monkeypatch.setattr(service, "FIRST_WAIT_S", 1000.0)
     monkeypatch.setattr(service, "LONGEST_WAIT_S", 1000.0)
     judge.replies = [500] * 50
-    assert told(asked(judge, ["a"], timeout_s=60.0, retries=50)) == [(None, "unreachable")]
+    assert told(asked(judge, ["a"], deadline_s=60.0, retries=50)) == [(None, "unreachable")]
     assert len(judge.requests) == 1
 
 

@@ -1,25 +1,42 @@
 """What each verifier calls right, and that whatever it cannot judge is refused and not guessed."""
 
+import re
 import threading
 from decimal import Decimal
-from typing import get_args
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+import megarl
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
+from megarl.recipe.reward_rules import COUNTS, OWN_FIGURES, functions_have_figures
+from megarl.recipe.reward_sections import (
+    FunctionRewardSection,
+    HttpRewardSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+    VerifierSection,
+    part_names,
+)
 from megarl.reward.verifiers import (
+    READERS,
     VERIFIERS,
     check_answer,
     load_function,
     load_terms,
     numbers,
+    read_answer,
+    reads_answers,
     score,
     score_terms,
 )
+from megarl.reward.workers import ENVIRONMENT, REASONS
+from megarl.telemetry.metrics import KEY
 
 
 def prompt(answer, row=None):
@@ -105,6 +122,35 @@ def test_terms_add_up_by_weight_and_keep_their_names():
     assert [term.name for term in load_terms(specs)] == ["exact", "generous", "exact_2"]
 
 
+JUDGE = HttpRewardSection(kind="http", url="http://judge/")
+KNOWN = st.sampled_from([*sorted(OWN_FIGURES), "exact", "exact_2", "exact_1_2", "http_num_late", "http_num", "judge"])
+FUNCTIONS = st.from_regex("[aZ_][a_1ñ]*", fullmatch=True) | KNOWN
+PARTS = st.lists(
+    FUNCTIONS.map(lambda name: spec("function", target=f"m:{name}")) | st.sampled_from([spec("exact"), JUDGE]), max_size=6
+)
+
+
+@given(PARTS)
+@example([spec("function", target="m:exact_2"), spec("exact"), spec("exact")])
+@example([JUDGE, JUDGE, spec("function", target="m:http_1_num_late")])
+def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
+    names = part_names(parts)
+    assert len(set(names)) == len(names)
+    recipe: Any = SimpleNamespace(reward=parts)
+    refused = {one.key for one in functions_have_figures(recipe)}
+    kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
+    reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
+    counts = {f"{name}_num_{reason}" for name, reason in reasons}
+    assert all(KEY.fullmatch(f"reward/{name}") for name in kept)
+    assert not set(kept) & (OWN_FIGURES | counts)
+
+
+def test_figures_of_no_part_are_all_known():
+    code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
+    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} == OWN_FIGURES
+    assert set(COUNTS) == set(REASONS)
+
+
 def test_a_function_that_says_no_number_is_not_taken_for_one():
     terms = load_terms([spec("function", 1.0, f"{__name__}:not_a_number")])
     with pytest.raises(ValueError, match="not_a_number said nan for prompt 5"):
@@ -166,3 +212,68 @@ def test_a_document_is_allowed_by_its_schema(text, worth):
     }
     terms = load_terms([SchemaRewardSection(kind="json_schema", json_schema=schema, weight=3.0)])
     assert score_terms(terms, text, prompt("")) == ({"json_schema": worth}, {})
+
+
+def pattern(expression):
+    return PatternRewardSection(kind="pattern", pattern=expression)
+
+
+NAMED = pattern(r"answer: (?P<answer>[^.]*)?\.")
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "answer"),
+    [
+        (spec("exact"), " 7 \n", "7"),
+        (spec("exact"), "7.0", "7.0"),
+        (spec("exact"), " \n\t", None),
+        (spec("last_number"), "3 + 4 = 7", "7"),
+        (spec("last_number"), "so 7.0.", "7"),
+        (spec("last_number"), "it is 07", "7"),
+        (spec("last_number"), "1,000", "1000"),
+        (spec("last_number"), "1000.00", "1000"),
+        (spec("last_number"), "0.250", "0.25"),
+        (spec("last_number"), "it is \u22123", "-3"),
+        (spec("last_number"), "-0", "0"),
+        (spec("last_number"), "-0.00", "0"),
+        (spec("last_number"), "9" * 40, "9" * 40),
+        (spec("last_number"), "seven", None),
+        (spec("last_number"), "", None),
+        (spec("math_verify"), r"So it is $\frac{2}{4}$.", "1/2"),
+        (spec("math_verify"), r"\boxed{0.5}", "1/2"),
+        (spec("math_verify"), "the answer is 1,000", "1000"),
+        (spec("math_verify"), "07", "7"),
+        (spec("math_verify"), r"$1 + x$", "x + 1"),
+        (spec("math_verify"), "no idea", None),
+        (NAMED, "answer: 8. No, answer:  a b .", "a b"),
+        (NAMED, "answer: 8. No, answer: .", None),
+        (NAMED, "8", None),
+        (pattern("answer: .*"), "answer: 8", None),
+        (FunctionRewardSection(kind="function", target=f"{__name__}:generous"), "8", None),
+    ],
+)
+def test_what_a_text_answers(part, text, answer):
+    assert read_answer(load_terms([part]), text) == answer
+
+
+@given(st.text(alphabet="0017,.- ", max_size=12), st.text(alphabet="0017,.- ", max_size=12))
+def test_two_texts_answer_alike_where_their_numbers_are_equal(one, other):
+    terms = load_terms([spec("last_number")])
+    last = [numbers(text)[-1:] for text in (one, other)]
+    assert (read_answer(terms, one) == read_answer(terms, other)) == (last[0] == last[1])
+
+
+def test_the_first_part_that_reads_answers_reads_them():
+    named, unnamed, number, function = NAMED, pattern("answer"), spec("last_number"), spec("function", 1.0, "math:sqrt")
+    for parts, answer in (
+        ([named, number], "x"),
+        ([number, named], "8"),
+        ([unnamed, function, number], "8"),
+        ([unnamed, function], None),
+    ):
+        terms = load_terms(parts)
+        assert reads_answers(terms) == (answer is not None) and read_answer(terms, "answer: x. 8") == answer
+
+
+def test_every_named_verifier_has_a_reader():
+    assert READERS.keys() == VERIFIERS.keys()

@@ -27,7 +27,9 @@ class Observations:
         self._tokenizer, self._data, self._num_tokens = tokenizer, data, num_tokens
         if data.chat_template:
             check_template(tokenizer)
-            if TURN not in tokenizer.apply_chat_template(_chat([]), tokenize=False):
+            with rendering_errors():
+                shown = tokenizer.apply_chat_template(_chat([]), tokenize=False)
+            if TURN not in shown:
                 raise ValueError("data.chat_template is true, and the model's chat template does not show what was said")
 
     def behind(self, last: int, messages: list[Message]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,20 +38,21 @@ class PromptStream:
         judge: Callable[[Prompt], None] = lambda _: None,
         key: str = "data.prompts",
     ) -> None:
-        bad = BadRows(data.on_bad_row)
-        self._parts: list[_Part] = []
         if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
-            for number, source in enumerate(data.prompts.parts):
-                rows = load_rows(source, seed, data, f"{key}.parts.{number}", bad)
-                # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
-                self._parts.append(_Part(data, rows, [seed, number, 1], tokenizer, num_tokens, judge, bad, key))
+            # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
+            sources = [
+                (source, [seed, number, 1], f"{key}.parts.{number}") for number, source in enumerate(data.prompts.parts)
+            ]
         else:
             self._weights = (1.0,)
-            rows = load_rows(data.prompts, seed, data, key, bad)
-            self._parts.append(_Part(data, rows, [seed], tokenizer, num_tokens, judge, bad, key))
+            sources = [(data.prompts, [seed], key)]
+        self._parts: list[_Part] = []
+        for source, seeds, place in sources:
+            bad = BadRows(data.on_bad_row)
+            rows = load_rows(source, seed, data, place, bad)
+            self._parts.append(_Part(data, rows, seeds, tokenizer, num_tokens, judge, bad, place))
         self.position = 0
-        self.num_bad_rows = bad.count
 
     @property
     def num_rows(self) -> int:
@@ -61,6 +63,11 @@ class PromptStream:
     def num_dropped(self) -> int:
         """Rows left out because their prompt is too long."""
         return sum(part.num_dropped for part in self._parts)
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Rows left out because they cannot be used."""
+        return sum(part.num_bad_rows for part in self._parts)
 
     def every(self) -> Iterator[Prompt]:
         """Each row's prompt once, in the order of the data; the position stays."""
@@ -139,7 +146,7 @@ class _Part:
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
         self.num_dropped = self.walked = self.taken = 0
-        self._seeds, self._shuffle = seeds, data.shuffle
+        self._key, self._seeds, self._shuffle = key, seeds, data.shuffle
         self._epoch = -1
         lengths = []
         for row, token_ids in _rendered(data, rows, tokenizer, bad):
@@ -155,8 +162,9 @@ class _Part:
                 bad.add(error)
                 continue
             question = tokenizer.decode(token_ids) if data.prompt_format == "token_ids" else row.question
-            self.rows.append(Row(question, row.answer, row.fields, row.prompt, row.where))
+            self.rows.append(replace(row, question=question))
             self._token_ids.append(np.asarray(token_ids, dtype=np.int32))
+        self.num_bad_rows = bad.count
         if not self.rows and not self.num_dropped:
             raise ValueError(f"{key} has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
         if not self.rows:
@@ -198,7 +206,7 @@ class _Part:
         ours, theirs = (len(self.rows), self._checksum), (state["rows"], state["checksum"])
         if ours != theirs:
             raise ValueError(
-                f"data.prompts: the {ours[0]} rows from {self.rows[0].where} on are not the {theirs[0]} that the checkpoint "
+                f"{self._key}: the {ours[0]} rows from {self.rows[0].where} on are not the {theirs[0]} that the checkpoint "
                 "was made with, so that its position in them means nothing; bring the old data back, or start another run"
             )
         self.walked, self.taken = state["walked"], state["taken"]
@@ -209,7 +217,7 @@ class _Part:
         try:
             judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
         except ValueError as error:
-            raise ValueError(f"{row.where}: {error}") from error
+            raise ValueError(f"{row.answer_place}: {error}") from error
 
 
 def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) -> Iterator[tuple[Row, list[int]]]:
@@ -226,13 +234,13 @@ def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) 
         try:
             yield row, render_chat(tokenizer, row.prompt, data.system_prompt)
         except ValueError as error:
-            bad.add(ValueError(f"{row.where}: {error}"))
+            bad.add(ValueError(f"{row.prompt_place}: {error}"))
 
 
 def _check_long(row: Row, length: int, data: DataSection) -> None:
     if data.on_long_prompt == "stop":
         raise ValueError(
-            f"{row.where}: the prompt ({row.question[:80]!r}) has {length} tokens and data.max_prompt_tokens is "
+            f"{row.prompt_place}: the prompt ({row.question[:80]!r}) has {length} tokens and data.max_prompt_tokens is "
             f"{data.max_prompt_tokens}; raise it, shorten the prompt, or leave such rows out: data.on_long_prompt: skip"
         )
 
@@ -240,11 +248,11 @@ def _check_long(row: Row, length: int, data: DataSection) -> None:
 def _check_vocabulary(row: Row, token_ids: list[int], num_tokens: int | None) -> None:
     """An engine that is given a token without an embedding is lost, with all that it has in flight."""
     if not token_ids:
-        raise ValueError(f"{row.where}: the prompt has no tokens")
+        raise ValueError(f"{row.prompt_place}: the prompt has no tokens")
     if num_tokens is None or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
         return
     wrong = next(one for one in token_ids if not 0 <= one < num_tokens)
     raise ValueError(
-        f"{row.where}: the prompt has token {wrong}, and the model (model.path) knows tokens 0 to {num_tokens - 1}; it was "
-        "made with another tokenizer, or the model's own has tokens that its weights have not"
+        f"{row.prompt_place}: the prompt has token {wrong}, and the model (model.path) knows tokens 0 to {num_tokens - 1}; "
+        "it was made with another tokenizer, or the model's own has tokens that its weights have not"
     )

@@ -30,7 +30,7 @@ class Row:
     """One question with its answer, and everything else its source says about it.
 
     `prompt` is what is rendered: the question, the messages of a chat, or token ids, of which the question is made later.
-    `where` names the row for errors.
+    `where` names the row for errors, and `prompt_field` and `answer_field` what the two were read of.
     """
 
     question: str
@@ -38,10 +38,22 @@ class Row:
     fields: dict
     prompt: Any = field(compare=False)
     where: str = field(compare=False)
+    prompt_field: str = field(compare=False)
+    answer_field: str = field(compare=False)
+
+    @property
+    def prompt_place(self) -> str:
+        """The row and the field of the prompt, for errors."""
+        return _place(self.where, self.prompt_field)
+
+    @property
+    def answer_place(self) -> str:
+        """The row and the field of the answer, for errors."""
+        return _place(self.where, self.answer_field)
 
 
 class BadRows:
-    """Rows that cannot be used, by `data.on_bad_row`: the first ends it all, or they are counted."""
+    """Rows of a source that cannot be used, by `data.on_bad_row`: the first ends it all, or they are counted."""
 
     def __init__(self, on_bad_row: str) -> None:
         self._skips = on_bad_row == "skip"
@@ -71,7 +83,7 @@ class Form:
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
         prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
-        place = f"{where}: field {prompt_field!r}"
+        place = _place(where, prompt_field)
         if self.prompt_format == "messages":
             question = _messages(prompt, place)
         elif self.prompt_format == "token_ids":
@@ -81,9 +93,10 @@ class Form:
             question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
         answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
         if self.answer_format == "json" and isinstance(answer, list | dict):
-            return Row(question, json.dumps(answer, default=str), fields, prompt, where)
-        text = _text(answer, f"{where}: field {answer_field!r}", f"{self.key}.answer_field")
-        return Row(question, text, fields, prompt, where)
+            text = json.dumps(answer, default=str)
+        else:
+            text = _text(answer, _place(where, answer_field), f"{self.key}.answer_field")
+        return Row(question, text, fields, prompt, where, prompt_field, answer_field)
 
 
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:
@@ -131,6 +144,10 @@ def _existing(source: FilePromptsSection, key: str) -> Path:
     if not path.is_file():
         raise ValueError(f"{key}.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
     return path
+
+
+def _place(where: str, field: str) -> str:
+    return f"{where}: field {field!r}"
 
 
 def _value(fields: dict, where: str, field: str, key: str) -> Any:

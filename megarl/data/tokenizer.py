@@ -35,7 +35,7 @@ def render_questions(
     `prompt_template` puts the question in the place of `{question}` (other braces are left alone, LaTeX needs
     them). With `chat_template` the tokenizer's own template writes every special token; without it the text
     is tokenized as it is, a system prompt standing before it with an empty line between.
-    Raises ValueError naming `data.prompt_template` or `data.chat_template`.
+    Raises ValueError naming `data.prompt_template`, or `data.chat_template` and a system prompt that the template refuses.
     """
     if prompt_template is not None and "{question}" not in prompt_template:
         raise ValueError(
@@ -49,26 +49,30 @@ def render_questions(
         return tokenizer([prefix + question for question in questions])["input_ids"]
     check_template(tokenizer)
     conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
-    return _render(tokenizer, conversations)
+    with rendering_errors(system_prompt):
+        return _render(tokenizer, conversations)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
     """The same for a chat. Raises ValueError with what the model's template has against it."""
     check_template(tokenizer)
-    with rendering_errors():
+    with rendering_errors(system_prompt):
         (ids,) = _render(tokenizer, [_chat(messages, system_prompt)])
     return ids
 
 
 @contextmanager
-def rendering_errors() -> Iterator[None]:
-    """What a chat template has against messages becomes a ValueError."""
+def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
+    """What a chat template has against messages, the first of which may be a system prompt, becomes a ValueError."""
     import jinja2
 
     try:
         yield
     except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the model's chat template refuses these messages: {error}; see data.prompt_format") from error
+        way_out = "see data.prompt_format and data.chat_template"
+        if system_prompt is not None:
+            way_out += f", or leave data.system_prompt ({system_prompt[:40]!r}) out: its role is system"
+        raise ValueError(f"the model's chat template refuses these messages: {error}; {way_out}") from error
 
 
 def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
@@ -96,7 +100,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
 
     The engine runs without a tokenizer, so it must be told. Three sources, because checkpoints disagree: the
     generation config, the tokenizer's end token, and the special token that the chat template writes after an
-    assistant's turn. Raises ValueError where none of them names one.
+    assistant's turn. Raises ValueError where none of them names one, or the template refuses such a turn.
     """
     from transformers import GenerationConfig
 
@@ -121,7 +125,8 @@ def _chat_end(tokenizer: Any) -> list[int]:
         return []
     answer = "forty-two"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    with rendering_errors():
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
     _, found, tail = text.rpartition(answer)
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if found else []
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -1,4 +1,4 @@
-"""Rules of the parts of a reward: what a pattern, a schema and a time limit must be."""
+"""Rules of the parts of a reward: what a pattern, a schema, a name and a time limit must be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import re
 from collections.abc import Iterator
 
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.reward_sections import CodeRewardSection, PatternRewardSection, SchemaRewardSection
+from megarl.recipe.reward_sections import (
+    CodeRewardSection,
+    FunctionRewardSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+    part_names,
+)
 from megarl.recipe.violation import MISSING, Violation
 
+# What may stand behind `reward/` in a key of the metrics, and what does for figures of no part.
+NAME = re.compile(r"[a-z0-9]\w*", re.ASCII | re.IGNORECASE)
+OWN_FIGURES = frozenset(
+    ("busy_s", "deviation", "environment", "greedy_mean", "mean", "model_mean", "num_greedy_masked", "num_masked",
+     "num_timeouts", "num_workers", "overlong_masked", "overlong_penalty_mean", "sampled_mean")
+)  # fmt: skip
+COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_num_<reason>`
 SANDBOX_S = 1.0  # for a completion, with room: 0.15 s where nothing else runs
 Violations = Iterator[Violation]
 
@@ -40,6 +53,27 @@ def texts(recipe: Recipe) -> Violations:
                 yield Violation(
                     f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
                 )
+
+
+def functions_have_figures(recipe: Recipe) -> Violations:
+    """A function can be called anything, and its name is that of a figure, which must be one and nobody else's."""
+    judges = [(number, part) for number, part in enumerate(recipe.reward) if part.kind != "model"]
+    named = list(zip(judges, part_names([part for _, part in judges]), strict=True))
+    counting = [f"{name}_num_" for (_, part), name in named if part.kind in COUNTS]
+    for (number, part), name in named:
+        if not isinstance(part, FunctionRewardSection):
+            continue
+        figure, counts = f"reward/{name}", [one for one in counting if name.startswith(one)]
+        if not NAME.fullmatch(name):
+            rule = f"no figure can be called {figure}: letters are of ASCII, and the first is no underscore"
+        elif name in OWN_FIGURES:
+            rule = f"{figure} is a figure that a run has besides those of the reward's parts"
+        elif counts:
+            rule = f"reward/{counts[0]}... are counts of another part"
+        else:
+            continue
+        module, _, function = part.target.partition(":")
+        yield Violation(f"reward.{number}.target", part.target, rule, f"{module}:score, with score = {function} in {module}")
 
 
 def code_has_time(recipe: Recipe) -> Violations:

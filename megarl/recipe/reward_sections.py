@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,7 +21,8 @@ class FunctionRewardSection(Section):
     kind: Literal["function"]
     """A Python function of yours."""
     target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-    """The function as `module:function`; it gets the completion's text and its Prompt and returns a number."""
+    """The function as `module:function`; it gets the completion's text and its Prompt and returns a number. Its name is in
+    the metrics, as `reward/<function>`."""
     weight: float = 1.0
     """Factor of this part in the reward."""
 
@@ -80,8 +82,8 @@ class HttpRewardSection(Section):
     timeout_s: Seconds = 20.0
     """How long a request waits for the service to take it, or to go on answering; `phases.reward.timeout_s` ends all."""
     retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """How often a request is sent again, after longer and longer waits, where no connection was had, or the service said
-    429 or 5xx."""
+    """How often a request is sent again, after longer and longer waits, where no connection was had, it broke, `timeout_s`
+    passed, or the service said 429 or 5xx. A slow service is so given the same work more than once."""
     weight: float = 1.0
     """Factor of this part in the reward."""
 
@@ -102,3 +104,14 @@ JudgeSection = (
     | HttpRewardSection
 )
 RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]
+
+
+def part_names(parts: Sequence[JudgeSection]) -> list[str]:
+    """What each part of a reward is called in the metrics, as `reward/<name>`; a repeated name gets its position added."""
+    found: list[str] = []
+    for position, part in enumerate(parts):
+        name = part.target.rpartition(":")[2] if isinstance(part, FunctionRewardSection) else part.kind
+        while name in found:
+            name = f"{name}_{position}"
+        found.append(name)
+    return found

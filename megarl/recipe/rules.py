@@ -504,6 +504,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _modules,
     reward_rules.given,
     reward_rules.texts,
+    reward_rules.functions_have_figures,
     reward_rules.code_has_time,
     _ranks,
     _sequence_parallel,

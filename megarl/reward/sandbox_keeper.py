@@ -367,7 +367,7 @@ def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any])
     last = errors.decode(errors="replace").strip().rpartition("\n")[2]
     if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
         return "cpu_time"
-    if status == -signal.SIGXFSZ or "[Errno 27]" in last or "[Errno 28]" in last:
+    if status == -signal.SIGXFSZ or (status != 0 and ("[Errno 27]" in last or "[Errno 28]" in last)):
         return "files"
     if status != 0 and ("[Errno 11]" in last or "can't start new thread" in last):
         return "processes"

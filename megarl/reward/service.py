@@ -17,9 +17,8 @@ import httpx
 import tenacity
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection
+from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection, part_names
 from megarl.reward.process import Verdict
-from megarl.reward.verifiers import names
 
 # What became of a completion: judged at once or after another request; or masked, because the service gave no answer after
 # all retries, did not take the request, gave an answer that is no number, or was not done at the deadline.
@@ -159,7 +158,7 @@ class Answers:
 
 def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
     """The services among the parts of a reward. Raises ValueError where one cannot be asked."""
-    pairs = zip(names(specs), specs, strict=True)
+    pairs = zip(part_names(specs), specs, strict=True)
     return [Service(name, spec) for name, spec in pairs if isinstance(spec, HttpRewardSection)]
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from megarl.recipe.reward_sections import (
     JudgeSection,
     PatternRewardSection,
     SchemaRewardSection,
+    part_names,
 )
 from megarl.reward.code import Judged, code_verifier, programs_of
 
@@ -38,6 +39,8 @@ FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 # A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+EXACT = Context(prec=MAX_PREC)  # the usual one rounds to 28 digits
 
 
 def numbers(text: str) -> list[Decimal]:
@@ -153,7 +156,7 @@ def _whole(text: str) -> str | None:
 
 def _last_number(text: str) -> str | None:
     found = numbers(text)
-    return str(found[-1].normalize()) if found else None
+    return f"{found[-1].normalize(EXACT) or Decimal(0):f}" if found else None  # there is a -0, which equals 0
 
 
 def _expression(text: str) -> str | None:
@@ -200,17 +203,8 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
     """
     return [
         Term(name, spec.kind, spec.weight, _verifier(spec), _reader(spec))
-        for name, spec in zip(names(specs), specs, strict=True)
+        for name, spec in zip(part_names(specs), specs, strict=True)
     ]
-
-
-def names(specs: Sequence[JudgeSection]) -> list[str]:
-    """What each part of the reward is called in the metrics."""
-    found: list[str] = []
-    for position, spec in enumerate(specs):
-        name = spec.target.rpartition(":")[2] if isinstance(spec, FunctionRewardSection) else spec.kind
-        found.append(f"{name}_{position}" if name in found else name)
-    return found
 
 
 def _verifier(spec: JudgeSection) -> Verifier | None:

@@ -41,6 +41,9 @@ class RewardResult:
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
     `num_workers` workers scored, all of them together. `counts` says how often a term gave which reason, as
     `code_num_failed`; `answers` is what each text answers, where that was asked for and some term reads it.
+
+    Where these are some of the samples that were scored (megarl/rounds.py), counts and seconds are of all of them, and
+    `num_masked_beside` are the masked ones among the others.
     """
 
     rewards: np.ndarray
@@ -52,11 +55,12 @@ class RewardResult:
     busy_s: float = 0.0
     num_workers: int = 1
     counts: dict[str, int] = field(default_factory=dict)
+    num_masked_beside: int = 0
     answers: list[str | None] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Means over the valid samples (NaN if there are none) and counts of the masked ones."""
-        masked = int((~self.valid).sum())
+        """Means over the valid samples (NaN if there are none) and counts of the masked ones among all that were scored."""
+        masked = int((~self.valid).sum()) + self.num_masked_beside
         figures = {
             "reward/mean": _mean(self.rewards[self.valid]),
             "reward/deviation": _std(self.rewards[self.valid]),
