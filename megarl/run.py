@@ -249,7 +249,7 @@ def build_parts(
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
                                 section.bucket_bytes, section.timeout_s, section.mode,
                                 stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
-                                recipe.rollout.quantization)  # fmt: skip
+                                recipe.rollout.quantization, recipe.actor.lora is not None)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:
             logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
         weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
