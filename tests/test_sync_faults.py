@@ -328,13 +328,15 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
     finally:
         for process in ranks:
             process.kill()
-    for engine in (0, 1):
-        report = orphans._hear(engine)
+    reports = [orphans._hear(engine) for engine in (0, 1)]
+    # Rank 0 ends, too: a message of its own may be the first one that does not come.
+    missing = "trainer rank" if transport == "gloo" else "trainer rank 1"
+    for engine, report in enumerate(reports):
         assert report is not None and report.startswith("dirty")
         assert orphans.answer(engine) == report
         led = transport == "gloo" and engine == 1
-        who = "engine 0, which leads" if led else "trainer rank 1"
-        assert who in report or (layout is BESIDE and "given up" in report)
+        who = "engine 0, which leads" if led else missing
+        assert who in report or (layout is BESIDE and "given up" in report), report
 
 
 class LateGroup:
