@@ -113,11 +113,11 @@ def kill_in_the_middle(publisher: Publisher, victim: psutil.Process) -> None:
     assert middle > NUM_BUCKETS
     send = sender.send
 
-    def send_to_the_dead(worker: int, bucket: int) -> None:
+    def send_to_the_dead(stream: int, bucket: int) -> None:
         if bucket == middle:
             sender.send = send  # type: ignore[method-assign]
             victim.kill()
-        send(worker, bucket)
+        send(stream, bucket)
 
     sender.send = send_to_the_dead  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,8 @@ def save_model(directory: Path, seed: int) -> Path:
 def publish_blocks(models: list[str], transport: str, wire: str) -> list[dict[str, float]]:
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), ModelShape.from_directory(models[0])
-    form = {"transport": transport, "wire": wire, "quantization": "fp8"}
-    settings = SyncSettings(torch.bfloat16, ROLLOUT, 1, 1 << 16, 60.0, **form)
+    form = partial(SyncSettings, transport=transport, wire=wire, quantization="fp8")
+    settings = form(torch.bfloat16, ROLLOUT, 1, 1 << 16, 60.0)
     sync = WeightSync(shape, LAYOUT, settings, "fp8", rank, dist.group.WORLD)
     engines = ThreadEngines(shape, ROLLOUT) if rank == 0 else None
     figures = []

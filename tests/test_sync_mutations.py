@@ -48,9 +48,9 @@ class Case(NamedTuple):
         """Bring a model as the next version; `mutation` changes what worker 0 gets. Raises what the worker raised."""
         sync, pack = self.publisher.sync, type(self.publisher.sync)._pack
 
-        def pack_wrong(manifest: Any, worker: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
-            pack(sync, manifest, worker, part, matrices, bucket, memory)
-            if mutation is not None and worker == 0:
+        def pack_wrong(manifest: Any, stream: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
+            pack(sync, manifest, stream, part, matrices, bucket, memory)
+            if mutation is not None and stream == 0:
                 mutation(bucket, memory)
 
         sync._pack = pack_wrong  # type: ignore[method-assign]
