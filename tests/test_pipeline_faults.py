@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -126,7 +127,7 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
 def test_syncs_to_engines_that_were_started_again_are_added_up():
     found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/in_place": 1.0},
                   {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/in_place": 0.0}])  # fmt: skip
-    pipeline = SimpleNamespace(version=3, resyncs={}, _publish=lambda version, engines: next(found))
+    pipeline: Any = SimpleNamespace(version=3, resyncs={}, _publish=lambda version, engines: next(found))
     assert Pipeline.take_resyncs(pipeline) == {}
     for engine in (0, 1):
         Pipeline._bring_again(pipeline, [engine])
