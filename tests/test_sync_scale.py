@@ -194,7 +194,7 @@ def test_the_order_is_that_of_a_run(tmp_path: Path) -> None:
     settings = SyncSettings(torch.float32, rollout, engines, 1 << 13, timeout_s=60.0, transport="gloo")
     case, plan = Case("", Layout(), rollout, engines), engine_plan(shape, Layout(), rollout)
     with contextlib.closing(WeightSync(shape, Layout(), settings, "test", 0, None)) as sync:
-        manifest = sync._begin(1, 1, (0, 1, 2))
+        manifest = replace(sync._begin(1, 1, (0, 1, 2)), leaders=(0, 1, 2))  # each on a node of its own
         assert [engines_of(number, manifest) for number in range(6)] == [(0,), (0,), (1,), (1,), (2,), (2,)]
         for number, stream in enumerate(sync._streams):
             engine, worker = divmod(number, 2)
