@@ -95,6 +95,10 @@ class ProcessEngines:
             connection.send(("end",))
             worker.join(ANSWER_S)
 
+    def restart(self) -> None:
+        for engine in range(len(self._workers)):
+            self._start(engine)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()

@@ -79,8 +79,9 @@ def takes_whole_tensors(old: Path, new: Path, family: str) -> None:
         loaded = answers(other)
         assert answers(engine) != loaded
         publisher = Publisher(new, mode="checkpoint")
-        publisher.publish(1, new, Receiving(engine))
+        figures = publisher.publish(1, new, Receiving(engine))
         assert answers(engine) == loaded, "not the engine that loaded from disk"
+        assert figures["sync/received_bytes"] > 0 and "sync/bound_bytes" not in figures, "nobody knows the bound"
         publisher.close()
         close_engines()
 

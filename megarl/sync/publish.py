@@ -23,6 +23,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import chunk_prefix, parameter_sizes
 from megarl.reshard.order import copy_order
 from megarl.reshard.sides import shard_bytes
+from megarl.reshard.vllm import is_mapped
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
@@ -171,7 +172,9 @@ class WeightSync:
         turns = self._orders * workers
         self._streams = [sync_stream(shape, self._plan, turn % workers, (turn, turns), *form) for turn in range(turns)]
         quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
-        self._shard_bytes = shard_bytes(shape, settings.rollout, settings.dtype.itemsize, quantised)
+        # Of one engine; unknown where no table says what its workers hold.
+        element_bytes = settings.dtype.itemsize
+        self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if is_mapped(shape) else None
         # By stream: of each parameter that this rank sends from, the number of the last piece.
         self._last = [self._last_pieces(stream) for stream in self._streams]
         # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
@@ -233,8 +236,9 @@ class WeightSync:
             wanted, figures = self._from_first(partial(self._finish, manifest, parameters, done))
         if self._parts is not None:
             figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
+        if self._shard_bytes is not None:
+            figures["sync/bound_bytes"] = len(every) * self._shard_bytes
         return figures | {
-            "sync/bound_bytes": len(every) * self._shard_bytes,
             "sync/sent_bytes": sent_bytes,
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
