@@ -48,10 +48,15 @@ def start_share(reader: int, readers: int) -> Fraction:
     return Fraction(reader * step % readers, readers)
 
 
+def layer_of(parameter: str) -> str:
+    """What the names of a layer's parameters begin with; nothing for those of embedding, final norm and head."""
+    match = _LAYER.match(parameter)
+    return match.group() if match else ""
+
+
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
     """Where in `copies` each layer begins; embedding, and final norm with head, count as layers."""
     numbers: dict[str, int] = {}
-    found = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
-    layers = np.array([numbers.setdefault(match.group() if match else "", len(numbers)) for match in found])
+    layers = np.array([numbers.setdefault(layer_of(name), len(numbers)) for name in plan.destination_parameters])
     layer = layers[plan.destination_parameter[copies]]
     return np.concatenate([[0], np.flatnonzero(np.diff(layer)) + 1])
