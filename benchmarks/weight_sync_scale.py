@@ -175,7 +175,8 @@ CASES = (
 
 
 def plan_cost(case: Case) -> tuple[float, int]:
-    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers, in a process of their own."""
+    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers with their parts, which a trainer
+    rank keeps as long as it lives; in a process of their own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_plan_cost, (case,))
 
@@ -184,9 +185,12 @@ def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
     plan = engine_plan(case.shape, case.trainer, case.rollout)
     assert plan.hash
+    streams = []
     for engine in range(case.engines):
         for worker in range(case.rollout.workers):
-            Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
+            stream = Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
+            assert stream.parts, "worked out once, at the latest in the first sync, and kept by the stream"
+            streams.append(stream)
     # Not the peak of getrusage, which a new process has from the one that started it.
     (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return time.process_time() - began, int(peak) * 1024
