@@ -360,7 +360,7 @@ class Pipeline:
         if found.returns is not None:
             assert values is not None, "returns are what values are compared with"
             batch.fields["returns"] = found.returns
-            known = [value for sample, value in enumerate(values) if sample not in batch.masked]
+            known = [value for value, counts in zip(values, batch.valid, strict=True) if counts]
             self.figures["critic/value_mean"] = float(torch.cat(known).mean())
             self.figures["critic/explained_variance"] = explained_variance(values, found.returns, valid)
 
