@@ -36,7 +36,8 @@ predicts instead a sync between processes of this machine by the same model, and
 fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker, and, where messages
 travel, what one costs besides, as threads wake each other: what these two take longer than the model says, over their
 messages. The seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of what was
-measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured.
+measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured. Layouts are what a recipe may have, and
+what only the other of the two modes reads is refused.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,14 @@ sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
 from benchmarks.sync_model import Cluster, Machine, Rates, Reader, bucket_parts, sync_seconds  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
+from megarl.recipe import Recipe, layout_rules  # noqa: E402
+from megarl.recipe.layout_rules import spread_layers  # noqa: E402
 from megarl.reshard.boxes import Layout, RolloutLayout  # noqa: E402
 from megarl.reshard.engines import engine_plan  # noqa: E402
 from megarl.reshard.order import copy_order  # noqa: E402
 from megarl.reshard.plan import ReshardPlan  # noqa: E402
 from megarl.reshard.sides import vllm_boxes  # noqa: E402
+from megarl.reshard.vllm import check_layout  # noqa: E402
 from megarl.sync.stream import Stream  # noqa: E402
 
 BYTES = 2  # bf16
@@ -76,6 +81,12 @@ PIECE_BYTES = 2 << 20  # `megarl.sync.in_place.PIECE_BYTES`, which needs torch
 MOST_COPY_THREADS = 4  # `megarl.sync.copies.MOST_THREADS`, likewise
 AT_MOST = 1.3  # measured over predicted, on this machine
 MOST_PLAN_SECONDS, MOST_PLAN_BYTES = 10.0, 2e9
+# Options that one mode alone reads, with their defaults: one H100 in one direction with its network card of 400 Gb/s, and
+# this machine, where `hand_over` is half of `transport.LOOK_S`, on average.
+OF_CLUSTERS: dict[str, Any] = {"only": None, "nvlink": 450e9, "nic": 50e9, "copy": 1.5e12, "latency": 30e-6, "node_gpus": 8}
+OF_CLUSTERS |= {"data": None, "expert": None, "rollout_data": None}
+OF_MACHINE: dict[str, Any] = {"model": None, "transport": "shared_memory", "rates": None, "hand_over": 1e-4, "cores": 2}
+OF_MACHINE |= {"bucket_bytes": 4 << 20, "bytes_per_weight": 2}
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -97,6 +108,18 @@ MODELS = {
     "Kimi-K2-like": DEEPSEEK
     | {"num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "first_k_dense_replace": 1}
     | {"n_routed_experts": 384, "n_group": 1, "topk_group": 1},
+}
+
+# What rules on layouts do not read.
+ANY_ACTOR: dict[str, Any] = {"optimizer": {"lr": 1e-6}}
+ANY_RECIPE: dict[str, Any] = {
+    "run": {"name": "any", "steps": 1},
+    "model": {"path": "any"},
+    "data": {"prompts": {"kind": "reasoning_gym", "task": "any", "size": 1}, "max_prompt_tokens": 1},
+    "reward": [{"kind": "last_number"}],
+    "algorithm": {"advantage": "grpo", "group_size": 2},
+    "rollout": {"max_new_tokens": 1},
+    "phases": {"rollout": {"prompts": 1}, "actor_update": {"mini_batch": 1, "micro_batch": {"sequences": 1}}},
 }
 
 
@@ -129,25 +152,51 @@ class Case:
         return copy_order(plan, worker, engine * workers + worker, self.engines * workers)
 
     def cut(self, arguments: argparse.Namespace) -> Case:
-        """With the layouts that the command line gives in place of its own."""
+        """With the layouts that the command line gives in place of its own. Raises ValueError naming an option that does not
+        cut the model."""
         given = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "data", "expert")}
         given = {name: number for name, number in given.items() if number is not None}
         rollout = {"tensor": arguments.rollout_tensor, "data": arguments.rollout_data}
         rollout = {name: number for name, number in rollout.items() if number is not None}
         if not given and not rollout and arguments.engines is None:
             return self
-        trainer = replace(self.trainer, stages=() if "pipeline" in given else self.trainer.stages, **given)
-        if trainer.tensor * trainer.data % trainer.expert:
-            raise SystemExit(
-                f"--expert {trainer.expert} must divide the {trainer.tensor} x {trainer.data} ranks of a stage, "
-                "--tensor x --data"
-            )
-        return replace(
-            self,
-            trainer=trainer,
-            rollout=replace(self.rollout, **rollout),
-            engines=self.engines if arguments.engines is None else arguments.engines,
-        )
+        trainer = replace(self.trainer, **given)
+        if trainer.pipeline != self.trainer.pipeline:
+            trainer = replace(trainer, stages=stages_of(self.shape, trainer.pipeline))
+        engine = replace(self.rollout, **rollout)
+        check_cut(self.shape, trainer, engine)
+        engines = self.engines if arguments.engines is None else arguments.engines
+        return replace(self, trainer=trainer, rollout=engine, engines=engines)
+
+
+def stages_of(shape: ModelShape, pipeline: int) -> tuple[int, ...]:
+    """Layers of each stage where these are not even."""
+    uneven = shape.num_layers % pipeline and pipeline <= shape.num_layers
+    return tuple(spread_layers(shape.num_layers, pipeline)) if uneven else ()
+
+
+def check_cut(shape: ModelShape, trainer: Layout, rollout: RolloutLayout) -> None:
+    """The rules of a recipe on how a model is cut. Raises ValueError naming the option that breaks one."""
+    names = ("tensor", "pipeline", "expert", "expert_tensor", "stages")
+    layout = {name: getattr(trainer, name) for name in names} | {"sequence_parallel": trainer.tensor > 1}
+    recipe = Recipe.model_validate(
+        ANY_RECIPE | {"trainer": {"ranks": trainer.ranks, "precision": "bf16"}, "actor": ANY_ACTOR | {"layout": layout}}
+    )
+    broken = [
+        *layout_rules.expert_ranks(recipe),
+        *layout_rules.tensor_size("actor.layout.tensor", trainer.tensor, shape),
+        *layout_rules.pipeline(recipe, shape, "actor"),
+        *layout_rules.experts(recipe, shape, "actor"),
+    ]
+    # What may be written into a recipe in place of another number has no option here.
+    said = [str(replace(one, nearest=one.nearest.partition(", or ")[0])) for one in broken]
+    try:
+        check_layout(shape, rollout)
+    except ValueError as error:
+        said.append(str(error).partition("; ")[0] + "; 1 always does")
+    if said:
+        options = {"actor.layout.": "--", "rollout.tensor": "--rollout-tensor", "rollout.data": "--rollout-data"}
+        raise ValueError(reduce(lambda text, names: text.replace(*names), options.items(), "\n".join(said)))
 
 
 CASES = (
@@ -175,7 +224,8 @@ CASES = (
 
 
 def plan_cost(case: Case) -> tuple[float, int]:
-    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers, in a process of their own."""
+    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers with their parts, which a trainer
+    rank keeps as long as it lives; in a process of their own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_plan_cost, (case,))
 
@@ -184,9 +234,12 @@ def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
     plan = engine_plan(case.shape, case.trainer, case.rollout)
     assert plan.hash
+    streams = []
     for engine in range(case.engines):
         for worker in range(case.rollout.workers):
-            Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
+            stream = Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
+            assert stream.parts, "worked out once, at the latest in the first sync, and kept by the stream"
+            streams.append(stream)
     # Not the peak of getrusage, which a new process has from the one that started it.
     (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return time.process_time() - began, int(peak) * 1024
@@ -280,12 +333,24 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def machine_order(plan: ReshardPlan, worker: int, workers: int, engines: int, in_place: bool) -> np.ndarray:
+    """As `megarl.sync.publish` has it, which needs torch. Of engines on one node the first leads, in its own order where
+    engines have some; what is read in place has one for all of them."""
+    return copy_order(plan, worker, worker, workers if in_place else engines * workers)
+
+
 def machine_readers(
-    shape: ModelShape, trainer: Layout, rollout: RolloutLayout, engines: int, itemsize: int, bucket_bytes: int
+    shape: ModelShape,
+    trainer: Layout,
+    rollout: RolloutLayout,
+    engines: int,
+    itemsize: int,
+    bucket_bytes: int,
+    in_place: bool,
 ) -> list[Reader]:
-    """A sync's workers, all on node 0."""
-    plan = engine_plan(shape, trainer, rollout)
-    orders = [copy_order(plan, worker, worker, engines * rollout.workers) for worker in range(rollout.workers)]
+    """A sync's workers, all on node 0; read in place, what stands for buckets are pieces."""
+    plan, workers = engine_plan(shape, trainer, rollout), rollout.workers
+    orders = [machine_order(plan, worker, workers, engines, in_place) for worker in range(workers)]
     return [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
 
 
@@ -348,16 +413,17 @@ def save(path: Path, config: dict[str, Any], content: dict[str, Any]) -> None:
     path.write_text(json.dumps({"commit": commit, "device": device, "config": config, **content}, indent=1) + "\n")
 
 
-def run_machine(arguments: argparse.Namespace) -> int:
+def run_machine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     shape = ModelShape.from_directory(arguments.model)
-    tensor, pipeline = arguments.tensor or 1, arguments.pipeline or 2
-    trainer, rollout, engines = (
-        Layout(tensor, pipeline),
-        RolloutLayout(arguments.rollout_tensor or 1),
-        arguments.engines or 1,
-    )
+    pipeline, engines = arguments.pipeline or 2, arguments.engines or 1
+    trainer = Layout(arguments.tensor or 1, pipeline, stages=stages_of(shape, pipeline))
+    rollout = RolloutLayout(arguments.rollout_tensor or 1)
+    try:
+        check_cut(shape, trainer, rollout)
+    except ValueError as error:
+        parser.error(str(error))
     in_place = arguments.transport == "shared_memory"
-    sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes
+    sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes, in_place
     # As `megarl.sync.copies.num_copy_threads` says, which needs torch.
     copy_threads = max(1, min(MOST_COPY_THREADS, arguments.cores // rollout.workers)) if in_place else 0
     timed, message_s = None, 0.0
@@ -391,31 +457,59 @@ def run_machine(arguments: argparse.Namespace) -> int:
     return 1 if arguments.check and not 1.0 <= found.get("ratio", 1.0) <= AT_MOST else 0
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Give defaults to what this mode reads and the command line leaves out; end the program for what nothing would read."""
+    own, others, how = (OF_MACHINE, OF_CLUSTERS, "with") if arguments.machine else (OF_CLUSTERS, OF_MACHINE, "without")
+    unread = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) is not None]
+    if unread:
+        parser.error(f"{how} --machine nothing reads {', '.join(unread)}; leave it out")
+    for name, default in own.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if arguments.machine and arguments.model is None:
+        parser.error("--machine needs --model, a directory with a config.json")
+    if arguments.rates is not None and arguments.check:
+        parser.error("--check compares a prediction with what was measured, and with --rates nothing is; leave one out")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(MODELS), help="one model")
-    # One H100 in one direction, and its network card of 400 Gb/s.
-    for name, default in (("nvlink", 450e9), ("nic", 50e9), ("copy", 1.5e12), ("latency", 30e-6)):
-        parser.add_argument(f"--{name}", type=float, default=default)
+    for name in ("nvlink", "nic", "copy", "latency", "hand-over"):
+        parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--machine", action="store_true")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--transport", choices=("shared_memory", "gloo"), default="shared_memory")
+    parser.add_argument("--transport", choices=("shared_memory", "gloo"))
     parser.add_argument("--rates", type=float, nargs=4, metavar=("WRITE", "SEND", "RECEIVE", "PLACE"))
-    parser.add_argument("--hand-over", type=float, default=1e-4)  # half of `transport.LOOK_S`, on average
     for name in ("tensor", "pipeline", "data", "expert", "rollout-tensor", "rollout-data", "engines"):
-        parser.add_argument(f"--{name}", type=int)
-    for name, number in {"node-gpus": 8, "cores": 2, "bucket-bytes": 4194304, "bytes-per-weight": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
+        parser.add_argument(f"--{name}", type=positive)
+    for name in ("node-gpus", "cores", "bucket-bytes", "bytes-per-weight"):
+        parser.add_argument(f"--{name}", type=positive)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
+    settle(parser, arguments)
     if arguments.machine:
-        return run_machine(arguments)
-    if arguments.only is None and any(case.cut(arguments) != case for case in CASES):
+        return run_machine(parser, arguments)
+    layouts = [arguments.tensor, arguments.pipeline, arguments.data, arguments.expert]
+    layouts += [arguments.rollout_tensor, arguments.rollout_data, arguments.engines]
+    if arguments.only is None and any(number is not None for number in layouts):
         parser.error("another layout is of one model: name it by --only")
+    try:
+        cases = [case.cut(arguments) for case in CASES if arguments.only in (None, case.model)]
+    except ValueError as error:
+        parser.error(str(error))
     rates = arguments.nvlink, arguments.nic, arguments.copy, arguments.copy, arguments.latency
     cluster = Cluster(arguments.node_gpus, *rates)
-    rows = [rate_case(case.cut(arguments), cluster) for case in CASES if arguments.only in (None, case.model)]
+    rows = [rate_case(case, cluster) for case in cases]
     print_table(rows)
     misses = [(name, row["model"]) for row in rows for name in missed(row)]
     for name, model in misses:

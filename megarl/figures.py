@@ -87,7 +87,8 @@ def schedule_figures(
 
 def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
     """Losses and norms of a phase's updates: losses and norms as their mean over the updates, the rest per token. Updates
-    that were refused count for none of them: they have no losses."""
+    that were refused count for none of them: they have no losses. Where all tokens of the others are masked nothing was
+    measured but the norms: no figure says 0, and a KL of 0 would steer `algorithm.kl.adaptive`."""
     counts: dict[str, float] = {
         f"{role}/skipped_updates": sum(update.skipped for update in updates),
         f"{role}/learning_rate": updates[-1].learning_rate,
@@ -101,13 +102,12 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     per_update = [reduce_scalars({k: v for k, v in u.sums.items() if not k.endswith("_max")}, place, "sum") for u in updates]
     largest = [reduce_scalars({k: v for k, v in u.sums.items() if k.endswith("_max")}, place, "max") for u in updates]
     total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
-    counted = total.pop("tokens")  # none where all samples are masked
-    tokens = max(counted, 1.0)
+    tokens = total.pop("tokens")
     taken = [update for update in updates if not update.skipped]
-    figures = counts | {
-        f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1),
-        f"{role}/clip_fraction": total.pop("clipped_sum") / tokens,
-    }
+    figures = counts | {f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1)}
+    if not tokens:
+        return figures
+    figures[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
     if plan.phase == "actor_update":
         # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
         figures["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
@@ -118,11 +118,9 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
             figures["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
         total.pop("ratio_drift_sum")
         # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
-        if first_counts:
+        if first_counts and per_update[0]["tokens"]:
             figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
-            figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / max(per_update[0]["tokens"], 1.0)
-    if not counted:
-        total.pop("kl_sum", None)  # nothing was measured, and 0 would steer `algorithm.kl.adaptive`
+            figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
     for key, value in total.items():
         name = key.removesuffix("_sum")
         figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))

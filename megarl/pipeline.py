@@ -360,20 +360,30 @@ class Pipeline:
         if found.returns is not None:
             assert values is not None, "returns are what values are compared with"
             batch.fields["returns"] = found.returns
-            known = [value for sample, value in enumerate(values) if sample not in batch.masked]
+            known = [value for value, counts in zip(values, batch.valid, strict=True) if counts]
             self.figures["critic/value_mean"] = float(torch.cat(known).mean())
             self.figures["critic/explained_variance"] = explained_variance(values, found.returns, valid)
 
     def _overlong(self, section: OverlongSection, batch: Batch) -> torch.Tensor:
         """What is added to the rewards of completions near the limit; those that reached it are masked where the recipe asks
-        for it."""
+        for it. Raises ValueError where none is left: an update of nothing would still move weights, by its momentum."""
         lengths, longest = torch.from_numpy(batch.own_lengths), self.recipe.max_own_tokens
         penalties = overlong_penalties(lengths, longest, section.buffer, section.penalty).float()
         self.figures["reward/overlong_penalty_mean"] = float(penalties.mean())
         if section.mask:
             assert batch.truncated is not None
-            self.figures["reward/overlong_masked"] = int((batch.truncated & batch.valid).sum())
+            masked = int((batch.truncated & batch.valid).sum())
+            self.figures["reward/overlong_masked"] = masked
             batch.valid = batch.valid & ~batch.truncated
+            if not batch.valid.any():
+                limit, turns = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}", self.recipe.environment
+                if turns is not None:
+                    limit = f"environment.max_turns = {turns.max_turns}, or {limit}"
+                raise ValueError(
+                    f"no completion is left to train on: the {masked} that still counted reached {limit}, and "
+                    "algorithm.overlong.mask = true leaves these out; raise that limit, or take algorithm.overlong.buffer "
+                    "in the place of the mask"
+                )
             self.sizes = replace(self.sizes, valid=batch.valid.tolist())
         return penalties
 
@@ -445,7 +455,7 @@ class Pipeline:
 
     def _check_drift(self) -> None:
         """Before the first update the policy has not moved, so a ratio other than 1 comes from unlike micro-batches."""
-        if "actor/ratio_drift_max" not in self.figures:  # the first update was refused
+        if "actor/ratio_drift_max" not in self.figures:  # the first update was refused, or all of it masked
             return
         drift, bound = self.figures["actor/ratio_drift_max"], self.recipe.algorithm.max_ratio_drift
         self.figures["actor/ratio_drift_exceeded"] = int(drift > bound)
@@ -462,7 +472,7 @@ class Pipeline:
     def _adapt(self) -> None:
         """The KL coefficient of the next step, where it is steered."""
         section = self.algorithm.kl
-        if section is None or section.adaptive is None or "actor/kl" not in self.figures:  # all updates were refused
+        if section is None or section.adaptive is None or "actor/kl" not in self.figures:  # all were refused, or masked
             return
         self.figures["actor/kl_coefficient"] = section.coefficient
         steering = section.adaptive

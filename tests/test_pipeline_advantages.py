@@ -68,6 +68,23 @@ def test_long_completions_lose_reward_and_those_at_the_limit_are_masked(folder: 
     assert made.figures["reward/overlong_penalty_mean"] == pytest.approx(-(0.25 + 0.5 + 0.125) / 6)
 
 
+@pytest.mark.parametrize("scored", [[True] * 4, [True, False, False, False]])
+def test_a_step_of_which_the_mask_leaves_nothing_ends_the_run(folder: Path, scored: list[bool]) -> None:
+    """All that could be scored were cut off, one of the others was not."""
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": True})
+    of = batch([1.0, 1.0, 0.0, 0.0], [12] * 4, [True] * 4 if all(scored) else [True, True, True, False])
+    of.valid = np.array(scored)
+    said = (
+        rf"no completion is left to train on: the {sum(scored)} that still counted reached rollout.max_new_tokens = 12, and "
+        r"algorithm.overlong.mask = true leaves these out; raise that limit, or take algorithm.overlong.buffer"
+    )
+    with pytest.raises(ValueError, match=said):
+        made._advantages(of)
+    of.truncated, of.valid = np.array([True, True, False, True]), np.ones(4, bool)
+    made._advantages(of)
+    assert of.valid.tolist() == [False, False, True, False]
+
+
 def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
     made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": False, "buffer": 4, "penalty": 0.5})
     of = batch([1.0, 1.0, 0.0, 0.0], [8, 12, 1, 1], [False, True, False, False])
@@ -106,13 +123,14 @@ def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> 
     returns = torch.tensor([first + 0.2, last + 0.4, 0.0], dtype=torch.float64)
     assert torch.cat(of.fields["returns"]).tolist() == pytest.approx(returns.tolist(), abs=1e-6)
     assert made.figures["critic/value_mean"] == pytest.approx(0.7 / 3)
-    of.masked.add(1)
-    advantages(made, of)
-    assert made.figures["critic/value_mean"] == pytest.approx(0.6 / 2)
-    of.masked.clear()
-    advantages(made, of)
     missed = returns - torch.tensor([0.2, 0.4, 0.1], dtype=torch.float64)
     explained = 1 - missed.var(correction=0) / returns.var(correction=0)
+    assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    # Without a reward the second counts for neither figure, whatever its values are.
+    of.valid[1] = False
+    advantages(made, of)
+    assert made.figures["critic/value_mean"] == pytest.approx(0.6 / 2)
+    explained = 1 - missed[:2].var(correction=0) / returns[:2].var(correction=0)
     assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
 
 

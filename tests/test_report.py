@@ -21,7 +21,7 @@ from megarl.report.page import coded, page
 from megarl.report.reading import Run, read_run
 from megarl.report.terminal import show_curve
 from megarl.report.timeline import MOST_SLICES, timeline
-from megarl.report.two_runs import better, differences, differs, faster
+from megarl.report.two_runs import better, differences, differs, faster, reward_curve
 from megarl.telemetry.progress import ProgressLine, step_line
 from tests.report_cases import RECIPE, figures, make_run
 
@@ -195,6 +195,28 @@ def test_two_runs_are_compared_after_equal_steps_samples_and_time():
     quick = faster(a, b, ("made", "half"))
     assert quick.verdict == "half, 2.00 ×" and "actor_update: 6.0 s against 1.0 s" in quick.says[1]
     assert faster(a, a, ("a", "b")).verdict == "Both alike"
+
+
+def test_samples_of_two_runs_are_all_that_were_sampled():
+    """One needs a second round in every other step: by the same reward it has sampled half as much again. Steps of the
+    recipe have 8 prompts with 8 completions each."""
+    once = run_of([{"reward/mean": step / 8} for step in range(1, 9)])
+    lines: list[dict] = [{"reward/sampled_mean": step / 8, "rollout/extra_prompts": 8 * (step % 2)} for step in range(1, 9)]
+    twice = run_of(lines, "twice")
+
+    def over(run: Run, unit: str) -> list[float]:
+        curve = reward_curve(run, unit)
+        assert curve is not None
+        return curve.over
+
+    assert over(once, "samples") == [64.0 * step for step in range(1, 9)]
+    assert over(twice, "samples") == [128, 192, 320, 384, 512, 576, 704, 768]
+    assert over(twice, "steps") == [float(step) for step in range(1, 9)]
+    # After 512 samples one is at its end, and the other at 5 of 8.
+    assert "After 512 samples: 1.000 against 0.625." in better(once, twice, ("once", "twice")).says
+    lines[2]["rollout/extra_prompts"] = None  # no number: as if there were none
+    assert over(run_of(lines), "samples")[1:4] == [192, 256, 320]
+    assert reward_curve(Run(Path("made"), "made", once.steps), "samples") is None
 
 
 def test_recipes_differ_by_dotted_key():

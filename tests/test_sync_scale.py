@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -20,6 +21,8 @@ from benchmarks.sync_rates import Sync, measured_in_turns
 from benchmarks.weight_sync_scale import (
     CASES,
     Case,
+    check_cut,
+    machine_order,
     machine_readers,
     main,
     missed,
@@ -33,6 +36,7 @@ from megarl.reshard.engines import engine_plan
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.order import copy_order, start_share
 from megarl.sync import copies, in_place, transport
+from megarl.sync.in_place import Pieces
 from megarl.sync.publish import SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
 from megarl.sync.transport import engines_of
@@ -204,9 +208,30 @@ def test_the_order_is_that_of_a_run(tmp_path: Path) -> None:
             assert list(dict.fromkeys(stream.copy.tolist())) == case.order(plan, engine, worker).tolist()
 
 
-def test_another_layout_of_a_model_is_given_by_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("transport_name", ["shared_memory", "gloo"])
+def test_the_order_on_one_machine_is_that_of_a_run(transport_name: str) -> None:
+    """Both by buckets and in place, at both ends; of the engine that leads where engines have orders of their own."""
+    shape, rollout, engines, is_in_place = shape_of("qwen3"), RolloutLayout(2), 3, transport_name == "shared_memory"
+    settings = SyncSettings(torch.float32, rollout, engines, 1 << 13, timeout_s=60.0, transport=transport_name)
+    plan = engine_plan(shape, Layout(), rollout)
+    with contextlib.closing(WeightSync(shape, Layout(), settings, "test", 0, None)) as sync:
+        manifest = replace(sync._begin(1, 1, (0, 1, 2)), leaders=(0, 0, 0))
+        for worker in range(2):
+            order = machine_order(plan, worker, 2, engines, is_in_place)
+            assert list(dict.fromkeys(sync._streams[worker].copy.tolist())) == order.tolist()
+            pieces = Pieces.of(plan, order, 4)
+            if is_in_place:
+                assert np.array_equal(sync._in_place[worker].copy, pieces.copy)
+            for engine in range(engines):
+                reader = StreamReader(shape, worker)
+                reader._prepare(manifest, engine)
+                assert np.array_equal(reader._stream.copy, sync._streams[worker].copy)
+                assert not is_in_place or np.array_equal(reader._pieces.copy, pieces.copy)
+            readers = machine_readers(shape, Layout(), rollout, engines, 4, 1 << 13, is_in_place)
+            assert readers[worker].buckets == bucket_parts(plan, order, 4, 1 << 13)
+
+
+def test_another_layout_of_a_model_is_given_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--only Qwen3-30B-A3B --tensor 1 --pipeline 4 --expert 4 --engines 2 --rollout-tensor 2 --json"
     monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", *options.split(), str(tmp_path / "found.json")])
     assert main() == 0
@@ -214,13 +239,58 @@ def test_another_layout_of_a_model_is_given_by_the_command_line(
     assert (row["trainer"]["tensor"], row["trainer"]["pipeline"], row["trainer"]["data"]) == (1, 4, 4)
     assert (row["engines"], row["rollout"]["tensor"]) == (2, 2)
     assert row["link_bytes"]["into_worker"] == row["worker_bytes"] > 0
-    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", "--pipeline", "4"])
-    with pytest.raises(SystemExit):
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--pipeline 4", ["name it by --only"]),
+        ("--only Qwen3-30B-A3B --tensor 0", ["--tensor: 0 must be at least 1"]),
+        (
+            "--only Qwen3-30B-A3B --tensor 3 --expert 12",
+            [
+                "--tensor = 3: must divide the model's 32 heads",
+                "--expert = 12: must divide the model's 128 experts; nearest: 4",
+            ],
+        ),
+        ("--only Qwen3-30B-A3B --expert 16", ["--expert = 16: ", "must divide the 8 ranks of a stage", "nearest: 8"]),
+        ("--only Qwen3-30B-A3B --pipeline 99", ["--pipeline = 99: must divide the model's 48 layers; nearest: 48"]),
+        ("--only Qwen3-30B-A3B --rollout-tensor 3", ["--rollout-tensor = 3 must divide the 32 attention heads"]),
+        ("--only Qwen3-30B-A3B --rollout-data 5", ["--rollout-tensor x --rollout-data = 4 x 5 must divide the 768"]),
+        ("--cores 4", ["without --machine nothing reads --cores"]),
+        ("--machine --model {llama} --data 2 --expert 2", ["with --machine nothing reads --data, --expert;"]),
+        ("--machine --model {llama} --rollout-data 2 --nic 1e9", ["nothing reads --nic, --rollout-data"]),
+        ("--machine --model {llama} --tensor 3", ["--tensor = 3: must divide the model's"]),
+        ("--machine --model {llama} --rollout-tensor 3", ["--rollout-tensor = 3 must divide"]),
+        ("--machine", ["--machine needs --model"]),
+        ("--machine --model {llama} --rates 1 1 1 1 --check", ["--check compares", "with --rates"]),
+    ],
+)
+def test_options_that_cut_no_model_or_that_nothing_reads_are_named(
+    options: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
+    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", *options.format(llama=tmp_path).split()])
+    with pytest.raises(SystemExit) as ended:
         main()
-    assert "--only" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", "--only", "Qwen3-30B-A3B", "--expert", "3"])
-    with pytest.raises(SystemExit, match="--expert 3 must divide the 2 x 4 ranks"):
-        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert all(text in error for text in said), error
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_a_recipe_may_have_the_layouts_of_the_benchmark(case: Case) -> None:
+    check_cut(case.shape, case.trainer, case.rollout)
+
+
+def test_stages_are_uneven_where_they_do_not_divide_the_layers() -> None:
+    """As the layers of DeepSeek-V3, whose number is a prime."""
+    arguments = argparse.Namespace(tensor=None, pipeline=4, data=None, expert=None, rollout_tensor=None, rollout_data=None)
+    arguments.engines = None
+    assert CASES[2].cut(arguments).trainer.stages == (15, 16, 15, 15)
+    assert CASES[0].cut(arguments).trainer.stages == ()
+    arguments.pipeline = 8
+    assert CASES[2].cut(arguments) == CASES[2]
 
 
 def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
@@ -237,7 +307,7 @@ def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
 
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_a_machine_with_few_cores_is_bound_by_their_work(is_in_place: bool) -> None:
-    readers = machine_readers(shape_of("llama"), Layout(pipeline=2), RolloutLayout(2), 3, 4, 1 << 12)
+    readers = machine_readers(shape_of("llama"), Layout(pipeline=2), RolloutLayout(2), 3, 4, 1 << 12, is_in_place)
     network = (math.inf, math.inf) if is_in_place else (2e4, 4e4)
     machine = Machine(1, Rates(1e4, *network, 5e4), 0.0, copy_threads=2 if is_in_place else 0)
     found = {cores: predict_machine(readers, replace(machine, num_cores=cores), 0.0) for cores in (1, 2, 64)}

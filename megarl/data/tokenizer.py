@@ -49,21 +49,20 @@ def render_questions(
         return tokenizer([prefix + question for question in questions])["input_ids"]
     check_template(tokenizer)
     conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
-    with rendering_errors(system_prompt):
-        return _render(tokenizer, conversations)
+    return _render(tokenizer, conversations, system_prompt)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
     """The same for a chat. Raises ValueError with what the model's template has against it."""
     check_template(tokenizer)
-    with rendering_errors(system_prompt):
-        (ids,) = _render(tokenizer, [_chat(messages, system_prompt)])
+    (ids,) = _render(tokenizer, [_chat(messages, system_prompt)], system_prompt)
     return ids
 
 
 @contextmanager
 def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
-    """What a chat template has against messages, the first of which may be a system prompt, becomes a ValueError."""
+    """What a chat template has against messages, the first of which may be a system prompt, becomes a ValueError. Around the
+    template alone: a TypeError or KeyError of anything else is a fault of its own."""
     import jinja2
 
     try:
@@ -89,8 +88,9 @@ def check_template(tokenizer: Any) -> None:
         )
 
 
-def _render(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
-    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
+def _render(tokenizer: Any, conversations: list[list[dict[str, str]]], system_prompt: str | None) -> list[list[int]]:
+    with rendering_errors(system_prompt):
+        texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
     # The template has written the special tokens; adding them again would double the first one.
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 

@@ -97,24 +97,24 @@ def pipeline(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
     if section.stages:
         if len(section.stages) == stages * chunks and sum(section.stages) != layers:
             rule = f"sum to {sum(section.stages)}, and the model has {layers} layers"
-            yield Violation(f"{key}.stages", list(section.stages), rule, _spread(layers, stages * chunks))
+            yield Violation(f"{key}.stages", list(section.stages), rule, str(spread_layers(layers, stages * chunks)))
     elif layers % stages:
         nearest = closest_number(stages, lambda size: layers % size == 0, layers)
-        uneven = f", or {key}.stages: {_spread(layers, stages * chunks)}" if stages * chunks <= layers else ""
+        uneven = f", or {key}.stages: {spread_layers(layers, stages * chunks)}" if stages * chunks <= layers else ""
         yield Violation(f"{key}.pipeline", stages, f"must divide the model's {layers} layers", nearest + uneven)
     elif layers % (stages * chunks):
         rule = f"pipeline {stages} x virtual_pipeline {chunks} = {stages * chunks} must divide the model's {layers} layers"
         nearest = closest_number(chunks, lambda count: layers % (stages * count) == 0, layers // stages)
-        uneven = f", or {key}.stages: {_spread(layers, stages * chunks)}" if stages * chunks <= layers else ""
+        uneven = f", or {key}.stages: {spread_layers(layers, stages * chunks)}" if stages * chunks <= layers else ""
         yield Violation(f"{key}.virtual_pipeline", chunks, rule, nearest + uneven)
 
 
-def _spread(layers: int, chunks: int) -> str:
+def spread_layers(layers: int, chunks: int) -> list[int]:
     """Layers over chunks as evenly as they go, the fuller ones in the middle: the first has the embedding and the last the
     head."""
     each, more = divmod(layers, chunks)
     start = (chunks - more) // 2
-    return str([each + (start <= number < start + more) for number in range(chunks)])
+    return [each + (start <= number < start + more) for number in range(chunks)]
 
 
 def experts(recipe: Recipe, shape: ModelShape, role: str) -> Violations:

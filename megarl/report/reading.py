@@ -50,9 +50,22 @@ class Run:
 
     @property
     def sequences(self) -> int | None:
-        """Completions of a step; None where no recipe says it."""
+        """Completions of a step's batch; None where no recipe says it."""
         prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
         return None if prompts is None or size is None else int(prompts) * int(size)
+
+    def sampled(self) -> dict[int, int] | None:
+        """Completions that were sampled by the end of each step, by its number: those of its batch, and under
+        `algorithm.dynamic_sampling` those of the rounds behind the first. None where no recipe says how many."""
+        sequences, size = self.sequences, self.at("algorithm.group_size")
+        if sequences is None or size is None:
+            return None
+        extra, sampled = 0, {}
+        for line in self.steps:
+            if _is_number(line.get("rollout/extra_prompts")):
+                extra += int(line["rollout/extra_prompts"]) * int(size)
+            sampled[line["step"]] = line["step"] * sequences + extra
+        return sampled
 
     def at(self, key: str) -> Any:
         """A value of the resolved recipe by its dotted key; None where it has none."""

@@ -23,7 +23,8 @@ EXTENTS = {"steps": "steps", "samples": "samples", "seconds": "seconds"}
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean reward over steps, samples or seconds of training, which are ascending."""
+    """The mean reward over steps, samples or seconds of training, which are ascending. Samples are all that were sampled, as
+    the rewards are of all of them."""
 
     over: list[float]
     rewards: list[float]
@@ -64,7 +65,8 @@ def reward_curve(run: Run, over: str) -> Curve | None:
     if over == "steps":
         return Curve([float(step) for step in steps], rewards)
     if over == "samples":
-        return None if run.sequences is None else Curve([float(step * run.sequences) for step in steps], rewards)
+        sampled = run.sampled()
+        return None if sampled is None else Curve([float(sampled[step]) for step in steps], rewards)
     if not all(isinstance(line.get("time/step"), int | float) for line in run.steps):
         return None
     ends = dict(zip((line["step"] for line in run.steps), accumulate(line["time/step"] for line in run.steps), strict=True))
