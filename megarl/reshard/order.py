@@ -2,6 +2,9 @@
 
 If all began with the first layer, every reader would ask the ranks of the trainer's first pipeline stage at the same time
 and the other stages would have nothing to send. Readers that begin at even distances ask all stages all the time.
+
+Where adapters are merged into weights as these are sent, all begin with the first layer nevertheless: else a rank would be
+in the middle of as many layers as there are readers, with merged weights of each, and would merge each once a reader.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 
 from megarl.reshard.plan import ReshardPlan
 
-_LAYER = re.compile(r"^model\.layers\.\d+\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def copy_order(plan: ReshardPlan, worker: int, reader: int = 0, readers: int = 1) -> np.ndarray:
@@ -46,6 +49,14 @@ def start_share(reader: int, readers: int) -> Fraction:
     golden = (5**0.5 - 1) / 2
     step = min((step for step in range(1, readers + 1) if gcd(step, readers) == 1), key=lambda s: abs(s - golden * readers))
     return Fraction(reader * step % readers, readers)
+
+
+def layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
+    """By position in `copies`, which stand in the order of the forward pass, the number of the layer, int64 [copies]; what
+    stands before all layers has -1, and what stands behind them the number of the last one."""
+    found = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
+    numbers = np.array([int(match.group(1)) if match else -1 for match in found], dtype=np.int64)
+    return np.maximum.accumulate(numbers[plan.destination_parameter[copies]])
 
 
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:

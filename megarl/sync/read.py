@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from megarl.family import ModelShape
-from megarl.reshard.order import copy_order
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
 from megarl.sync.copies import RELEASE_PIECES, Copies, PieceCopy, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
+from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
@@ -247,7 +246,7 @@ class StreamReader:
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
         workers = manifest.rollout.workers
         order = manifest.leaders[engine] if manifest.orders > 1 else 0  # who leads receives in its own
-        turn = order * workers + self._worker, manifest.orders * workers
+        turn = None if manifest.by_layer else (order * workers + self._worker, manifest.orders * workers)
         key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization, turn)
         if self._key == key:
             return
@@ -258,7 +257,7 @@ class StreamReader:
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
         self._plan = plan
-        copies = copy_order(plan, self._worker, *turn)
+        copies = turn_order(plan, self._worker, turn)
         form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
         self._stream = sync_stream(self._shape, plan, self._worker, turn, *form)
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
