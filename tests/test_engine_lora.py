@@ -135,4 +135,5 @@ def test_a_weight_is_merged_in_parts_as_in_one(dtype, monkeypatch):
     whole = adapter.merged_into(weight)
     torch.testing.assert_close(whole, expected)
     monkeypatch.setattr("megarl.engine.lora.MERGED_BYTES", 100 * 4 * 192)  # ten parts and a rest
-    assert torch.equal(adapter.merged_into(weight), whole)
+    # Not equal: a BLAS may add in another order where there are other numbers of rows.
+    torch.testing.assert_close(adapter.merged_into(weight), whole)

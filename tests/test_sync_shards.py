@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def publish_and_read(
     nodes: list[str],
     precision: str,
     transport: str = "shared_memory",
+    merges: bool = False,
 ) -> list[dict[str, float]]:
     """Publish two versions; rank 0 has the engines."""
     dist.init_process_group("gloo")
@@ -54,7 +56,9 @@ def publish_and_read(
     shape = ModelShape.from_directory(first)
     engines = len(nodes)
     verify = "sampled" if transport == "nccl" else "all"
-    settings = SyncSettings(dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0, transport=transport, verify=verify)
+    settings = SyncSettings(
+        dtype, rollout, engines, BUCKET_BYTES, timeout_s=60.0, transport=transport, verify=verify, merges=merges
+    )
     run_id = Path(first).parent.name
     sync = WeightSync(shape, layout, settings, run_id, rank, dist.group.WORLD)
     readers = ThreadEngines(shape, rollout, engines) if rank == 0 else None
@@ -62,7 +66,9 @@ def publish_and_read(
         readers.nodes = nodes
     figures = []
     for version, model in enumerate((first, second), start=1):
-        figures.append(sync.publish(version, megatron_shards(Path(model), layout)[rank], readers))
+        shards = megatron_shards(Path(model), layout)[rank]
+        # Merged weights are in a mapping of another kind: they cannot be read in place.
+        figures.append(sync.publish(version, MappingProxyType(shards) if merges else shards, readers))
         if readers is not None:
             assert readers.versions == [version] * engines
             for engine, worker in readers.places:
@@ -137,6 +143,24 @@ def test_messages_bring_one_copy_to_each_node(tmp_path: Path, nodes: list[str], 
         one_copy = figures["sync/bound_bytes"] / len(nodes)
         assert copies * one_copy <= figures["sync/sent_bytes"] < 1.1 * copies * one_copy
     assert not [name for name in os.listdir(segment.ROOT) if name.startswith(f"megarl-{tmp_path.name}")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rollout", "nodes", "transport"),
+    [
+        (Layout(1, 2), RolloutLayout(2), ["here"], "shared_memory"),
+        (Layout(2), RolloutLayout(1, 2), ["here", "there", "there"], "gloo"),
+        (Layout(1, 2), RolloutLayout(2), ["here", "there"], "nccl"),
+    ],
+)
+def test_shards_arrive_by_layer_where_adapters_are_merged(
+    tmp_path: Path, layout: Layout, rollout: RolloutLayout, nodes: list[str], transport: str
+) -> None:
+    first, second = (str(save_tiny_model(tmp_path / str(seed), "qwen3", True, seed)) for seed in (1, 2))
+    answers = run_ranks(publish_and_read, layout.ranks, first, second, layout, rollout, nodes, "bf16", transport, True)
+    for figures in answers[0]:
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        assert figures["sync/attempts"] == 1 and not figures["sync/in_place"]
 
 
 def publish_with_a_missing_parameter(model: str, layout: Layout) -> str:

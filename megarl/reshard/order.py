@@ -2,6 +2,9 @@
 
 If all began with the first layer, every reader would ask the ranks of the trainer's first pipeline stage at the same time
 and the other stages would have nothing to send. Readers that begin at even distances ask all stages all the time.
+
+Where adapters are merged into weights as these are sent, all begin with the first layer nevertheless: else a rank would be
+in the middle of as many layers as there are readers, with merged weights of each, and would merge each once a reader.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 
 from megarl.reshard.plan import ReshardPlan
 
-_LAYER = re.compile(r"^model\.layers\.\d+\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def copy_order(plan: ReshardPlan, worker: int, reader: int = 0, readers: int = 1) -> np.ndarray:
@@ -48,15 +51,24 @@ def start_share(reader: int, readers: int) -> Fraction:
     return Fraction(reader * step % readers, readers)
 
 
-def layer_of(parameter: str) -> str:
-    """What the names of a layer's parameters begin with; nothing for those of embedding, final norm and head."""
+def layer_of(parameter: str) -> int:
+    """The number of the layer that has a parameter; -1 for embedding, final norm and head."""
     match = _LAYER.match(parameter)
-    return match.group() if match else ""
+    return int(match.group(1)) if match else -1
+
+
+def layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
+    """By position in `copies`, which stand in the order of the forward pass, the number of the layer, int64 [copies]; what
+    stands before all layers has -1, and what stands behind them the number of the last one."""
+    return np.maximum.accumulate(_layers(plan)[plan.destination_parameter[copies]])
 
 
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
     """Where in `copies` each layer begins; embedding, and final norm with head, count as layers."""
-    numbers: dict[str, int] = {}
-    layers = np.array([numbers.setdefault(layer_of(name), len(numbers)) for name in plan.destination_parameters])
-    layer = layers[plan.destination_parameter[copies]]
+    layer = _layers(plan)[plan.destination_parameter[copies]]
     return np.concatenate([[0], np.flatnonzero(np.diff(layer)) + 1])
+
+
+def _layers(plan: ReshardPlan) -> np.ndarray:
+    """`layer_of` each destination parameter, int64."""
+    return np.array([layer_of(parameter) for parameter in plan.destination_parameters], dtype=np.int64)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.family import ModelShape
 from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.engines import checkpoint_plan, engine_plan
-from megarl.reshard.order import copy_order
+from megarl.reshard.order import copy_order, layer_starts
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.stream import Stream
 
@@ -45,7 +46,8 @@ class WeightManifest:
     which one of its node receives for it, and `meetings`, a number that is new where it has to meet the ranks again. With
     `wire` "delta" messages are differences to version `base`, which every leading engine took, or whole where it is None.
 
-    Weights travel in so many `orders`, each to its own engine, or in one to all.
+    Weights travel in so many `orders`, each to its own engine, or in one to all. In each the workers of an engine begin with
+    unlike layers; but `by_layer`, for which there is one order, all workers take the first layer, then all the second.
 
     `homes` say, by trainer rank, where its parameters are read in place (`in_place.share`); without, they come in buckets.
     """
@@ -73,6 +75,7 @@ class WeightManifest:
     quantization: str | None
     homes: tuple[str, ...] = ()
     orders: int = 1
+    by_layer: bool = False
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -104,14 +107,23 @@ def sync_stream(
     shape: ModelShape,
     plan: ReshardPlan,
     worker: int,
-    turn: tuple[int, int],
+    turn: tuple[int, int] | None,
     dtype: torch.dtype,
     bucket_bytes: int,
     quantization: str | None,
 ) -> Stream:
-    """The stream of one of an engine's workers, which is reader `turn[0]` of `turn[1]`; both ends compute it."""
+    """The stream of one of an engine's workers, in the order of its turn, or by layer (None); both ends compute it. By layer
+    no bucket has pieces of two, so that a rank can be through with one for all workers before it begins the next."""
     quantised = quantised_tensors(shape) if quantization == "fp8" else {}
-    return Stream.of(plan, copy_order(plan, worker, *turn), dtype.itemsize, bucket_bytes, quantised)
+    copies = turn_order(plan, worker, turn)
+    apart = layer_starts(plan, copies).tolist() if turn is None else ()
+    return Stream.of(plan, copies, dtype.itemsize, bucket_bytes, quantised, apart)
+
+
+def turn_order(plan: ReshardPlan, worker: int, turn: tuple[int, int] | None) -> np.ndarray:
+    """Positions in the plan of the copies to a worker that is reader `turn[0]` of `turn[1]`, or goes by layer as all others
+    do (None), int64 [copies]."""
+    return copy_order(plan, worker) if turn is None else copy_order(plan, worker, *turn)
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

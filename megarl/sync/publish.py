@@ -21,7 +21,6 @@ from megarl.platform import current as device
 from megarl.reshard.blocks import quantised_tensors
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import chunk_prefix, parameter_sizes
-from megarl.reshard.order import copy_order
 from megarl.reshard.sides import shard_bytes
 from megarl.reshard.vllm import is_mapped
 from megarl.sync.checks import open_checks
@@ -38,11 +37,21 @@ from megarl.sync.in_place import (
     share,
     words_of,
 )
-from megarl.sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest, sync_plan, sync_stream
+from megarl.sync.manifest import (
+    PRECISIONS,
+    SyncAborted,
+    SyncError,
+    SyncLate,
+    WeightManifest,
+    sync_plan,
+    sync_stream,
+    turn_order,
+)
 from megarl.sync.point_to_point import PointToPointSender, open_store
 from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import machine, sweep
-from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece, Stream
+from megarl.sync.sequence import Matrices, bucket_sequence, last_pieces
+from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
 from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of
 from megarl.telemetry.clock import span
 
@@ -66,7 +75,7 @@ class SyncSettings:
     wire: str = "full"  # or "delta", with transport "gloo"
     verify: str = "all"  # or "sampled", where buckets lie on a device
     quantization: str | None = None  # or "fp8", with mode "reshard"
-    merges: bool = False  # adapters into weights, whenever these are sent
+    merges: bool = False  # adapters into weights, whenever these are sent; then weights go by layer
 
 
 class Streamed(NamedTuple):
@@ -106,34 +115,6 @@ class Engines(Protocol):
         """Wait for all; those that must be served again, ready to be, and the figures of the others."""
 
 
-class Matrices:
-    """The local parameters that streams are in the middle of, by stream and name, each [rows, columns].
-
-    What is given may make a parameter anew whenever it is asked for (adapters are merged in), so it is asked once for each
-    stream, when its first piece is packed, and let go behind the last one: pieces of a parameter may be spread over buckets,
-    and workers begin with unlike layers.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor], last: Sequence[Mapping[str, int]]) -> None:
-        """`last` are the numbers of the last piece of each parameter, by stream."""
-        self._parameters, self._last = parameters, last
-        self._held: dict[tuple[int, str], torch.Tensor] = {}
-
-    def box(self, stream: int, piece: Piece) -> torch.Tensor:
-        """A view of a piece, [rows, cols]. Nobody may keep it: a merged weight lives as long as its views."""
-        matrix = self._held.get((stream, piece.parameter))
-        if matrix is None:
-            own = self._parameters[piece.parameter].detach()
-            matrix = self._held[stream, piece.parameter] = own.view(own.shape[0], -1)  # a vector is one column
-        rows = matrix[piece.row : piece.row + piece.rows]
-        return rows if rows.shape[1] == piece.cols else rows[:, piece.col : piece.col + piece.cols]
-
-    def packed(self, stream: int, piece: Piece) -> None:
-        """A piece's bytes are in a bucket."""
-        if piece.number == self._last[stream][piece.parameter]:
-            del self._held[stream, piece.parameter]
-
-
 class WeightSync:
     """Streams actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
@@ -166,22 +147,25 @@ class WeightSync:
         self._embedding = chunk_prefix(layout, 0) + embedding(shape).megatron.parameter
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
         # Each engine has an order of its own, so that they ask unlike ranks at the same time. One is for all where they read
-        # the same memory, and where a rank keeps something of each stream: what it sent last, or a merged weight.
+        # the same memory, and where a rank keeps something of what it sends: all that it sent last, or the merged weights of
+        # the layer that it is in, for which the workers of an engine go by layer too.
         several = TRANSPORTS[settings.transport].messages and settings.wire == "full" and not settings.merges
         self._orders = settings.num_engines if several else 1
-        turns = self._orders * workers
-        self._streams = [sync_stream(shape, self._plan, turn % workers, (turn, turns), *form) for turn in range(turns)]
+        readers = self._orders * workers
+        turns = [None if settings.merges else (reader, readers) for reader in range(readers)]
+        self._streams = [sync_stream(shape, self._plan, n % workers, turn, *form) for n, turn in enumerate(turns)]
+        self._sequence = bucket_sequence(self._plan, self._streams, settings.merges)
         quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
         # Of one engine; unknown where no table says what its workers hold.
         element_bytes = settings.dtype.itemsize
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if is_mapped(shape) else None
-        # By stream: of each parameter that this rank sends from, the number of the last piece.
-        self._last = [self._last_pieces(stream) for stream in self._streams]
+        self._last = last_pieces(self._plan, self._streams, self._sequence, rank)
         # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
         self._in_place = [
-            Pieces.of(self._plan, copy_order(self._plan, w, w, workers), settings.dtype.itemsize) for w in range(workers)
+            Pieces.of(self._plan, turn_order(self._plan, worker, turns[worker]), settings.dtype.itemsize)
+            for worker in range(workers)
         ]
         self._own = [pieces.of_rank(rank) for pieces in self._in_place]
         sent = self._plan.source_parameter[self._plan.source_rank == rank]  # this rank's parameters that some worker reads
@@ -374,6 +358,7 @@ class WeightSync:
             base=self._bases.begin(attempt, leading, self._starts),
             homes=self._homes,
             orders=self._orders,
+            by_layer=self._settings.merges,
         )
         if self._engines is not None:
             self._engines.begin(manifest)
@@ -409,26 +394,22 @@ class WeightSync:
             self._sender.lose(engine)
 
     def _stream(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
-        """Write all parts of this rank, bucket after bucket over all destinations.
-
-        All ranks go in this one order, so that no two can wait for each other.
-        """
+        """Write all parts of this rank, in the one order in which all ranks go, so that no two can wait for each other."""
         if manifest.homes:
             return self._seal(manifest, parameters)
         pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
-            streams = [(number, stream) for number, stream in enumerate(self._streams) if engines_of(number, manifest)]
-            for bucket in range(max(stream.num_buckets for stream in self._streams)):
-                for number, stream in streams:
-                    part = stream.part(bucket, self._rank)
-                    if part is not None:
-                        with span("wait_engines"):
-                            memory = self._sender.room(number, bucket)
-                        begun = time.perf_counter()
-                        self._pack(manifest, number, part, matrices, bucket, memory)
-                        self._sender.send(number, bucket)
-                        pack_s += time.perf_counter() - begun
+            taken = [bool(engines_of(number, manifest)) for number in range(len(self._streams))]
+            for bucket, number in self._sequence:
+                part = self._streams[number].part(bucket, self._rank) if taken[number] else None
+                if part is not None:
+                    with span("wait_engines"):
+                        memory = self._sender.room(number, bucket)
+                    begun = time.perf_counter()
+                    self._pack(manifest, number, part, matrices, bucket, memory)
+                    self._sender.send(number, bucket)
+                    pack_s += time.perf_counter() - begun
             self._sender.finish()
         except BaseException:  # SystemExit too: engines wait for what is not sent any more; it is raised again
             self._sender.abort()
@@ -479,9 +460,9 @@ class WeightSync:
         checks = open_checks(memory, manifest, bucket)
         for piece, target in pieces:
             if piece.scale_bytes:
-                write_blocks(quantise_blocks(matrices.box(stream, piece).to(self._settings.dtype)), target)
+                write_blocks(quantise_blocks(matrices.box(piece).to(self._settings.dtype)), target)
             else:
-                target.copy_(matrices.box(stream, piece))
+                target.copy_(matrices.box(piece))
             matrices.packed(stream, piece)
             checks.add(piece)
         checks.close()
@@ -493,11 +474,6 @@ class WeightSync:
             target = memory[piece.start : piece.end]
             pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
         return pieces
-
-    def _last_pieces(self, stream: Stream) -> dict[str, int]:
-        own = np.flatnonzero(stream.source == self._rank)
-        parameters = self._plan.source_parameter[stream.copy[own]].tolist()
-        return {self._plan.source_parameters[p]: number for p, number in zip(parameters, own.tolist(), strict=True)}
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,

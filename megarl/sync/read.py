@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from megarl.family import ModelShape
-from megarl.reshard.order import copy_order, layer_of
+from megarl.reshard.order import layer_of
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
 from megarl.sync.copies import RELEASE_PIECES, Copies, PieceCopy, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
-from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream
+from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
 from megarl.sync.transport import Receiver
@@ -91,7 +91,7 @@ class StreamReader:
         self._pieces: Pieces
         self._homes: list[Home] = []
         # What is read where it is, each with the parts that are hashed, and the layer that it belongs to.
-        self._in_place: list[tuple[Box, list[np.ndarray], str]] = []
+        self._in_place: list[tuple[Box, list[np.ndarray], int]] = []
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -264,7 +264,7 @@ class StreamReader:
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
         workers = manifest.rollout.workers
         order = manifest.leaders[engine] if manifest.orders > 1 else 0  # who leads receives in its own
-        turn = order * workers + self._worker, manifest.orders * workers
+        turn = None if manifest.by_layer else (order * workers + self._worker, manifest.orders * workers)
         key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization, turn)
         if self._key == key:
             return
@@ -275,7 +275,7 @@ class StreamReader:
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
         self._plan = plan
-        copies = copy_order(plan, self._worker, *turn)
+        copies = turn_order(plan, self._worker, turn)
         form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
         self._stream = sync_stream(self._shape, plan, self._worker, turn, *form)
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))

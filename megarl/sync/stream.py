@@ -80,17 +80,19 @@ class Stream:
         itemsize: int,
         bucket_bytes: int,
         quantised: Collection[str] = (),
+        apart: Collection[int] = (),
     ) -> Stream:
         """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
-        of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut.
-        Raises ValueError where it does, and where one row of a box, or of blocks, does not fit a bucket."""
+        of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut. A
+        new bucket begins at each of the positions in `copies` that are `apart`. Raises ValueError where the plan cuts
+        blocks, and where one row of a box, or of blocks, does not fit a bucket."""
         in_blocks = np.zeros(len(plan), dtype=bool)
         if quantised:
             in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
         for place in copies[in_blocks[copies]].tolist():
             if plan.destination_row[place] % BLOCK or plan.destination_col[place] % BLOCK:
                 raise ValueError(f"FP8 blocks: {plan.describe(place)} starts inside one; `check_blocks` says what cuts them")
-        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes, in_blocks)
+        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes, in_blocks, frozenset(apart))
         cols = plan.cols[copy]
         scales = np.where(in_blocks[copy], SCALE_BYTES * -(-rows // BLOCK) * -(-cols // BLOCK), 0)
         source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, itemsize)
@@ -188,16 +190,25 @@ def _seed(version: int, bucket: int) -> int:
 
 
 def _cut(
-    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray
+    plan: ReshardPlan,
+    copies: np.ndarray,
+    itemsize: int,
+    bucket_bytes: int,
+    in_blocks: np.ndarray,
+    apart: Collection[int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(copy, row, rows, bucket) of every piece: a bucket takes whole rows, or rows of blocks, as long as they fit, with
-    their checksums."""
+    their checksums, up to the next copy that is `apart`."""
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
     overhead = 2 * ALIGNMENT  # at most: the gap behind a part's table, and the piece's own
     columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies], in_blocks[copies])
-    for copy, rows, cols, source, blocks in zip(copies.tolist(), *(column.tolist() for column in columns), strict=True):
+    copies_to_cut = zip(copies.tolist(), *(column.tolist() for column in columns), strict=True)
+    for position, (copy, rows, cols, source, blocks) in enumerate(copies_to_cut):
+        if position in apart and used:
+            bucket, used = bucket + 1, 0
+            present.clear()
         row, unit = 0, min(BLOCK, rows) if blocks else 1
         row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
         if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
