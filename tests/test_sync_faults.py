@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -25,10 +26,9 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import point_to_point
 from megarl.sync.manifest import SyncError, WeightManifest
-from megarl.sync.point_to_point import PointToPointSender
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
-from megarl.sync.transport import SENDER_WAITS
+from megarl.sync.transport import LEADER_WAITS
 from tests.engine_processes import ANSWER_S, SIGNALS, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -351,29 +351,84 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
 
 
 class LateGroup:
-    """Its messages never arrive; it takes all the time that it is given."""
+    """An engine's group: messages to the members that `stop` arrive up to a number of them, and then none does; all others
+    arrive at once."""
 
-    def __init__(self, clock: list[float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: list[float], stop: Mapping[int, int]) -> None:
+        self._clock, self._stop = clock, stop
+        self.sent: dict[int, list[float]] = {}  # by member: when its messages began
 
-    def finish(self, work: None, timeout_s: float) -> None:
+    def send(self, content: torch.Tensor, member: int, number: int) -> tuple[int, int]:
+        self.sent.setdefault(member, []).append(self._clock[0])
+        return member, len(self.sent[member])
+
+    def finish(self, work: tuple[int, int], timeout_s: float) -> None:
         assert timeout_s > 0, "no time at all is for ever"
-        self._clock[0] += timeout_s
-        raise RuntimeError("late")
+        member, number = work
+        if number > self._stop.get(member, number):
+            self._clock[0] += timeout_s
+            raise RuntimeError("late")
 
     def leave(self) -> None: ...
 
 
-def test_a_rank_waits_once_for_all_engines_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+class Apart:
+    """What rank 0 knows the engines by: each is on a node of its own, and none is served again."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._facts = [EngineFacts(f"node {engine}", 1) for engine in range(num_engines)]
+
+    def ask(self, version: int, engines: Sequence[int]) -> None: ...
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        return self._facts
+
+    def begin(self, manifest: WeightManifest) -> None: ...
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        return (), {}
+
+
+# How many messages arrive at the members that are late, by engine and worker.
+LATE = {
+    "one": {(0, 0): 0},
+    "two": {(0, 0): 0, (2, 0): 0},
+    "two_workers": {(0, 1): 2, (2, 2): 2},
+    "at_unlike_times": {(0, 0): 0, (2, 1): 1, (3, 2): 2, (4, 0): 2},
+    "all_but_the_first": {(engine, 0): 1 for engine in range(1, 6)},
+    "all_but_the_last": {(engine, 0): 1 for engine in range(5)},
+}
+
+
+@pytest.mark.parametrize("one_order", [False, True], ids=["orders", "one_order"])
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_however_many_engines_are_late_the_others_get_all_in_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch, late: dict[tuple[int, int], int], one_order: bool
+) -> None:
     """Else an engine that waits for the rank meanwhile gives it up."""
-    clock, sender = [0.0], PointToPointSender.__new__(PointToPointSender)
-    monkeypatch.setattr(point_to_point.time, "monotonic", lambda: clock[0])
-    sender._manifest = SimpleNamespace(timeout_s=TIMEOUT_S)  # type: ignore[assignment]
-    sender._groups = {engine: (1, LateGroup(clock)) for engine in range(4)}  # type: ignore[misc]
-    sender._sending, sender.lost = [[(engine, "send", None, torch.empty(0)) for engine in range(4)]], {}
-    sender._wait(0)
-    assert set(sender.lost) == set(range(4))
-    assert clock[0] < 1.1 * SENDER_WAITS * TIMEOUT_S
+    clock, num_engines, rollout = [0.0], 6, RolloutLayout(tensor=2, pipeline=2)
+    settings = SyncSettings(torch.float32, rollout, num_engines, BUCKET_BYTES, PATIENT_S, transport="gloo", merges=one_order)
+    sync = WeightSync(ModelShape.from_directory(model), Layout(), settings, "test", 0, None)
+    stops = [{1 + w: stop for (its, w), stop in late.items() if its == engine} for engine in range(num_engines)]
+    groups = [LateGroup(clock, stop) for stop in stops]
+    monkeypatch.setattr(point_to_point, "engines_present", lambda store, manifest, engines, rank: engines)
+    monkeypatch.setattr(point_to_point, "open_group", lambda store, manifest, engine, member: groups[engine])
+    monkeypatch.setattr(point_to_point, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    sender = sync._sender
+    try:
+        sync.publish(1, MappingProxyType(megatron_shards(model, Layout())[0]), Apart(num_engines))
+    finally:
+        sync.close()
+    assert set(sender.lost) == {engine for engine, _ in late}
+    for engine in set(range(num_engines)) - set(sender.lost):
+        for worker in range(rollout.workers):
+            begun = [0.0, *groups[engine].sent[1 + worker]]
+            order = 0 if one_order else engine
+            assert len(begun) == 1 + sync._streams[order * rollout.workers + worker].num_buckets > 3
+            assert max(b - a for a, b in pairwise(begun)) < 0.9 * LEADER_WAITS * PATIENT_S
 
 
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
