@@ -55,7 +55,9 @@ class Ring:
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
         """Raises ValueError where shared memory is too small."""
-        segment = SharedSegment.create(name, _segment_bytes(num_ranks, num_engines, capacity, on_device))
+        smaller = f", or lower weight_sync.bucket_bytes: {NUM_BUCKETS} buckets have {capacity} bytes each"
+        size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
+        segment = SharedSegment.create(name, size, "" if on_device else smaller)
         return cls(segment, num_ranks, num_engines, capacity, on_device)
 
     @classmethod
