@@ -408,7 +408,7 @@ LATE = {
 def test_however_many_engines_are_late_the_others_get_all_in_time(
     model: Path, monkeypatch: pytest.MonkeyPatch, late: dict[tuple[int, int], int], one_order: bool
 ) -> None:
-    """Else an engine that waits for the rank meanwhile gives it up."""
+    """Else an engine that waits for a rank meanwhile gives it up. And for one that was given up nothing is packed."""
     clock, num_engines, rollout = [0.0], 6, RolloutLayout(tensor=2, pipeline=2)
     settings = SyncSettings(torch.float32, rollout, num_engines, BUCKET_BYTES, PATIENT_S, transport="gloo", merges=one_order)
     sync = WeightSync(ModelShape.from_directory(model), Layout(), settings, "test", 0, None)
@@ -417,7 +417,14 @@ def test_however_many_engines_are_late_the_others_get_all_in_time(
     monkeypatch.setattr(point_to_point, "engines_present", lambda store, manifest, engines, rank: engines)
     monkeypatch.setattr(point_to_point, "open_group", lambda store, manifest, engine, member: groups[engine])
     monkeypatch.setattr(point_to_point, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    sender = sync._sender
+    sender: Any = sync._sender
+    room = sender.room
+
+    def room_for_somebody(stream: int, bucket: int) -> torch.Tensor:
+        assert one_order or stream // rollout.workers not in sender.lost
+        return room(stream, bucket)
+
+    monkeypatch.setattr(sender, "room", room_for_somebody)
     try:
         sync.publish(1, MappingProxyType(megatron_shards(model, Layout())[0]), Apart(num_engines))
     finally:

@@ -140,6 +140,9 @@ class PointToPointSender:
             except SyncError as error:
                 self._lose(engine, str(error))
 
+    def serves(self, stream: int) -> bool:
+        return any(engine not in self.lost for engine in engines_of(stream, self._manifest))
+
     def room(self, stream: int, bucket: int) -> torch.Tensor:
         self._turn, self._bucket = (self._turn + 1) % NUM_BUCKETS, bucket
         self._wait(self._turn)

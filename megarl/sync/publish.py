@@ -422,7 +422,7 @@ class WeightSync:
             for bucket in range(max(stream.num_buckets for stream in self._streams)):
                 for number, stream in streams:
                     part = stream.part(bucket, self._rank)
-                    if part is not None:
+                    if part is not None and self._sender.serves(number):
                         with span("wait_engines"):
                             memory = self._sender.room(number, bucket)
                         begun = time.perf_counter()

@@ -185,6 +185,10 @@ class RingSender:
         """Whether every engine has read what lies in a bucket's memory."""
         return not len(self._behind(worker, bucket + 1 - NUM_BUCKETS))
 
+    def serves(self, worker: int) -> bool:
+        """Rank 0 waits for what every rank wrote, whoever reads it."""
+        return True
+
     def room(self, worker: int, bucket: int) -> torch.Tensor:
         """An engine that reads nothing until the deadline is given up: it takes part in this sync no more, and its
         report says so."""
