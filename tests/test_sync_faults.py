@@ -28,6 +28,7 @@ from megarl.sync import point_to_point
 from megarl.sync.manifest import SyncError, WeightManifest
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
+from megarl.sync.ring import RingSender
 from megarl.sync.transport import LEADER_WAITS
 from tests.engine_processes import ANSWER_S, SIGNALS, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
@@ -39,8 +40,12 @@ IN_PLACE = "in_place"  # shared memory, where weights that lie still are read wi
 TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5  # where a deadline is waited for
 PATIENT_S = 60.0  # where none is, a busy machine must not reach it
+# Where one is and others must meet before it: a process that a busy machine holds up must be there by then.
+MEETING_S = 6.0
 # By transport, where a trainer dies: its meeting takes long on a busy machine, and its end is seen at once.
-DEATH_S = {"gloo": 10.0}
+DEATH_S = {"gloo": PATIENT_S}
+# Where a rank's neighbour dies: it waits so long for an engine, and twice as long for that rank.
+NEIGHBOUR_S = 4.0
 BUCKET_BYTES = 16384
 # Of two engines the first leads where messages travel, and where buckets are its own; the other one follows.
 BREAKDOWNS = [(0, fault, state) for fault in SIGNALS for state in STATES]
@@ -60,13 +65,14 @@ class Trainer:
         self.transport, self.model = transport, model
         self.publisher = trainer_of(model, PATIENT_S, transport)
         self.engines = ProcessEngines(ModelShape.from_directory(model), 2)
+        be_patient_again(self.publisher, self.engines)
         self.shards = self.publisher.shards(model)
         self.version = 0
         self._first = self.publisher.shards(model)
         self.publish(PATIENT_S)
 
     def publish(self, timeout_s: float, corrupt: Callable[[], None] = lambda: None) -> None:
-        """The next version; `corrupt` is called when its weights are there."""
+        """The next version; `timeout_s` is of its first attempt, and `corrupt` is called when its weights are there."""
         self.version += 1
         for name, content in of_version(self._first, self.version).items():
             self.shards[name].copy_(content)
@@ -89,6 +95,18 @@ class Trainer:
 def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """No two versions have a weight in common, but for zeros."""
     return {name: version * content for name, content in weights.items()}
+
+
+def be_patient_again(publisher: Publisher, engines: ProcessEngines | ThreadEngines) -> None:
+    """From here on a deadline that is waited for is one of first attempts: others meet processes that were just started."""
+    pause = engines.pause
+
+    def pause_patiently(version: int, attempt: int, wanted: Sequence[int]) -> list[EngineFacts]:
+        if attempt > 1:
+            publisher.set_deadline(PATIENT_S)
+        return pause(version, attempt, wanted)
+
+    engines.pause = pause_patiently  # type: ignore[assignment,method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +241,16 @@ def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
         setattr(sender, {"begin": "begin", "middle": "seal"}[state], lambda *arguments: die())
 
 
+def wait_for_engines(sync: WeightSync, timeout_s: float) -> None:
+    """So long does this rank wait for one in shared memory; they wait for ranks by the sync's own deadline."""
+    if isinstance(sync._sender, RingSender):
+        sync._sender._timeout_s = timeout_s
+
+
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
     torch.set_num_threads(1)
     publisher = trainer_of(model, DEATH_S.get(transport, TIMEOUT_S), transport)
+    wait_for_engines(publisher.sync, PATIENT_S)
     dies_at(publisher.sync, state, publisher.in_place)
     publisher.publish_shards(version, of_version(publisher.shards(model), version), Told(connections, state))
 
@@ -306,7 +331,10 @@ def publish_beside_one_that_dies(
     sync = WeightSync(ModelShape.from_directory(model), layout, settings, "test", rank, dist.group.WORLD)
     own = of_version(megatron_shards(model, layout)[rank], version)
     if rank == 1:
+        wait_for_engines(sync, PATIENT_S)
         dies_at(sync, "middle", in_place)
+    elif layout == IN_TURN:
+        wait_for_engines(sync, NEIGHBOUR_S)
     try:
         sync.publish(version, own if in_place else MappingProxyType(own), Told(connections) if rank == 0 else None)
         said.send((False, "it went through"))
@@ -439,10 +467,12 @@ def test_however_many_engines_are_late_the_others_get_all_in_time(
 
 
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
+    """And later all of them are: what is left out moves the rest to other buckets."""
     shape = ModelShape.from_directory(model)
-    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, TIMEOUT_S, transport="gloo")
+    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, MEETING_S, transport="gloo")
     engines = ThreadEngines(shape, RolloutLayout(), engines=4, retries=1)
     engines.nodes = ["one", "two", "three", "four"]
+    be_patient_again(publisher, engines)
 
     def stay_away_once(reader: StreamReader) -> None:
         boxes = reader.boxes
@@ -455,10 +485,15 @@ def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> Non
 
     for engine in range(3):
         stay_away_once(engines.readers[engine, 0])
+    expected = cut(vllm_segments(shape, RolloutLayout()), checkpoint(model))[0]
     try:
-        publisher.publish(1, model, engines)
-        assert engines.served == [(0, 1, 2, 3), (0, 1, 2)]
-        assert engines.versions == [1] * 4
+        for version in (1, 2):
+            publisher.publish_shards(version, of_version(publisher.shards(model), version), engines)
+            assert engines.versions == [version] * 4
+            for name, content in of_version(expected, version).items():
+                rows, cols = content.shape
+                assert all(torch.equal(taken[name][:rows, :cols], content) for taken in engines.taken.values()), name
+        assert engines.served == [(0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
     finally:
         engines.close()
         publisher.close()
