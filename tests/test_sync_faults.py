@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -25,10 +26,10 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync import point_to_point
 from megarl.sync.manifest import SyncError, WeightManifest
-from megarl.sync.point_to_point import PointToPointSender
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
 from megarl.sync.read import StreamReader
-from megarl.sync.transport import SENDER_WAITS
+from megarl.sync.ring import RingSender
+from megarl.sync.transport import LEADER_WAITS
 from tests.engine_processes import ANSWER_S, SIGNALS, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -39,8 +40,12 @@ IN_PLACE = "in_place"  # shared memory, where weights that lie still are read wi
 TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5  # where a deadline is waited for
 PATIENT_S = 60.0  # where none is, a busy machine must not reach it
+# Where one is and others must meet before it: a process that a busy machine holds up must be there by then.
+MEETING_S = 6.0
 # By transport, where a trainer dies: its meeting takes long on a busy machine, and its end is seen at once.
-DEATH_S = {"gloo": 10.0}
+DEATH_S = {"gloo": PATIENT_S}
+# Where a rank's neighbour dies: it waits so long for an engine, and twice as long for that rank.
+NEIGHBOUR_S = 4.0
 BUCKET_BYTES = 16384
 # Of two engines the first leads where messages travel, and where buckets are its own; the other one follows.
 BREAKDOWNS = [(0, fault, state) for fault in SIGNALS for state in STATES]
@@ -60,13 +65,14 @@ class Trainer:
         self.transport, self.model = transport, model
         self.publisher = trainer_of(model, PATIENT_S, transport)
         self.engines = ProcessEngines(ModelShape.from_directory(model), 2)
+        be_patient_again(self.publisher, self.engines)
         self.shards = self.publisher.shards(model)
         self.version = 0
         self._first = self.publisher.shards(model)
         self.publish(PATIENT_S)
 
     def publish(self, timeout_s: float, corrupt: Callable[[], None] = lambda: None) -> None:
-        """The next version; `corrupt` is called when its weights are there."""
+        """The next version; `timeout_s` is of its first attempt, and `corrupt` is called when its weights are there."""
         self.version += 1
         for name, content in of_version(self._first, self.version).items():
             self.shards[name].copy_(content)
@@ -89,6 +95,18 @@ class Trainer:
 def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """No two versions have a weight in common, but for zeros."""
     return {name: version * content for name, content in weights.items()}
+
+
+def be_patient_again(publisher: Publisher, engines: ProcessEngines | ThreadEngines) -> None:
+    """From here on a deadline that is waited for is one of first attempts: others meet processes that were just started."""
+    pause = engines.pause
+
+    def pause_patiently(version: int, attempt: int, wanted: Sequence[int]) -> list[EngineFacts]:
+        if attempt > 1:
+            publisher.set_deadline(PATIENT_S)
+        return pause(version, attempt, wanted)
+
+    engines.pause = pause_patiently  # type: ignore[assignment,method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +241,16 @@ def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
         setattr(sender, {"begin": "begin", "middle": "seal"}[state], lambda *arguments: die())
 
 
+def wait_for_engines(sync: WeightSync, timeout_s: float) -> None:
+    """So long does this rank wait for one in shared memory; they wait for ranks by the sync's own deadline."""
+    if isinstance(sync._sender, RingSender):
+        sync._sender._timeout_s = timeout_s
+
+
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
     torch.set_num_threads(1)
     publisher = trainer_of(model, DEATH_S.get(transport, TIMEOUT_S), transport)
+    wait_for_engines(publisher.sync, PATIENT_S)
     dies_at(publisher.sync, state, publisher.in_place)
     publisher.publish_shards(version, of_version(publisher.shards(model), version), Told(connections, state))
 
@@ -269,8 +294,8 @@ def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
     for engine in (0, 1):
         report = "paused" if state == "pause" else orphans._hear(engine)
         answer = orphans.answer(engine)
-        if state == "resume" or (state == "commit" and (transport != "gloo" or report == "received")):
-            # All was sent; messages that were on their way when it died may be lost.
+        if state in ("commit", "resume") and (transport != "gloo" or report == "received"):
+            # All was sent; messages that were on their way when it died may be lost, and then nothing is answered.
             assert report == "received"
             assert_has_all(answer, version, model)
         elif state == "pause":
@@ -306,7 +331,10 @@ def publish_beside_one_that_dies(
     sync = WeightSync(ModelShape.from_directory(model), layout, settings, "test", rank, dist.group.WORLD)
     own = of_version(megatron_shards(model, layout)[rank], version)
     if rank == 1:
+        wait_for_engines(sync, PATIENT_S)
         dies_at(sync, "middle", in_place)
+    elif layout == IN_TURN:
+        wait_for_engines(sync, NEIGHBOUR_S)
     try:
         sync.publish(version, own if in_place else MappingProxyType(own), Told(connections) if rank == 0 else None)
         said.send((False, "it went through"))
@@ -351,36 +379,100 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
 
 
 class LateGroup:
-    """Its messages never arrive; it takes all the time that it is given."""
+    """An engine's group: messages to the members that `stop` arrive up to a number of them, and then none does; all others
+    arrive at once."""
 
-    def __init__(self, clock: list[float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: list[float], stop: Mapping[int, int]) -> None:
+        self._clock, self._stop = clock, stop
+        self.sent: dict[int, list[float]] = {}  # by member: when its messages began
 
-    def finish(self, work: None, timeout_s: float) -> None:
+    def send(self, content: torch.Tensor, member: int, number: int) -> tuple[int, int]:
+        self.sent.setdefault(member, []).append(self._clock[0])
+        return member, len(self.sent[member])
+
+    def finish(self, work: tuple[int, int], timeout_s: float) -> None:
         assert timeout_s > 0, "no time at all is for ever"
-        self._clock[0] += timeout_s
-        raise RuntimeError("late")
+        member, number = work
+        if number > self._stop.get(member, number):
+            self._clock[0] += timeout_s
+            raise RuntimeError("late")
 
     def leave(self) -> None: ...
 
 
-def test_a_rank_waits_once_for_all_engines_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an engine that waits for the rank meanwhile gives it up."""
-    clock, sender = [0.0], PointToPointSender.__new__(PointToPointSender)
-    monkeypatch.setattr(point_to_point.time, "monotonic", lambda: clock[0])
-    sender._manifest = SimpleNamespace(timeout_s=TIMEOUT_S)  # type: ignore[assignment]
-    sender._groups = {engine: (1, LateGroup(clock)) for engine in range(4)}  # type: ignore[misc]
-    sender._sending, sender.lost = [[(engine, "send", None, torch.empty(0)) for engine in range(4)]], {}
-    sender._wait(0)
-    assert set(sender.lost) == set(range(4))
-    assert clock[0] < 1.1 * SENDER_WAITS * TIMEOUT_S
+class Apart:
+    """What rank 0 knows the engines by: each is on a node of its own, and none is served again."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._facts = [EngineFacts(f"node {engine}", 1) for engine in range(num_engines)]
+
+    def ask(self, version: int, engines: Sequence[int]) -> None: ...
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        return self._facts
+
+    def begin(self, manifest: WeightManifest) -> None: ...
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        return (), {}
+
+
+# How many messages arrive at the members that are late, by engine and worker.
+LATE = {
+    "one": {(0, 0): 0},
+    "two": {(0, 0): 0, (2, 0): 0},
+    "two_workers": {(0, 1): 2, (2, 2): 2},
+    "at_unlike_times": {(0, 0): 0, (2, 1): 1, (3, 2): 2, (4, 0): 2},
+    "all_but_the_first": {(engine, 0): 1 for engine in range(1, 6)},
+    "all_but_the_last": {(engine, 0): 1 for engine in range(5)},
+}
+
+
+@pytest.mark.parametrize("one_order", [False, True], ids=["orders", "one_order"])
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_however_many_engines_are_late_the_others_get_all_in_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch, late: dict[tuple[int, int], int], one_order: bool
+) -> None:
+    """Else an engine that waits for a rank meanwhile gives it up. And for one that was given up nothing is packed."""
+    clock, num_engines, rollout = [0.0], 6, RolloutLayout(tensor=2, pipeline=2)
+    settings = SyncSettings(torch.float32, rollout, num_engines, BUCKET_BYTES, PATIENT_S, transport="gloo", merges=one_order)
+    sync = WeightSync(ModelShape.from_directory(model), Layout(), settings, "test", 0, None)
+    stops = [{1 + w: stop for (its, w), stop in late.items() if its == engine} for engine in range(num_engines)]
+    groups = [LateGroup(clock, stop) for stop in stops]
+    monkeypatch.setattr(point_to_point, "engines_present", lambda store, manifest, engines, rank: engines)
+    monkeypatch.setattr(point_to_point, "open_group", lambda store, manifest, engine, member: groups[engine])
+    monkeypatch.setattr(point_to_point, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    sender: Any = sync._sender
+    room = sender.room
+
+    def room_for_somebody(stream: int, bucket: int) -> torch.Tensor:
+        assert one_order or stream // rollout.workers not in sender.lost
+        return room(stream, bucket)
+
+    monkeypatch.setattr(sender, "room", room_for_somebody)
+    try:
+        sync.publish(1, MappingProxyType(megatron_shards(model, Layout())[0]), Apart(num_engines))
+    finally:
+        sync.close()
+    assert set(sender.lost) == {engine for engine, _ in late}
+    for engine in set(range(num_engines)) - set(sender.lost):
+        for worker in range(rollout.workers):
+            begun = [0.0, *groups[engine].sent[1 + worker]]
+            order = 0 if one_order else engine
+            assert len(begun) == 1 + sync._streams[order * rollout.workers + worker].num_buckets > 3
+            assert max(b - a for a, b in pairwise(begun)) < 0.9 * LEADER_WAITS * PATIENT_S
 
 
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
+    """And later all of them are: what is left out moves the rest to other buckets."""
     shape = ModelShape.from_directory(model)
-    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, TIMEOUT_S, transport="gloo")
+    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, MEETING_S, transport="gloo")
     engines = ThreadEngines(shape, RolloutLayout(), engines=4, retries=1)
     engines.nodes = ["one", "two", "three", "four"]
+    be_patient_again(publisher, engines)
 
     def stay_away_once(reader: StreamReader) -> None:
         boxes = reader.boxes
@@ -393,10 +485,15 @@ def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> Non
 
     for engine in range(3):
         stay_away_once(engines.readers[engine, 0])
+    expected = cut(vllm_segments(shape, RolloutLayout()), checkpoint(model))[0]
     try:
-        publisher.publish(1, model, engines)
-        assert engines.served == [(0, 1, 2, 3), (0, 1, 2)]
-        assert engines.versions == [1] * 4
+        for version in (1, 2):
+            publisher.publish_shards(version, of_version(publisher.shards(model), version), engines)
+            assert engines.versions == [version] * 4
+            for name, content in of_version(expected, version).items():
+                rows, cols = content.shape
+                assert all(torch.equal(taken[name][:rows, :cols], content) for taken in engines.taken.values()), name
+        assert engines.served == [(0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
     finally:
         engines.close()
         publisher.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ from megarl.rollout.failure import EngineSilent, RolloutError
 from megarl.sync import segment
 from megarl.sync.manifest import SyncError, SyncLate, WeightManifest
 from megarl.sync.publish import SyncSettings, WeightSync
-from megarl.sync.ring import RingSender
+from megarl.sync.ring import Ring, RingSender
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import recording
 from tests.ranks import run_ranks
@@ -393,3 +394,25 @@ def test_a_segment_that_is_swept_while_it_is_made_is_made_again(tmp_path: Path, 
     assert swept == [["alive"]]
     assert segment.sweep() == [] and [file.name for file in tmp_path.iterdir()] == ["megarl-alive"]
     mine.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_too_little_shared_memory_is_an_error_and_not_a_dead_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """It says what helps, and leaves nothing behind."""
+    reserved: list[int] = []
+
+    def full(descriptor: int, offset: int, num_bytes: int) -> None:
+        reserved.append(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(segment, "ROOT", tmp_path)
+    monkeypatch.setattr(segment.os, "posix_fallocate", full)
+    smaller = "" if on_device else ", or lower weight_sync.bucket_bytes: 2 buckets have 4096 bytes each"
+    said = rf"buckets need \d+ bytes more in {re.escape(str(tmp_path))}; enlarge it \(docker run --shm-size\){smaller}$"
+    with pytest.raises(ValueError, match=said):
+        Ring.create("large", 1, 1, 4096, on_device)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reserved[0])

@@ -38,6 +38,9 @@ from megarl.sync.transport import LEADER_WAITS, NUM_BUCKETS, SENDER_WAITS, TRANS
 MessageGroup = GlooMessages | NcclMessages
 # Of a wait whose time is up, for what is complete by then: gloo takes no time at all for all the time there is.
 LAST_LOOK_S = 0.001
+# How many times `weight_sync.timeout_s` all engines together get that are late beside one that was given up: half of what a
+# healthy one waits longer for a rank than that for an engine.
+SPARE_WAITS = (LEADER_WAITS - SENDER_WAITS) / 2
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
@@ -108,6 +111,8 @@ class PointToPointSender:
         # Engine, what, work and memory of each message: gloo does not hold the memory.
         self._sending: list[list[tuple[int, str, Any, torch.Tensor]]] = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0
+        self._bucket = 0  # of all streams, that is sent
+        self._last_hurried = -1  # up to this bucket all engines together get `SPARE_WAITS`
         self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine: which meeting, and the group
         self._manifest: WeightManifest
         self.lost: dict[int, str] = {}
@@ -117,6 +122,7 @@ class PointToPointSender:
         self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0  # in every version a part lies in the same memory
+        self._bucket, self._last_hurried = 0, -1
         if self._parts is not None:
             self._parts.begin(manifest)
         meeting = [engine for engine in manifest.leading if self._met(engine) != manifest.meetings[engine]]
@@ -134,8 +140,11 @@ class PointToPointSender:
             except SyncError as error:
                 self._lose(engine, str(error))
 
+    def serves(self, stream: int) -> bool:
+        return any(engine not in self.lost for engine in engines_of(stream, self._manifest))
+
     def room(self, stream: int, bucket: int) -> torch.Tensor:
-        self._turn = (self._turn + 1) % NUM_BUCKETS
+        self._turn, self._bucket = (self._turn + 1) % NUM_BUCKETS, bucket
         self._wait(self._turn)
         memory = self.buckets[self._turn, : self._streams[stream].capacity]
         if self._parts is not None:
@@ -182,16 +191,30 @@ class PointToPointSender:
         return self._groups[engine][0] if engine in self._groups else None
 
     def _wait(self, turn: int) -> None:
-        """One deadline for all messages: an engine waits for this rank meanwhile, whoever else is late."""
-        end = time.monotonic() + SENDER_WAITS * self._manifest.timeout_s
+        """One deadline for all messages of a turn: an engine waits for this rank meanwhile, whoever else is late.
+
+        Where that has passed, those that are well have waited for so long, and the messages of others that are late may not
+        even have begun. So until each engine has had its turn again, in this bucket of all streams or in the next one, all
+        together get no more than what those that are well wait longer than this rank, in equal shares. Who is well needs no
+        time but that of the way: it has been ready all along.
+        """
+        timeout_s = self._manifest.timeout_s
+        spare_s = SPARE_WAITS * timeout_s
+        patience_s, rule = SENDER_WAITS * timeout_s, f"within {SENDER_WAITS} times weight_sync.timeout_s = {timeout_s:g}"
+        hurried = self._bucket <= self._last_hurried
+        if hurried:
+            patience_s = spare_s / len(self._manifest.leading)
+            rule = f"within {patience_s:g} s, once another engine was not {rule}"
+        begun = time.monotonic()
         for engine, what, work, _ in self._sending[turn]:
             if engine in self.lost:
                 continue
             try:
-                self._groups[engine][1].finish(work, max(LAST_LOOK_S, end - time.monotonic()))
+                self._groups[engine][1].finish(work, max(LAST_LOOK_S, begun + patience_s - time.monotonic()))
             except RuntimeError as error:
-                rule = f"within {SENDER_WAITS} times weight_sync.timeout_s = {self._manifest.timeout_s:g}"
                 self._lose(engine, f"{what} {rule}: {error}")
+                if not hurried and time.monotonic() - begun > spare_s:  # one whose end is seen at once costs nothing
+                    self._last_hurried = self._bucket + 1
         self._sending[turn] = []
 
     def _lose(self, engine: int, why: str) -> None:

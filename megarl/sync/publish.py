@@ -403,7 +403,7 @@ class WeightSync:
             taken = [bool(engines_of(number, manifest)) for number in range(len(self._streams))]
             for bucket, number in self._sequence:
                 part = self._streams[number].part(bucket, self._rank) if taken[number] else None
-                if part is not None:
+                if part is not None and self._sender.serves(number):
                     with span("wait_engines"):
                         memory = self._sender.room(number, bucket)
                     begun = time.perf_counter()

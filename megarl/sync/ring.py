@@ -55,7 +55,9 @@ class Ring:
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
         """Raises ValueError where shared memory is too small."""
-        segment = SharedSegment.create(name, _segment_bytes(num_ranks, num_engines, capacity, on_device))
+        smaller = f", or lower weight_sync.bucket_bytes: {NUM_BUCKETS} buckets have {capacity} bytes each"
+        size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
+        segment = SharedSegment.create(name, size, "" if on_device else smaller)
         return cls(segment, num_ranks, num_engines, capacity, on_device)
 
     @classmethod
@@ -182,6 +184,10 @@ class RingSender:
     def has_room(self, worker: int, bucket: int) -> bool:
         """Whether every engine has read what lies in a bucket's memory."""
         return not len(self._behind(worker, bucket + 1 - NUM_BUCKETS))
+
+    def serves(self, worker: int) -> bool:
+        """Rank 0 waits for what every rank wrote, whoever reads it."""
+        return True
 
     def room(self, worker: int, bucket: int) -> torch.Tensor:
         """An engine that reads nothing until the deadline is given up: it takes part in this sync no more, and its

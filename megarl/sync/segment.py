@@ -32,10 +32,10 @@ class SharedSegment:
         self.data: np.ndarray = np.frombuffer(mmap.mmap(descriptor, num_bytes, flags), dtype=np.uint8)
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> SharedSegment:
+    def create(cls, name: str, num_bytes: int, way_out: str = "") -> SharedSegment:
         """A new zeroed segment that lives until `close` or the end of this process.
 
-        Raises ValueError where shared memory is too small for it.
+        Raises ValueError where shared memory is too small for it, with a `way_out` beside more of it.
         """
         hidden = ROOT / f".{PREFIX}{name}"
         descriptor = _locked(hidden)
@@ -49,6 +49,7 @@ class SharedSegment:
             if error.errno == errno.ENOSPC:
                 raise ValueError(
                     f"the weight sync's buckets need {num_bytes} bytes more in {ROOT}; enlarge it (docker run --shm-size)"
+                    f"{way_out}"
                 ) from error
             raise
         return cls(name, descriptor, num_bytes, owner=True)

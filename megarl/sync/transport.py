@@ -79,6 +79,9 @@ class Sender(Protocol):
     def begin(self, manifest: WeightManifest) -> None:
         """Start over, for the manifest's engines alone."""
 
+    def serves(self, stream: int) -> bool:
+        """Whether a stream has to be written: not where nobody takes it any more."""
+
     def room(self, stream: int, bucket: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity], once it may be written. Raises SyncAborted where another rank failed."""
 
