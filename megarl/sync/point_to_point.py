@@ -11,7 +11,8 @@ meet in a new one.
 Messages of a pair arrive in the order in which they were sent, with or without numbers. A rank begins its messages in the
 order of (bucket, engine, worker), a worker posts its own in that of (bucket, rank): both agree with the one order of
 (bucket, engine, worker, rank). So where a member's messages wait for each other, as NCCL's do, the first that is not through
-is the next one at both of its ends, and goes through as soon as its bucket is read.
+is the next one at both of its ends, and goes through as soon as its bucket is read. Where weights go by layer, the layer
+comes before all of these at both ends.
 
 With `wire = delta` a message is a part's difference to the last one (see `delta.py`): as a rule much shorter than the memory
 that the receiver has ready for it, which gloo allows.
