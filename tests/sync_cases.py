@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.order import layer_of
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync.codec import Blocks, dequantise_blocks
 from megarl.sync.in_place import words_of
@@ -27,10 +25,9 @@ LARGEST = (1024, 512)  # of the parameters
 
 
 class ThreadEngines:
-    """What rank 0 knows the engines by. `before` is called in a worker's thread before it copies a box that is handed out,
-    with the engine, the worker and the number of boxes it has; `retries` is how often a failed engine asks to be served
-    again. Of what they read in place workers say where boxes belong whose number is `known`, and of all others where they
-    lend places to layers."""
+    """What rank 0 knows the engines by. `before` is called in a worker's thread before each box is copied, with the engine,
+    the worker and the number of boxes it has, and `after` when it was; `retries` is how often a failed engine asks to be
+    served again. Of what they read in place workers say where boxes belong whose number is `known`."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -41,8 +38,8 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
+        self.after: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
         self.known: Callable[[int], bool] = lambda number: False
-        self.lends = False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
@@ -117,22 +114,14 @@ class ThreadEngines:
                 box.words_within(words[box.parameter]) if self.known(number) else None for number, box in enumerate(boxes)
             ]
 
-        @contextmanager
-        def lend(boxes: Sequence[Box]) -> Iterator[list[np.ndarray]]:
-            assert len({layer_of(box.parameter) for box in boxes}) == 1
-            lent = {box.parameter: torch.full(LARGEST, torch.nan) for box in boxes}
-            assert parameters.keys().isdisjoint(lent), "a layer comes at once"
-            yield [box.words_within(words_of(lent[box.parameter])) for box in boxes]
-            parameters.update((name, content.clone()) for name, content in lent.items())
-            for content in lent.values():
-                content.fill_(torch.nan)  # the next layer may have the memory
-
-        reader, lends = self.readers[engine, worker], lend if self.lends else None
-        for boxes, box in enumerate(reader.boxes(self._manifest, engine, places=places, lend=lends)):
+        for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine, places=places)):
             self.before(engine, worker, boxes)
             target = box.within(parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
             assert torch.isnan(target).all(), f"{box.parameter} written twice"
             target.copy_(box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales)))
+            if box.words is not None:
+                self.readers[engine, worker].wrote(box.words_within(words_of(parameters[box.parameter])))
+            self.after(engine, worker, boxes)
         return parameters
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,25 +78,8 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     receiver._known = KnownPlaces()
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__, wrote=lambda place: None)
     return receiver
-
-
-def read(receiver: Any, boxes: list[Box], lent: list[str] | None = None) -> Iterator[Box]:
-    """What is read in place, as a reader does where each module is a layer; it adds the names of boxes that are lent."""
-    places = receiver._known_places(boxes)
-    others = [box for box, place in zip(boxes, places, strict=True) if place is None]
-    for box, place in zip(boxes, places, strict=True):
-        if place is not None:
-            place[:] = box.words
-    for _, layer in groupby(others, lambda box: box.parameter.rpartition(".")[0]):
-        own = list(layer)
-        with receiver._lend(own) as found:
-            for box, place in zip(own, found, strict=True):
-                place[:] = box.words
-        if lent is not None:
-            lent.extend(box.parameter for box in own)
-    yield from ()
 
 
 def linear(elements: int, quant_method: Any) -> torch.nn.Module:
@@ -125,8 +107,8 @@ def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_pla
     receiver._sizes["a.bias"] = (4, 1)
     for value in (1.0, 2.0):
         contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
-        boxes = [Box(name, 0, 0, one, None, words_of(one) if in_place else None) for name, one in contents.items()]
-        receiver._load(read(receiver, boxes) if in_place else iter(boxes), torch.bfloat16)
+        boxes = (Box(name, 0, 0, one, None, words_of(one) if in_place else None) for name, one in contents.items())
+        receiver._load(boxes, torch.bfloat16)
         receiver._pack_rest()
         assert packed.pop() == (32.0 * value, torch.bfloat16)
         assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
@@ -153,8 +135,8 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
     contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
     words = [words_of(content) if in_place else None for content in contents]
     made = zip(names, contents, words, strict=True)
-    boxes = [Box(f"{name}.weight", 0, 0, content, None, whole) for name, content, whole in made]
-    receiver._load(read(receiver, boxes) if in_place else iter(boxes), torch.float32)
+    boxes = (Box(f"{name}.weight", 0, 0, content, None, whole) for name, content, whole in made)
+    receiver._load(boxes, torch.float32)
     receiver._pack_rest()
     assert len(set(places)) == 1
     assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
@@ -194,12 +176,20 @@ def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -
     contents = [torch.zeros(4, 8), torch.zeros(4, 8)]
     boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(modules, contents, strict=True)]
 
+    def read(chosen: list[Box]) -> Iterator[Box]:
+        """As a reader does."""
+        places = receiver._known_places(chosen)
+        for box, place in zip(chosen, places, strict=True):
+            if place is not None:
+                place[:] = box.words
+        yield from (box for box, place in zip(chosen, places, strict=True) if place is None)
+
     def take(value: float, chosen: list[Box]) -> list[float]:
         """Sums of both parameters after a version whose elements are all this value."""
         for content in contents:
             content.fill_(value)
         packed.clear()
-        receiver._load(read(receiver, chosen), torch.float32)
+        receiver._load(read(chosen), torch.float32)
         receiver._pack_rest()
         assert packed == ["a", "b"]
         return [float(module.get_parameter("weight").sum()) for module in modules.values()]
@@ -225,7 +215,7 @@ def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -
     assert take(4.0, others) == [128.0, 128.0]
 
     def breaks_off() -> Iterator[Box]:
-        yield from read(receiver, boxes[:1])
+        yield boxes[0]
         raise ValueError("a rank failed")
 
     with pytest.raises(ValueError, match="a rank failed"):
@@ -254,25 +244,33 @@ def test_what_lives_has_a_known_place_also_where_other_modules_are_packed() -> N
     receiver = receiver_of(modules, dict.fromkeys((f"{name}.weight" for name in names), 32))
     contents = [torch.zeros(4, 8) for _ in names]
     boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
-    lent: list[str] = []
+    handed: list[str] = []
 
-    def all_of_it() -> Iterator[Box]:
-        yield from read(receiver, boxes, lent)
+    def read() -> Iterator[Box]:
+        """As a reader does."""
+        places = receiver._known_places(boxes)
+        for box, place in zip(boxes, places, strict=True):
+            if place is not None:
+                place[:] = box.words
+        for box, place in zip(boxes, places, strict=True):
+            if place is None:
+                handed.append(box.parameter)
+                yield box
         receiver._pack_rest()
 
     def take(value: float) -> list[str]:
         for content in contents:
             content.fill_(value)
         packed.clear()
-        lent.clear()
-        receiver._load(all_of_it(), torch.float32)
+        handed.clear()
+        receiver._load(read(), torch.float32)
         receiver._spare.clear()
         return list(packed)
 
-    assert take(1.0) == ["packed.0 32", "packed.1 32", "a 32", "b 32"] and len(lent) == 4
+    assert take(1.0) == ["packed.0 32", "packed.1 32", "a 32", "b 32"] and len(handed) == 4
     for value in (2.0, 3.0):
         assert take(value) == [f"{name} {32 * value:g}" for name in ("packed.0", "packed.1", "a", "b")]
-        assert lent == ["packed.0.weight", "packed.1.weight"]
+        assert handed == ["packed.0.weight", "packed.1.weight"]
     modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)  # it has moved: all are looked for
-    assert take(4.0) == [f"{name} 128" for name in ("packed.0", "packed.1", "a", "b")] and len(lent) == 4
+    assert take(4.0) == [f"{name} 128" for name in ("packed.0", "packed.1", "a", "b")] and len(handed) == 4
     assert float(modules["b"].get_parameter("weight").sum()) == 128.0

@@ -51,24 +51,18 @@ def start_share(reader: int, readers: int) -> Fraction:
     return Fraction(reader * step % readers, readers)
 
 
-def layer_of(parameter: str) -> int:
-    """The number of the layer that has a parameter; -1 for embedding, final norm and head."""
-    match = _LAYER.match(parameter)
-    return int(match.group(1)) if match else -1
-
-
 def layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
     """By position in `copies`, which stand in the order of the forward pass, the number of the layer, int64 [copies]; what
     stands before all layers has -1, and what stands behind them the number of the last one."""
-    return np.maximum.accumulate(_layers(plan)[plan.destination_parameter[copies]])
+    found = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
+    numbers = np.array([int(match.group(1)) if match else -1 for match in found], dtype=np.int64)
+    return np.maximum.accumulate(numbers[plan.destination_parameter[copies]])
 
 
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
     """Where in `copies` each layer begins; embedding, and final norm with head, count as layers."""
-    layer = _layers(plan)[plan.destination_parameter[copies]]
+    numbers: dict[str, int] = {}
+    found = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
+    layers = np.array([numbers.setdefault(match.group() if match else "", len(numbers)) for match in found])
+    layer = layers[plan.destination_parameter[copies]]
     return np.concatenate([[0], np.flatnonzero(np.diff(layer)) + 1])
-
-
-def _layers(plan: ReshardPlan) -> np.ndarray:
-    """`layer_of` each destination parameter, int64."""
-    return np.array([layer_of(parameter) for parameter in plan.destination_parameters], dtype=np.int64)

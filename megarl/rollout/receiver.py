@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -84,10 +85,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
         self._spare, self._known = SpareMemory(), KnownPlaces()
-        # While a version is taken: its number format, the places of the version before and of this one.
-        self._dtype, self._before, self._found, self._uses_known = torch.float32, KnownPlaces(), KnownPlaces(), False
         self._owner: str | None = None  # the module that is being written
-        self._lent: list[str] = []  # modules that are written to spare memory, and wait to be packed
+        self._uses_known = False
         self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
         self._repack_s = 0.0
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
@@ -129,8 +128,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
         meanwhile = self._pack_rest if manifest.mode == "reshard" else lambda: None
         places = self._known_places if manifest.mode == "reshard" else nowhere
-        lend = self._lend if manifest.mode == "reshard" and self.device.type == "cpu" else None
-        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, places, lend)) as boxes:
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, places)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
                 load_checkpoint_tensors(self.model, self.model_config, tensors)
@@ -188,15 +186,20 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
-        self._owner, self._lent, self._unpacked, self._dtype = None, [], [], dtype
-        # Known again once all has come.
-        self._before, self._known, self._found, self._uses_known = self._known, KnownPlaces(), KnownPlaces(), False
+        self._owner, self._unpacked, self._uses_known = None, [], False
+        first = next(boxes, None)
+        if first is None:  # all was copied to known places
+            return
+        reader = self._reader
+        assert reader is not None  # it gives the boxes
+        known, self._known, found = self._known, KnownPlaces(), KnownPlaces()  # known again once all has come
         targets: dict[str, torch.Tensor] = {}
-        for box in boxes:
+        words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
+        for box in chain([first], boxes):
             if box.parameter not in targets:
                 module_name, _, name = box.parameter.rpartition(".")
                 if module_name != self._owner:  # boxes come module by module
-                    targets = {}  # first: spare memory that somebody refers to is not lent again
+                    targets, words = {}, {}  # first: spare memory that somebody refers to is not lent again
                     self._written()
                     self._owner = module_name
                 size = self._sizes[box.parameter]
@@ -205,43 +208,30 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     blocks = -(-size[0] // BLOCK), -(-size[1] // BLOCK)
                     scales = self._target(module_name, name + SCALES, torch.float32, blocks)
                     targets[box.parameter + SCALES] = scales
+            if box.words is not None and self.device.type == "cpu":
+                if box.parameter not in words:
+                    words = {box.parameter: self._spare.words(targets[box.parameter])}
+                place = box.words_within(words[box.parameter])
+                np.copyto(place, box.words)
+                reader.wrote(place)
+                if not self._spare.in_use:
+                    found.note(box, place, targets[box.parameter])
+                continue
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
         self._written()
-        self._found.keep(self._unpacked)
-        self._known = self._before if self._uses_known else self._found
+        found.keep(self._unpacked)
+        self._known = known if self._uses_known else found
 
     def _known_places(self, boxes: Sequence[Box]) -> list[np.ndarray | None]:
         """Where boxes belong whose modules then only have to be packed at the end."""
-        places = self._before.of(boxes, self._modules)
+        places = self._known.of(boxes, self._modules)
         self._uses_known = any(place is not None for place in places)
         if self._uses_known:
-            self._unpacked = list(self._before.owners)
+            self._unpacked = list(self._known.owners)
         return places
-
-    @contextlib.contextmanager
-    def _lend(self, boxes: Sequence[Box]) -> Iterator[list[np.ndarray]]:
-        """Where the boxes of a layer belong while they are copied; what is in spare memory is packed then. Python does its
-        part for a layer at once: between two copies, which take the cache from it, that was a quarter of a sync's transfer.
-        """
-        targets: dict[str, torch.Tensor] = {}
-        words: dict[str, np.ndarray] = {}
-        owners: dict[str, None] = {}
-        places = []
-        for box in boxes:
-            owner, _, name = box.parameter.rpartition(".")
-            if box.parameter not in targets:
-                owners[owner] = None
-                targets[box.parameter] = self._target(owner, name, self._dtype, self._sizes[box.parameter])
-                words[box.parameter] = self._spare.words(targets[box.parameter])
-            places.append(box.words_within(words[box.parameter]))
-            if owner not in self._lent:
-                self._found.note(box, places[-1], targets[box.parameter])
-        yield places
-        targets.clear()  # first: spare memory that somebody refers to is not lent again
-        self._pack(owners)
 
     def _pack_rest(self) -> None:
         """Let vLLM pack what does that after everything has come."""
@@ -290,7 +280,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
         target = self._spare.take(shape, dtype, self.device)
-        self._lent.append(owner)
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
             target.zero_()  # padding is never sent
@@ -298,21 +287,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         return target if len(shape) == 2 else target.view(rows, cols)
 
     def _written(self) -> None:
-        """A module is complete."""
-        if self._owner is not None:
-            self._pack([self._owner])
+        """A module is complete. What is in spare memory is packed at once, so that the next one may have it; all others when
+        everything has come: packing between two buckets would take the cache from them."""
+        if self._owner is None:
+            return
+        if self._spare.in_use:
+            self._process(self._owner)
+        else:
+            self._unpacked.append(self._owner)
         self._owner = None
-
-    def _pack(self, owners: Iterable[str]) -> None:
-        """These modules are complete. What is in spare memory is packed at once, so that the next ones may have it; all
-        others when everything has come: packing between two buckets would take the cache from them."""
-        for owner in owners:
-            if owner in self._lent:
-                self._process(owner)
-            else:
-                self._unpacked.append(owner)
-        self._lent = []
-        self._spare.take_back()
 
     def _process(self, owner: str) -> None:
         """Let vLLM pack what was written, as it does after load."""
@@ -330,6 +313,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 # With a kernel of an earlier load it takes the weights for packed ones.
                 quant_method.moe_kernel = None
             quant_method.process_weights_after_loading(module)
+        self._spare.take_back()
         self._repack_s += time.perf_counter() - begun
 
 

@@ -1,4 +1,4 @@
-"""Memory that a worker lends to one layer after the other while it takes new weights."""
+"""Memory that a worker lends to one module after the other while it takes new weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class SpareMemory:
-    """Memory for parameters that are packed right after they were written, the same for one layer, or one module, after the
-    other: the first touch of fresh memory takes several times longer than every later one."""
+    """Memory for parameters that are packed right after they were written, the same for one module after the other: the
+    first touch of fresh memory takes several times longer than every later one."""
 
     def __init__(self) -> None:
-        self._blocks: list[_Block] = []  # one for each parameter that is lent at a time
+        self._blocks: list[_Block] = []  # one for each parameter of a module
         self._taken = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything was taken and not taken back."""
+        return self._taken > 0
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor with unknown content, which nobody uses after `take_back`."""

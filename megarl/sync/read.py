@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.family import ModelShape
-from megarl.reshard.order import layer_of
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
@@ -55,14 +52,12 @@ class Box(NamedTuple):
         return np.ndarray(self.words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
 
 
-# Where boxes belong, as words, each of the shape of its box's own; None for one that has no such place.
+# Where boxes belong, as words, each of the shape of its box's own; None for one that is to be handed out.
 FindPlaces = Callable[[Sequence[Box]], Sequence[np.ndarray | None]]
-# The same for boxes of one layer, while they are copied: what was lent is taken back with them in it.
-LendPlaces = Callable[[Sequence[Box]], AbstractContextManager[Sequence[np.ndarray]]]
 
 
 def nowhere(boxes: Sequence[Box]) -> list[np.ndarray | None]:
-    """None of them has a known place."""
+    """All of them are to be handed out."""
     return [None] * len(boxes)
 
 
@@ -90,8 +85,9 @@ class StreamReader:
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
         self._pieces: Pieces
         self._homes: list[Home] = []
-        # What is read where it is, each with the parts that are hashed, and the layer that it belongs to.
-        self._in_place: list[tuple[Box, list[np.ndarray], int]] = []
+        # What is read where it is, each with the parts that are hashed.
+        self._in_place: list[tuple[Box, list[np.ndarray]]] = []
+        self._wrote: np.ndarray | None = None
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -101,14 +97,12 @@ class StreamReader:
         engine: int,
         meanwhile: Callable[[], None] = lambda: None,
         places: FindPlaces = nowhere,
-        lend: LendPlaces | None = None,
     ) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
         for no more boxes has to close it. Boxes that are read in place and have one of `places` are not handed out: they are
-        copied there, before all others; and neither are the others where there is one to `lend` them places, layer by layer.
-        What was copied is hashed where it was copied to.
+        copied there, before all others. What is read in place is hashed where it was copied to, as far as `wrote` says so.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -119,7 +113,7 @@ class StreamReader:
         try:
             if manifest.homes:
                 assert isinstance(end, RingReceiver), "only what shares memory is read in place"
-                yield from self._read_in_place(manifest, end, meanwhile, places, lend)
+                yield from self._read_in_place(manifest, end, meanwhile, places)
             for bucket in () if manifest.homes else range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
@@ -131,6 +125,11 @@ class StreamReader:
             if not complete:
                 end.give_up()
 
+    def wrote(self, place: np.ndarray) -> None:
+        """Where the box that was handed out last is now, as words: its checksum is made of that, so that it holds for what
+        the worker has."""
+        self._wrote = place
+
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; the others are padding."""
         return self._elements[parameter]
@@ -140,16 +139,12 @@ class StreamReader:
         self._link.close()
 
     def _read_in_place(
-        self,
-        manifest: WeightManifest,
-        end: RingReceiver,
-        meanwhile: Callable[[], None],
-        places: FindPlaces,
-        lend: LendPlaces | None,
+        self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], places: FindPlaces
     ) -> Iterator[Box]:
         """Copy every box to its place, or hand it out where it lies, and hash what was copied while it is in the cache. The
         ranks make their sums when all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
+        self._wrote = None
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
             dtype = DTYPES[manifest.precision]
@@ -158,32 +153,22 @@ class StreamReader:
                 content = self._homes[source].box(pieces.at_source(self._plan, number))
                 to, words = pieces.at_destination(self._plan, number), words_of(content)
                 box = Box(to.parameter, to.row, to.col, content, None, words, to.step)
-                self._in_place.append((box, hashed_parts(words), layer_of(to.parameter)))
+                self._in_place.append((box, hashed_parts(words)))
         figures.wait_s += time.perf_counter() - begun
-        found, own = places([box for box, _, _ in self._in_place]), np.zeros(len(pieces), dtype=np.uint64)
-        known = [number for number, place in enumerate(found) if place is not None]
-        others = [number for number, place in enumerate(found) if place is None]
-        threads = num_copy_threads(manifest.rollout.workers)
-        if known:
-            spots = [place for place in found if place is not None]
-            self._copy(known, spots, others[0] if others else len(pieces), own, manifest.version, threads, end)
-        if lend is not None:
-            for _, group in groupby(others, lambda number: self._in_place[number][2]):
-                layer = list(group)
-                with lend([self._in_place[number][0] for number in layer]) as lent:
-                    # By this thread alone: another one takes about as long to begin as a layer takes to be copied.
-                    self._copy(layer, lent, layer[-1] + 1, own, manifest.version, 1, end)
-                    end.release(layer[-1])
-            others = []
-        for count, number in enumerate(others):
-            box, parts, _ = self._in_place[number]
+        found, own = places([box for box, _ in self._in_place]), np.zeros(len(pieces), dtype=np.uint64)
+        self._copy_to(found, own, manifest, end)
+        handed_out = [number for number, place in enumerate(found) if place is None]
+        for count, number in enumerate(handed_out):
+            box, parts = self._in_place[number]
             yield box
             begun = time.perf_counter()
+            if self._wrote is not None:
+                parts, self._wrote = hashed_parts(self._wrote), None
             own[number] = piece_checksum(parts, manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
             figures.verify_s += time.perf_counter() - begun
-        figures.received_bytes += sum(part.nbytes for _, parts, _ in self._in_place for part in parts)
+        figures.received_bytes += sum(part.nbytes for _, parts in self._in_place for part in parts)
         end.release(len(pieces) - 1)
         meanwhile()
         begun = time.perf_counter()
@@ -198,28 +183,25 @@ class StreamReader:
         # Says whether this engine was given up before it had read all: what it read since may be of another version.
         end.release(len(pieces))
 
-    def _copy(
-        self,
-        numbers: Sequence[int],
-        places: Sequence[np.ndarray],
-        before: int,
-        own: np.ndarray,
-        version: int,
-        num_threads: int,
-        end: RingReceiver,
+    def _copy_to(
+        self, places: Sequence[np.ndarray | None], own: np.ndarray, manifest: WeightManifest, end: RingReceiver
     ) -> None:
-        """Copy pieces to their places, and put their hashes among all pieces' `own`, uint64 [pieces]. All before these are
-        read, and all before the number `before` with them."""
+        """Copy what has a place there, and put its hashes among all pieces' `own`, uint64 [pieces]."""
+        pieces = []
+        for number, ((box, _), place) in enumerate(zip(self._in_place, places, strict=True)):
+            if place is not None:
+                assert box.words is not None, "what is read in place has words"
+                pieces.append(PieceCopy(box.words, place, number))
+        if not pieces:
+            return
+        numbers = [piece.number for piece in pieces]
+        before = next((number for number, place in enumerate(places) if place is None), len(places))
 
         def copied(count: int) -> None:
-            end.release(min(before, numbers[count] if count < len(numbers) else before) - 1)
+            """Read are the pieces before the first one that is not copied, or that has no place."""
+            end.release(min(before, numbers[count] if count < len(numbers) else len(places)) - 1)
 
-        pieces = []
-        for number, place in zip(numbers, places, strict=True):
-            words = self._in_place[number][0].words
-            assert words is not None, "what is read in place has words"
-            pieces.append(PieceCopy(words, place, number))
-        copies = Copies(pieces, version, num_threads)
+        copies = Copies(pieces, manifest.version, num_copy_threads(manifest.rollout.workers))
         copies.run(copied)
         own[numbers] = copies.sums
         self.figures.verify_s += copies.verify_s
