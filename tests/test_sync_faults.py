@@ -466,6 +466,19 @@ def test_however_many_engines_are_late_the_others_get_all_in_time(
             assert max(b - a for a, b in pairwise(begun)) < 0.9 * LEADER_WAITS * PATIENT_S
 
 
+def test_engines_meet_trainers_that_come_after_others(model: Path) -> None:
+    """These count their meetings from the first again, as those before them did."""
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2)
+    try:
+        for version in (1, 2):
+            publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, MEETING_S, transport="gloo")
+            publisher.publish(version, model, engines)
+            publisher.close()
+            assert engines.versions == [version] * 2
+    finally:
+        engines.close()
+
+
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
     """And later all of them are: what is left out moves the rest to other buckets."""
     shape = ModelShape.from_directory(model)

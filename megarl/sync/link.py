@@ -79,6 +79,7 @@ class Link:
 
     def _met(self, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
         if self._store is None or self._store[0] != manifest.store:
+            self._part()  # of other trainers, who count their meetings from the first again
             self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
         key = (engine, manifest.meetings[engine])
         if self._group is None or self._group[0] != key:

@@ -112,8 +112,7 @@ class PointToPointSender:
         # Engine, what, work and memory of each message: gloo does not hold the memory.
         self._sending: list[list[tuple[int, str, Any, torch.Tensor]]] = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0
-        self._bucket = 0  # of all streams, that is sent
-        self._last_hurried = -1  # up to this bucket all engines together get `SPARE_WAITS`
+        self._hurried = False  # whether all engines together get no more than `SPARE_WAITS`
         self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine: which meeting, and the group
         self._manifest: WeightManifest
         self.lost: dict[int, str] = {}
@@ -123,7 +122,7 @@ class PointToPointSender:
         self._manifest, self.lost, self.sent_bytes = manifest, {}, 0
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0  # in every version a part lies in the same memory
-        self._bucket, self._last_hurried = 0, -1
+        self._hurried = False
         if self._parts is not None:
             self._parts.begin(manifest)
         meeting = [engine for engine in manifest.leading if self._met(engine) != manifest.meetings[engine]]
@@ -145,7 +144,7 @@ class PointToPointSender:
         return any(engine not in self.lost for engine in engines_of(stream, self._manifest))
 
     def room(self, stream: int, bucket: int) -> torch.Tensor:
-        self._turn, self._bucket = (self._turn + 1) % NUM_BUCKETS, bucket
+        self._turn = (self._turn + 1) % NUM_BUCKETS
         self._wait(self._turn)
         memory = self.buckets[self._turn, : self._streams[stream].capacity]
         if self._parts is not None:
@@ -195,15 +194,13 @@ class PointToPointSender:
         """One deadline for all messages of a turn: an engine waits for this rank meanwhile, whoever else is late.
 
         Where that has passed, those that are well have waited for so long, and the messages of others that are late may not
-        even have begun. So until each engine has had its turn again, in this bucket of all streams or in the next one, all
-        together get no more than what those that are well wait longer than this rank, in equal shares. Who is well needs no
-        time but that of the way: it has been ready all along.
+        even have begun. So for the rest of this attempt all together get no more than half of what those that are well wait
+        longer than this rank, in equal shares. Who is well needs no time but that of the way: it has been ready all along.
         """
         timeout_s = self._manifest.timeout_s
         spare_s = SPARE_WAITS * timeout_s
         patience_s, rule = SENDER_WAITS * timeout_s, f"within {SENDER_WAITS} times weight_sync.timeout_s = {timeout_s:g}"
-        hurried = self._bucket <= self._last_hurried
-        if hurried:
+        if self._hurried:
             patience_s = spare_s / len(self._manifest.leading)
             rule = f"within {patience_s:g} s, once another engine was not {rule}"
         begun = time.monotonic()
@@ -214,8 +211,8 @@ class PointToPointSender:
                 self._groups[engine][1].finish(work, max(LAST_LOOK_S, begun + patience_s - time.monotonic()))
             except RuntimeError as error:
                 self._lose(engine, f"{what} {rule}: {error}")
-                if not hurried and time.monotonic() - begun > spare_s:  # one whose end is seen at once costs nothing
-                    self._last_hurried = self._bucket + 1
+                # One whose end is seen at once costs nothing.
+                self._hurried = self._hurried or time.monotonic() - begun > spare_s
         self._sending[turn] = []
 
     def _lose(self, engine: int, why: str) -> None:
