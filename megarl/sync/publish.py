@@ -52,7 +52,7 @@ from megarl.sync.ring import Ring, RingSender
 from megarl.sync.segment import machine, sweep
 from megarl.sync.sequence import Matrices, bucket_sequence, last_pieces
 from megarl.sync.stream import CHECKSUM_BYTES, Part, Piece
-from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender, engines_of
+from megarl.sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
 from megarl.telemetry.clock import span
 
 Value = TypeVar("Value")
@@ -400,10 +400,9 @@ class WeightSync:
         pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
-            taken = [bool(engines_of(number, manifest)) for number in range(len(self._streams))]
             for bucket, number in self._sequence:
-                part = self._streams[number].part(bucket, self._rank) if taken[number] else None
-                if part is not None and self._sender.serves(number):
+                part = self._streams[number].part(bucket, self._rank) if self._sender.serves(number) else None
+                if part is not None:
                     with span("wait_engines"):
                         memory = self._sender.room(number, bucket)
                     begun = time.perf_counter()
