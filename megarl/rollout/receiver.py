@@ -13,10 +13,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,6 +28,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineLinearMethod,
     Fp8PerBlockOnlineMoEMethod,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.family import ModelShape
 from megarl.reshard.blocks import BLOCK, quantised_parameters
@@ -37,12 +37,14 @@ from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.cpu_workers import complete
-from megarl.rollout.places import KnownPlaces
+from megarl.rollout.module_work import ModuleWork
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
+from megarl.sync.copies import MOST_THREADS, num_copy_threads
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.sync.read import Box, StreamReader, nowhere
+from megarl.sync.read import Box, StreamReader, no_works
+from megarl.sync.transport import NUM_BUCKETS
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
@@ -83,12 +85,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         )
         self._reader: StreamReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
+        self._dtype = torch.float32
         self._modules: dict[str, torch.nn.Module] = {}
-        self._spare, self._known = SpareMemory(), KnownPlaces()
+        self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # each thread has its own
         self._owner: str | None = None  # the module that is being written
-        self._uses_known = False
         self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
-        self._repack_s = 0.0
+        self._repack_s = 0.0  # by the thread that called
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -125,10 +127,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader = StreamReader(self._shape, self._worker())
         started = time.perf_counter()
         self._repack_s = 0.0
+        reshards = manifest.mode == "reshard"
+        meanwhile = self._pack_rest if reshards else lambda: None
+        works = partial(self._works, manifest) if reshards and self.device.type == "cpu" else no_works
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
-        meanwhile = self._pack_rest if manifest.mode == "reshard" else lambda: None
-        places = self._known_places if manifest.mode == "reshard" else nowhere
-        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, places)) as boxes:
+        with (
+            contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes,
+            self._cores_for(num_copy_threads(self._rollout.workers) if reshards and manifest.homes else 1),
+        ):
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
                 load_checkpoint_tensors(self.model, self.model_config, tensors)
@@ -136,16 +142,18 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 try:
                     self._load(boxes, DTYPES[manifest.precision])
                 finally:
-                    self._spare.clear()
+                    for spare in self._spares:
+                        spare.clear()
         received_s, figures = time.perf_counter() - started, self._reader.figures
+        repack_s = self._repack_s + figures.pack_s
         self.report = {
             "version": manifest.version,
             "received_bytes": float(figures.received_bytes),
             "wait_s": figures.wait_s,
             "verify_s": figures.verify_s,
-            "apply_s": received_s - self._repack_s - figures.wait_s - figures.verify_s,
-            "repack_s": self._repack_s,  # in checkpoint mode vLLM's loader does both
-            "transfer_s": received_s - self._repack_s - figures.verify_s,
+            "apply_s": received_s - repack_s - figures.wait_s - figures.verify_s,
+            "repack_s": repack_s,  # in checkpoint mode vLLM's loader does both
+            "transfer_s": received_s - repack_s - figures.verify_s,
         }
 
     def shutdown(self) -> None:
@@ -181,67 +189,85 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             for name, _ in attention.named_parameters(recurse=False)
         }
 
-    def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
+    def _know_modules(self) -> None:
         if not self._sizes:
             self._modules = dict(self.model.named_modules())
             self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
             self._check_names(self._worker())
-        self._owner, self._unpacked, self._uses_known = None, [], False
-        first = next(boxes, None)
-        if first is None:  # all was copied to known places
-            return
-        reader = self._reader
-        assert reader is not None  # it gives the boxes
-        known, self._known, found = self._known, KnownPlaces(), KnownPlaces()  # known again once all has come
+
+    def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
+        """Write boxes that are handed out: all that come in buckets, module by module."""
+        self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
-        words: dict[str, np.ndarray] = {}  # the same as whole numbers: of the one that is read in place
-        for box in chain([first], boxes):
+        for box in boxes:
             if box.parameter not in targets:
-                module_name, _, name = box.parameter.rpartition(".")
-                if module_name != self._owner:  # boxes come module by module
-                    targets, words = {}, {}  # first: spare memory that somebody refers to is not lent again
+                self._know_modules()
+                module_name = box.parameter.rpartition(".")[0]
+                if module_name != self._owner:
+                    targets = {}  # first: spare memory that somebody refers to is not lent again
                     self._written()
                     self._owner = module_name
                 size = self._sizes[box.parameter]
-                targets[box.parameter] = self._target(module_name, name, dtype if box.scales is None else FP8, size)
+                spare = self._spares[0]
+                targets[box.parameter] = self._target(box.parameter, dtype if box.scales is None else FP8, size, spare)
                 if box.scales is not None:
                     blocks = -(-size[0] // BLOCK), -(-size[1] // BLOCK)
-                    scales = self._target(module_name, name + SCALES, torch.float32, blocks)
+                    scales = self._target(box.parameter + SCALES, torch.float32, blocks, spare)
                     targets[box.parameter + SCALES] = scales
-            if box.words is not None and self.device.type == "cpu":
-                if box.parameter not in words:
-                    words = {box.parameter: self._spare.words(targets[box.parameter])}
-                place = box.words_within(words[box.parameter])
-                np.copyto(place, box.words)
-                reader.wrote(place)
-                if not self._spare.in_use:
-                    found.note(box, place, targets[box.parameter])
-                continue
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
         self._written()
-        found.keep(self._unpacked)
-        self._known = known if self._uses_known else found
 
-    def _known_places(self, boxes: Sequence[Box]) -> list[np.ndarray | None]:
-        """Where boxes belong whose modules then only have to be packed at the end."""
-        places = self._known.of(boxes, self._modules)
-        self._uses_known = any(place is not None for place in places)
-        if self._uses_known:
-            self._unpacked = list(self._known.owners)
-        return places
+    def _works(self, manifest: WeightManifest, boxes: Sequence[Box]) -> list[ModuleWork]:
+        """What is read in place: large weights that live where they are written first, piece by piece, as some of them are
+        packed in one go; then module by module.
+
+        Each thread has spare memory for one module. The caller's may be the largest; the others take no more than what is
+        left then of the largest layer and of two buckets, which nobody has here: so all is never more than both.
+        """
+        self._know_modules()
+        self._dtype = DTYPES[manifest.precision]
+        by_module: dict[str, list[int]] = {}
+        for number, box in enumerate(boxes):
+            by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)
+        num_bytes, layers = dict.fromkeys(by_module, 0), dict[str, int]()
+        single = [owner for owner in by_module if isinstance(self._modules[owner], VocabParallelEmbedding)]
+        for parameter, (rows, cols) in self._sizes.items():
+            owner, layer = parameter.rpartition(".")[0], parameter.partition(".layers.")[2].partition(".")[0]
+            if owner in by_module and owner not in single:
+                num_bytes[owner] += rows * cols * self._dtype.itemsize
+                layers[layer] = layers.get(layer, 0) + rows * cols * self._dtype.itemsize
+        room = max(layers.values(), default=0) + NUM_BUCKETS * manifest.bucket_bytes - max(num_bytes.values())
+        num_others = num_copy_threads(self._rollout.workers) - 1
+        works = [ModuleWork(self, owner, [boxes[one]], [one], False) for owner in single for one in by_module[owner]]
+        for owner, numbers in by_module.items():
+            if owner not in single:
+                leads = num_bytes[owner] * num_others > room
+                works.append(ModuleWork(self, owner, [boxes[one] for one in numbers], numbers, leads))
+        return works
+
+    def spare(self, thread: int) -> SpareMemory:
+        return self._spares[thread]
+
+    def address(self, parameter: str) -> int:
+        owner, _, name = parameter.rpartition(".")
+        live: torch.Tensor = getattr(self._modules[owner], name)
+        return live.data_ptr() if live.numel() else 0
+
+    def target(self, parameter: str, thread: int) -> torch.Tensor:
+        return self._target(parameter, self._dtype, self._sizes[parameter], self._spares[thread])
+
+    def came(self, owner: str, thread: int) -> None:
+        self._complete(owner, self._spares[thread])
 
     def _pack_rest(self) -> None:
         """Let vLLM pack what does that after everything has come."""
         self._written()
-        for name in self._unpacked:
-            self._process(name)
-        if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
-            # The output head shares the embedding's parameter but has a packed copy of its own.
-            self._process("lm_head")
         begun = time.perf_counter()
+        for name in dict.fromkeys(self._unpacked):
+            self._process(name)
         for _, attention in self._latent_attentions():
             # Made of the old `kv_b_proj`: views of it where it is kept as it is, copies of their own where vLLM packs it.
             attention.process_weights_after_loading(self.model_config.dtype)
@@ -261,15 +287,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     found.append(f"{owner}.{part} is {held}, not {dtype}, under {_kernel(module)}")
         return found
 
-    def _target(self, owner: str, name: str, dtype: torch.dtype, size: tuple[int, int]) -> torch.Tensor:
+    def _target(self, parameter: str, dtype: torch.dtype, size: tuple[int, int], spare: SpareMemory) -> torch.Tensor:
         """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
         A vector is one column; experts stand one below the other."""
+        owner, _, name = parameter.rpartition(".")
         module = self._modules[owner]
         live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
         # vLLM's kernel for small weights has biases in fp32, which it makes of those that were loaded.
         widened = name == "bias" and live.dtype == torch.float32 and self.device.type == "cpu" and live.dtype != dtype
         if live.dtype != dtype and not widened:
-            raise SyncError(f"{owner}.{name} is {live.dtype} in the engine but {dtype} in the manifest")
+            raise SyncError(f"{parameter} is {live.dtype} in the engine but {dtype} in the manifest")
         rows, cols = size
         # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
         stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
@@ -277,29 +304,34 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if not packed and live.numel() == rows * cols:
             return live.view(rows, cols)
         if not packed:
-            raise SyncError(f"{owner}.{name} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
+            raise SyncError(f"{parameter} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
-        target = self._spare.take(shape, dtype, self.device)
+        target = spare.take(shape, dtype, self.device)
         assert self._reader is not None  # it gave the box
-        if not name.endswith(SCALES) and self._reader.elements(f"{owner}.{name}") < rows * cols:
+        if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
             target.zero_()  # padding is never sent
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target if len(shape) == 2 else target.view(rows, cols)
 
     def _written(self) -> None:
-        """A module is complete. What is in spare memory is packed at once, so that the next one may have it; all others when
+        """The module that boxes were handed out of is complete."""
+        if self._owner is not None:
+            begun = time.perf_counter()
+            self._complete(self._owner, self._spares[0])
+            self._repack_s += time.perf_counter() - begun
+            self._owner = None
+
+    def _complete(self, owner: str, spare: SpareMemory) -> None:
+        """A module is complete, or a part of one that lives where it is written. What is in spare memory is packed at once, so that the next one may have it; all others when
         everything has come: packing between two buckets would take the cache from them."""
-        if self._owner is None:
-            return
-        if self._spare.in_use:
-            self._process(self._owner)
+        if spare.in_use:
+            self._process(owner)
+            spare.take_back()
         else:
-            self._unpacked.append(self._owner)
-        self._owner = None
+            self._unpacked.append(owner)
 
     def _process(self, owner: str) -> None:
         """Let vLLM pack what was written, as it does after load."""
-        begun = time.perf_counter()
         module = self._modules[owner]
         quant_method = getattr(module, "quant_method", None)
         # These quantise what a checkpoint brings, once. What came now is quantised: what follows that is left to be done.
@@ -308,13 +340,35 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             quant_method._setup_kernel(module, *blocks, module.w13_input_scale, module.w2_input_scale)
         elif isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
             quant_method.fp8_linear.process_weights_after_loading(module)
+        elif isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            self._process_embedding(module)
         elif quant_method is not None:
             if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
                 # With a kernel of an earlier load it takes the weights for packed ones.
                 quant_method.moe_kernel = None
             quant_method.process_weights_after_loading(module)
-        self._spare.take_back()
-        self._repack_s += time.perf_counter() - begun
+
+    def _process_embedding(self, module: VocabParallelEmbedding) -> None:
+        """Rows of it are looked up in the parameter itself, and nothing else: what vLLM packs of it on CPUs, as of an output
+        head (0.32), is as large as the parameter and never used. Whoever did use it gets the parameter's own product."""
+        if self.device.type == "cpu" and hasattr(module, "cpu_linear"):
+            module.cpu_linear = torch.nn.functional.linear
+        if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
+            # The output head shares the embedding's parameter but has a packed copy of its own.
+            self._process("lm_head")
+
+    @contextlib.contextmanager
+    def _cores_for(self, num_threads: int) -> Iterator[None]:
+        """Where several threads pack, each has a share of the OpenMP threads that this worker computes with."""
+        own = torch.get_num_threads()
+        shared = max(1, own // num_threads)
+        if shared < own:
+            torch.set_num_threads(shared)
+        try:
+            yield
+        finally:
+            if shared < own:
+                torch.set_num_threads(own)
 
 
 def _kernel(module: torch.nn.Module) -> str:

@@ -1,16 +1,17 @@
-"""Copying what a worker reads in place, with as many threads as it has cores for."""
+"""What a worker does with weights that it reads in place, with as many threads as it has cores for: each copies some pieces,
+hashes them where they went, while they are in its cache, and makes of them what its engine computes with."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Thread
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from megarl.sync.in_place import hashed_parts, piece_checksum
 
@@ -18,103 +19,106 @@ from megarl.sync.in_place import hashed_parts, piece_checksum
 MOST_THREADS = 4
 # So often a worker that reads in place says how far it is, and sees whether it was given up: it takes a small piece's time.
 RELEASE_PIECES = 8
-# Pieces that are copied and not yet hashed: so many are still in the cache that cores share.
-MOST_UNHASHED = 4
 
 
-class PieceCopy(NamedTuple):
-    """The words of a piece, where they belong, and its number among all of a version's."""
+class Work(Protocol):
+    """Some pieces of a version, which one thread copies, and what it does with them then. Threads count from 0, the caller's.
+    Their methods are called once for each version, one after the other by the same thread."""
 
-    words: np.ndarray
-    place: np.ndarray
-    number: int
+    numbers: Sequence[int]
+    """Of the pieces, among all of the version's."""
+    leads: bool
+    """Whether it is left to the caller's thread."""
+
+    def places(self, thread: int) -> Sequence[np.ndarray]:
+        """Where each piece belongs, as words of the same shape."""
+
+    def copied(self, thread: int) -> None:
+        """All of them are there."""
 
 
 class Copies:
-    """Copies pieces, and hashes where they were copied to. The caller's thread copies; the others hash what was copied, and
-    copy when nothing waits for them. It hashes where more waits than is still in the cache, and where it has no others.
-    numpy lets go of Python's lock meanwhile, and so does xxhash (4.1) above 64 KiB.
+    """Does works, each once, in their order as far as threads are free. numpy lets go of Python's lock while it copies, and so
+    do xxhash (4.1) above 64 KiB and vLLM while it packs.
 
-    `sums` [pieces] are uint64; `verify_s` is what the caller's thread spent on hashes, or waited for others to make.
+    `sums` [pieces] are uint64, and made of what was copied. `verify_s` and `pack_s` are what hashes and the ends of works
+    took, as if all threads had shared them evenly.
     """
 
-    def __init__(self, pieces: Sequence[PieceCopy], version: int, num_threads: int) -> None:
-        self.sums, self.verify_s = np.zeros(len(pieces), dtype=np.uint64), 0.0
+    def __init__(self, pieces: Sequence[np.ndarray], works: Sequence[Work], version: int, num_threads: int) -> None:
+        """`pieces` are all of a version, as words. Those of no work are left where they are."""
+        self.sums = np.zeros(len(pieces), dtype=np.uint64)
         self._pieces, self._version = pieces, version
-        self._next = itertools.count()
-        self._behind = [0] * num_threads  # behind which piece each thread is: all before the least are copied
-        self._unhashed: deque[int] = deque()
+        self._led = deque(work for work in works if work.leads)
+        self._works = deque(work for work in works if not work.leads)
+        self._done = bytearray(len(pieces))  # 1 for a piece that is copied and hashed
+        self._hashing_s, self._ending_s = [0.0] * num_threads, [0.0] * num_threads
         self._errors: list[BaseException] = []
+
+    @property
+    def verify_s(self) -> float:
+        return sum(self._hashing_s) / len(self._hashing_s)
+
+    @property
+    def pack_s(self) -> float:
+        return sum(self._ending_s) / len(self._ending_s)
+
+    @property
+    def left(self) -> list[int]:
+        """The pieces that are not copied."""
+        return [number for number, done in enumerate(self._done) if not done]
 
     def run(self, copied: Callable[[int], None]) -> None:
         """`copied` is told now and then that so many pieces are, the first ones; it may raise. No thread is left behind."""
-        others = [Thread(target=self._help, args=(thread,), daemon=True) for thread in range(1, len(self._behind))]
+        num_others = len(self._hashing_s) - 1 if self._works else 0
+        others = [Thread(target=self._help, args=(thread,), daemon=True) for thread in range(1, 1 + num_others)]
         try:
             for other in others:
                 other.start()
-            self._lead(copied, MOST_UNHASHED if others else 0)
-        except BaseException:  # whatever the way out, threads are to stop; raised again
-            self._unhashed.clear()  # only here: else what another one has just copied might go without its hash
+            self._do(0, copied)
+        except BaseException as error:  # whatever the way out, threads are to stop; raised again
+            self._errors.append(error)
             raise
         finally:
-            self._next = itertools.count(len(self._pieces))  # there is nothing left to take
-            begun = time.perf_counter()
             for other in others:
                 if other.ident is not None:  # it was started
                     other.join()
-            self.verify_s += time.perf_counter() - begun
         if self._errors:
             raise self._errors[0]
 
-    def _lead(self, copied: Callable[[int], None], most: int) -> None:
-        """What the caller's thread does: at most so many pieces wait for their hash when it copies the next one."""
-        for number in itertools.count(1):
-            if self._errors or not self._copy_next(0):
-                break
-            begun = time.perf_counter()
-            while len(self._unhashed) > most and self._hash_next():
-                pass
-            self.verify_s += time.perf_counter() - begun
-            if number % RELEASE_PIECES == 0 and not self._errors:
-                copied(min(self._behind))
-        begun = time.perf_counter()
-        while self._hash_next():
-            pass
-        self.verify_s += time.perf_counter() - begun
-
     def _help(self, thread: int) -> None:
+        torch.get_num_threads()  # a thread takes over how many OpenMP threads torch was told to use when it first asks (2.13)
         try:
-            while True:
-                if self._hash_next():
-                    # What it takes to copy lies behind all that the caller's thread has taken: it holds nobody up.
-                    self._behind[thread] = max(self._behind[thread], self._behind[0])
-                elif not self._copy_next(thread):
-                    break
+            self._do(thread, lambda count: None)
         except BaseException as error:  # raised by `run`, where somebody hears of it
             self._errors.append(error)
-            self._next = itertools.count(len(self._pieces))  # the others end, too
 
-    def _copy_next(self, thread: int) -> bool:
-        """Whether there was a piece left."""
-        number = next(self._next)
-        if number >= len(self._pieces):
-            self._behind[thread] = number
-            return False
-        piece = self._pieces[number]
-        np.copyto(piece.place, piece.words)
-        self._behind[thread] = number + 1
-        self._unhashed.append(number)
-        return True
+    def _do(self, thread: int, copied: Callable[[int], None]) -> None:
+        num_pieces = 0
+        while (work := self._next(thread)) is not None:
+            for number, place in zip(work.numbers, work.places(thread), strict=True):
+                if self._errors:
+                    return
+                np.copyto(place, self._pieces[number])
+                begun = time.perf_counter()
+                self.sums[number] = piece_checksum(hashed_parts(place), self._version, number)
+                self._hashing_s[thread] += time.perf_counter() - begun
+                self._done[number] = 1
+                num_pieces += 1
+                if num_pieces % RELEASE_PIECES == 0:
+                    first = self._done.find(0)
+                    copied(len(self._done) if first < 0 else first)
+            begun = time.perf_counter()
+            work.copied(thread)
+            self._ending_s[thread] += time.perf_counter() - begun
 
-    def _hash_next(self) -> bool:
-        """Whether there was one that is copied and not hashed."""
-        try:
-            number = self._unhashed.popleft()
-        except IndexError:  # another thread may have been faster
-            return False
-        piece = self._pieces[number]
-        self.sums[number] = piece_checksum(hashed_parts(piece.place), self._version, piece.number)
-        return True
+    def _next(self, thread: int) -> Work | None:
+        for works in () if self._errors else (self._led, self._works) if thread == 0 else (self._works,):
+            try:
+                return works.popleft()
+            except IndexError:  # another thread may have been faster
+                continue
+        return None
 
 
 def num_copy_threads(workers: int) -> int:

@@ -14,7 +14,7 @@ from megarl.family import ModelShape
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
-from megarl.sync.copies import RELEASE_PIECES, Copies, PieceCopy, num_copy_threads
+from megarl.sync.copies import RELEASE_PIECES, Copies, Work, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
@@ -52,22 +52,23 @@ class Box(NamedTuple):
         return np.ndarray(self.words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
 
 
-# Where boxes belong, as words, each of the shape of its box's own; None for one that is to be handed out.
-FindPlaces = Callable[[Sequence[Box]], Sequence[np.ndarray | None]]
+# What is done with boxes that are read in place, of all of them; those of no work are handed out.
+FindWorks = Callable[[Sequence[Box]], Sequence[Work]]
 
 
-def nowhere(boxes: Sequence[Box]) -> list[np.ndarray | None]:
+def no_works(boxes: Sequence[Box]) -> Sequence[Work]:
     """All of them are to be handed out."""
-    return [None] * len(boxes)
+    return ()
 
 
 @dataclass
 class ReadFigures:
-    """What a reader did for one version; seconds waited for buckets, and spent on checksums or waiting for those of other
-    threads; bytes of boxes."""
+    """What a reader did for one version; seconds waited for buckets, spent on checksums, and on the ends of works; bytes of
+    boxes. What several threads did counts as if they had shared it evenly."""
 
     wait_s: float = 0.0
     verify_s: float = 0.0
+    pack_s: float = 0.0
     received_bytes: int = 0
 
 
@@ -85,9 +86,9 @@ class StreamReader:
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
         self._pieces: Pieces
         self._homes: list[Home] = []
-        # What is read where it is, each with the parts that are hashed.
-        self._in_place: list[tuple[Box, list[np.ndarray]]] = []
-        self._wrote: np.ndarray | None = None
+        # What is read where it is, and what is done with it.
+        self._in_place: list[Box] = []
+        self._works: Sequence[Work] = ()
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -96,13 +97,13 @@ class StreamReader:
         manifest: WeightManifest,
         engine: int,
         meanwhile: Callable[[], None] = lambda: None,
-        places: FindPlaces = nowhere,
+        works: FindWorks = no_works,
     ) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
-        for no more boxes has to close it. Boxes that are read in place and have one of `places` are not handed out: they are
-        copied there, before all others. What is read in place is hashed where it was copied to, as far as `wrote` says so.
+        for no more boxes has to close it. Boxes that are read in place and belong to one of `works` are not handed out: works
+        are done before, and boxes hashed where they were copied to. They are asked for when a trainer's memory was mapped.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -113,7 +114,7 @@ class StreamReader:
         try:
             if manifest.homes:
                 assert isinstance(end, RingReceiver), "only what shares memory is read in place"
-                yield from self._read_in_place(manifest, end, meanwhile, places)
+                yield from self._read_in_place(manifest, end, meanwhile, works)
             for bucket in () if manifest.homes else range(self._stream.num_buckets):
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
@@ -125,50 +126,46 @@ class StreamReader:
             if not complete:
                 end.give_up()
 
-    def wrote(self, place: np.ndarray) -> None:
-        """Where the box that was handed out last is now, as words: its checksum is made of that, so that it holds for what
-        the worker has."""
-        self._wrote = place
-
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; the others are padding."""
         return self._elements[parameter]
 
     def close(self) -> None:
-        self._boxes, self._in_place, self._homes = {}, [], []
+        self._let_go()
         self._link.close()
 
+    def _let_go(self) -> None:
+        """Of all memory that is not this process's own."""
+        self._boxes, self._in_place, self._works, self._homes = {}, [], (), []
+
     def _read_in_place(
-        self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], places: FindPlaces
+        self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], works: FindWorks
     ) -> Iterator[Box]:
-        """Copy every box to its place, or hand it out where it lies, and hash what was copied while it is in the cache. The
-        ranks make their sums when all was read, and these are compared."""
+        """Do all works, then hand out the other boxes where they lie, each to be hashed there. The ranks make their sums when
+        all was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
-        self._wrote = None
         if tuple(home.said for home in self._homes) != manifest.homes:
-            self._boxes, self._in_place, self._homes = {}, [], []  # first: what was mapped is let go
+            self._let_go()
             dtype = DTYPES[manifest.precision]
             self._homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
             for number, source in enumerate(pieces.source.tolist()):
                 content = self._homes[source].box(pieces.at_source(self._plan, number))
-                to, words = pieces.at_destination(self._plan, number), words_of(content)
-                box = Box(to.parameter, to.row, to.col, content, None, words, to.step)
-                self._in_place.append((box, hashed_parts(words)))
+                to = pieces.at_destination(self._plan, number)
+                self._in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content), to.step))
+            self._works = works(self._in_place)
         figures.wait_s += time.perf_counter() - begun
-        found, own = places([box for box, _ in self._in_place]), np.zeros(len(pieces), dtype=np.uint64)
-        self._copy_to(found, own, manifest, end)
-        handed_out = [number for number, place in enumerate(found) if place is None]
-        for count, number in enumerate(handed_out):
-            box, parts = self._in_place[number]
-            yield box
+        words = [box.words for box in self._in_place if box.words is not None]
+        copies = Copies(words, self._works, manifest.version, num_copy_threads(manifest.rollout.workers))
+        copies.run(lambda count: end.release(count - 1))
+        figures.verify_s, figures.pack_s, own = copies.verify_s, copies.pack_s, copies.sums
+        for count, number in enumerate(copies.left):
+            yield self._in_place[number]
             begun = time.perf_counter()
-            if self._wrote is not None:
-                parts, self._wrote = hashed_parts(self._wrote), None
-            own[number] = piece_checksum(parts, manifest.version, number)
+            own[number] = piece_checksum(hashed_parts(words[number]), manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
             figures.verify_s += time.perf_counter() - begun
-        figures.received_bytes += sum(part.nbytes for _, parts in self._in_place for part in parts)
+        figures.received_bytes += sum(part.nbytes for part in words)
         end.release(len(pieces) - 1)
         meanwhile()
         begun = time.perf_counter()
@@ -182,29 +179,6 @@ class StreamReader:
             raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
         # Says whether this engine was given up before it had read all: what it read since may be of another version.
         end.release(len(pieces))
-
-    def _copy_to(
-        self, places: Sequence[np.ndarray | None], own: np.ndarray, manifest: WeightManifest, end: RingReceiver
-    ) -> None:
-        """Copy what has a place there, and put its hashes among all pieces' `own`, uint64 [pieces]."""
-        pieces = []
-        for number, ((box, _), place) in enumerate(zip(self._in_place, places, strict=True)):
-            if place is not None:
-                assert box.words is not None, "what is read in place has words"
-                pieces.append(PieceCopy(box.words, place, number))
-        if not pieces:
-            return
-        numbers = [piece.number for piece in pieces]
-        before = next((number for number, place in enumerate(places) if place is None), len(places))
-
-        def copied(count: int) -> None:
-            """Read are the pieces before the first one that is not copied, or that has no place."""
-            end.release(min(before, numbers[count] if count < len(numbers) else len(places)) - 1)
-
-        copies = Copies(pieces, manifest.version, num_copy_threads(manifest.rollout.workers))
-        copies.run(copied)
-        own[numbers] = copies.sums
-        self.figures.verify_s += copies.verify_s
 
     def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
         """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
@@ -261,7 +235,7 @@ class StreamReader:
         form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
         self._stream = sync_stream(self._shape, plan, self._worker, turn, *form)
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
-        self._pieces, self._in_place, self._homes = Pieces.of(plan, copies, form[0].itemsize), [], []
+        self._let_go()
+        self._pieces = Pieces.of(plan, copies, form[0].itemsize)
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
-        self._boxes = {}
         self._key = key
