@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -174,6 +175,21 @@ def _publish(sync: Sync, rounds: int) -> list[Round]:
     return [Round(seconds, Rates(*of_rank, *of_worker)) for of_rank, (seconds, *of_worker) in rounds_of_both]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """A piece that goes to the same place in every version, and is packed by nobody."""
+
+    numbers: tuple[int, ...]
+    place: np.ndarray
+    leads: bool = False
+
+    def places(self, thread: int) -> list[np.ndarray]:
+        return [self.place]
+
+    def copied(self, thread: int) -> None:
+        """It is where it is used."""
+
+
 def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     torch.set_num_threads(1)
     reader = StreamReader(sync.shape, worker)
@@ -181,13 +197,13 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
     words = {name: words_of(target) for name, target in targets.items()}
 
-    def places(boxes: Sequence[Box]) -> list[np.ndarray]:
-        return [box.words_within(words[box.parameter]) for box in boxes]
+    def works(boxes: Sequence[Box]) -> list[_Work]:
+        return [_Work((number,), box.words_within(words[box.parameter])) for number, box in enumerate(boxes)]
 
     connection.send(None)
     while (values := connection.recv()) is not None:
         began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
-        for box in reader.boxes(WeightManifest.from_dict(values), engine, places=places):
+        for box in reader.boxes(WeightManifest.from_dict(values), engine, works=works):
             box.within(targets[box.parameter]).copy_(box.content)
         busy = num_copy_threads(sync.rollout.workers) * (time.perf_counter() - began - reader.figures.wait_s)
         own = time.thread_time() - own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ LARGEST = (1024, 512)  # of the parameters
 class ThreadEngines:
     """What rank 0 knows the engines by. `before` is called in a worker's thread before each box is copied, with the engine,
     the worker and the number of boxes it has, and `after` when it was; `retries` is how often a failed engine asks to be
-    served again. Of what they read in place workers say where boxes belong whose number is `known`."""
+    served again. Of what workers read in place, boxes whose number is `known` are works, one each, of the caller's thread
+    alone or of all threads (`spread`); the others are handed out."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -39,13 +41,21 @@ class ThreadEngines:
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
         self.after: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.known: Callable[[int], bool] = lambda number: False
+        self.known: Callable[[int], bool] = lambda number: True
+        self.spread = False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
         self._threads = ThreadPoolExecutor(len(self.places))
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
+        self._taking: dict[tuple[int, int], Taking] = {}
         self._manifest: WeightManifest
+
+    def choose(self, known: Callable[[int], bool], spread: bool) -> None:
+        """Works are made anew."""
+        self.known, self.spread = known, spread
+        for reader in self.readers.values():
+            reader._let_go()
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
@@ -104,25 +114,52 @@ class ThreadEngines:
 
     def _take(self, engine: int, worker: int) -> Parameters:
         """A worker's parameters, every element written at most once; what is not written is not a number."""
-        parameters: Parameters = {}
+        self._taking[engine, worker] = taking = Taking({}, 0)
 
-        def places(boxes: Sequence[Box]) -> list[np.ndarray | None]:
-            names = {box.parameter for number, box in enumerate(boxes) if self.known(number)}
-            parameters.update({name: torch.full(LARGEST, torch.nan) for name in names})
-            words = {name: words_of(parameters[name]) for name in names}
-            return [
-                box.words_within(words[box.parameter]) if self.known(number) else None for number, box in enumerate(boxes)
-            ]
+        def works(boxes: Sequence[Box]) -> list[BoxWork]:
+            known = [number for number in range(len(boxes)) if self.known(number)]
+            return [BoxWork(self, (engine, worker), boxes[number], number) for number in known]
 
-        for boxes, box in enumerate(self.readers[engine, worker].boxes(self._manifest, engine, places=places)):
-            self.before(engine, worker, boxes)
-            target = box.within(parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
-            assert torch.isnan(target).all(), f"{box.parameter} written twice"
-            target.copy_(box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales)))
-            if box.words is not None:
-                self.readers[engine, worker].wrote(box.words_within(words_of(parameters[box.parameter])))
-            self.after(engine, worker, boxes)
-        return parameters
+        for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
+            self.before(engine, worker, taking.boxes)
+            taking.target(box).copy_(
+                box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales))
+            )
+            self.after(engine, worker, taking.boxes)
+            taking.boxes += 1
+        return taking.parameters
+
+
+@dataclass
+class Taking:
+    """What a worker has of a version, and of how many boxes."""
+
+    parameters: Parameters
+    boxes: int
+
+    def target(self, box: Box) -> torch.Tensor:
+        target = box.within(self.parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
+        assert torch.isnan(target).all(), f"{box.parameter} written twice"
+        return target
+
+
+class BoxWork:
+    """One box into what its worker has of the version that it takes just then."""
+
+    def __init__(self, engines: ThreadEngines, place: tuple[int, int], box: Box, number: int) -> None:
+        self.numbers, self.leads = (number,), not engines.spread
+        self._engines, self._place, self._box = engines, place, box
+
+    def places(self, thread: int) -> list[np.ndarray]:
+        taking = self._engines._taking[self._place]
+        self._engines.before(*self._place, taking.boxes)
+        taking.target(self._box)
+        return [self._box.words_within(words_of(taking.parameters[self._box.parameter]))]
+
+    def copied(self, thread: int) -> None:
+        taking = self._engines._taking[self._place]
+        self._engines.after(*self._place, taking.boxes)
+        taking.boxes += 1
 
 
 def assert_has_shard(

@@ -18,7 +18,6 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes, megatron_segments
 from megarl.reshard.vllm import parameter_sizes, vllm_segments
 from megarl.rollout.failure import RolloutError
-from megarl.rollout.places import KnownPlaces
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
 from megarl.sync.publish import SyncSettings, WeightSync
@@ -82,8 +81,7 @@ class Worker:
 
         receiver: Any = WeightReceiver.__new__(WeightReceiver)
         receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
-        receiver._spare, receiver._repack_s, receiver.device = SpareMemory(), 0.0, torch.device("cpu")
-        receiver._known = KnownPlaces()
+        receiver._spares, receiver._repack_s, receiver.device = [SpareMemory()], 0.0, torch.device("cpu")
         receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
         return receiver
 

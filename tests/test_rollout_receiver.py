@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
@@ -52,8 +53,9 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
 
     worker, reader = receiver.WeightReceiver.__new__(receiver.WeightReceiver), Reader()
     worker._shape, worker._rollout = ModelShape.from_directory(save_model(tmp_path / "m", "llama", True, 0)), RolloutLayout()
-    worker._reader, worker._spare = reader, receiver.SpareMemory()  # type: ignore[assignment]
+    worker._reader, worker._spares = reader, []  # type: ignore[assignment]
     worker.model = worker.model_config = None  # type: ignore[assignment]
+    worker.device = torch.device("cpu")
     monkeypatch.setattr(worker, "_load", breaks)
     monkeypatch.setattr(receiver, "whole_tensors", lambda boxes, sizes: boxes)
     monkeypatch.setattr(receiver, "load_checkpoint_tensors", lambda model, config, tensors: breaks(tensors))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.rollout.places import KnownPlaces
+from megarl.reshard.boxes import RolloutLayout
+from megarl.rollout.module_work import ModuleWork, _left_to_the_caller, module_works
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.copies import Copies
 from megarl.sync.in_place import words_of
 from megarl.sync.manifest import SyncError
 from megarl.sync.read import Box
@@ -74,12 +79,35 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     from megarl.rollout.receiver import WeightReceiver
 
     receiver: Any = WeightReceiver.__new__(WeightReceiver)
-    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
-    receiver._known = KnownPlaces()
+    receiver._modules, receiver._spares, receiver._repack_s = modules, [SpareMemory(), SpareMemory()], 0.0
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__, wrote=lambda place: None)
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    receiver._rollout, receiver._unpacked, receiver._owner = RolloutLayout(), [], None
     return receiver
+
+
+def works_for(receiver: Any, boxes: Sequence[Box], num_threads: int = 1) -> list[ModuleWork]:
+    receiver._dtype = boxes[0].content.dtype
+    return module_works(receiver, boxes, dict.fromkeys(receiver._modules, 32), num_threads, 1 << 20)
+
+
+def take(receiver: Any, boxes: Sequence[Box], works: Sequence[ModuleWork] | None, num_threads: int = 1) -> None:
+    """A version, as a reader hands it to the worker: where there are works it is read in place."""
+
+    def read() -> Iterator[Box]:
+        if works is None:
+            yield from boxes
+        else:
+            words = [box.words for box in boxes if box.words is not None]
+            Copies(words, works, 1, num_threads).run(lambda count: None)
+        receiver._pack_rest()
+
+    try:
+        receiver._load(read(), boxes[0].content.dtype)
+    finally:
+        for spare in receiver._spares:
+            spare.clear()
 
 
 def linear(elements: int, quant_method: Any) -> torch.nn.Module:
@@ -107,9 +135,8 @@ def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_pla
     receiver._sizes["a.bias"] = (4, 1)
     for value in (1.0, 2.0):
         contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
-        boxes = (Box(name, 0, 0, one, None, words_of(one) if in_place else None) for name, one in contents.items())
-        receiver._load(boxes, torch.bfloat16)
-        receiver._pack_rest()
+        boxes = [Box(name, 0, 0, one, None, words_of(one)) for name, one in contents.items()]
+        take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
         assert packed.pop() == (32.0 * value, torch.bfloat16)
         assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
     wrong = iter([Box("a.weight", 0, 0, torch.zeros(4, 8, dtype=torch.float16))])
@@ -133,11 +160,8 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
     covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
     receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
     contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
-    words = [words_of(content) if in_place else None for content in contents]
-    made = zip(names, contents, words, strict=True)
-    boxes = (Box(f"{name}.weight", 0, 0, content, None, whole) for name, content, whole in made)
-    receiver._load(boxes, torch.float32)
-    receiver._pack_rest()
+    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
+    take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
     assert len(set(places)) == 1
     assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
@@ -164,113 +188,124 @@ def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None
     assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]
 
 
+class Noting:
+    """Says which modules are packed, in order; those whose names say so are dropped then, as vLLM does."""
+
+    def __init__(self, packed: list[str]) -> None:
+        self.packed, self.modules = packed, dict[str, torch.nn.Module]()
+
+    def process_weights_after_loading(self, module: Any) -> None:
+        name = next(name for name, one in self.modules.items() if one is module)
+        self.packed.append(f"{name} {float(module.weight.sum()):g}")
+        if "packed" in name:
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def modules_of(names: Sequence[str], packed: list[str]) -> tuple[Any, list[Box], list[torch.Tensor]]:
+    """A receiver of such modules, their boxes, and the contents of these."""
+    method = Noting(packed)
+    method.modules |= {name: linear(0, method) for name in names}
+    for name, module in method.modules.items():
+        if "packed" not in name:
+            module.weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+    receiver = receiver_of(method.modules, {f"{name}.weight": 32 for name in names})
+    contents = [torch.zeros(4, 8) for _ in names]
+    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
+    return receiver, boxes, contents
+
+
 def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -> None:
     packed: list[str] = []
+    receiver, boxes, contents = modules_of(["a", "b"], packed)
+    works, modules = works_for(receiver, boxes), receiver._modules
 
-    class Noting:
-        def process_weights_after_loading(self, module: Any) -> None:
-            packed.append(next(name for name, one in modules.items() if one is module))
-
-    modules = {name: linear(32, Noting()) for name in ("a", "b")}
-    receiver = receiver_of(modules, {})
-    contents = [torch.zeros(4, 8), torch.zeros(4, 8)]
-    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(modules, contents, strict=True)]
-
-    def read(chosen: list[Box]) -> Iterator[Box]:
-        """As a reader does."""
-        places = receiver._known_places(chosen)
-        for box, place in zip(chosen, places, strict=True):
-            if place is not None:
-                place[:] = box.words
-        yield from (box for box, place in zip(chosen, places, strict=True) if place is None)
-
-    def take(value: float, chosen: list[Box]) -> list[float]:
+    def taken(value: float) -> list[float]:
         """Sums of both parameters after a version whose elements are all this value."""
         for content in contents:
             content.fill_(value)
         packed.clear()
-        receiver._load(read(chosen), torch.float32)
-        receiver._pack_rest()
-        assert packed == ["a", "b"]
-        return [float(module.get_parameter("weight").sum()) for module in modules.values()]
+        take(receiver, boxes, works)
+        assert packed == [f"{name} {32 * value:g}" for name in modules]
+        return [float(module.weight.sum()) for module in modules.values()]
 
-    for module in modules.values():
-        module.weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
-    assert take(1.0, boxes) == [32.0, 32.0]
+    assert taken(1.0) == [32.0, 32.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(receiver, "_target", None)  # nothing is looked for again
-        assert take(2.0, boxes) == [64.0, 64.0]
+        assert taken(2.0) == [64.0, 64.0]
     with pytest.MonkeyPatch.context() as patch:  # a kernel that keeps a copy of its own, laid out alike
+        process = Noting.process_weights_after_loading
 
         def keep_copy(self: Noting, module: Any) -> None:
-            packed.append(next(name for name, one in modules.items() if one is module))
+            process(self, module)
             module.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
 
         patch.setattr(Noting, "process_weights_after_loading", keep_copy)
-        assert [take(value, boxes) for value in (6.0, 7.0, 8.0)] == [[192.0] * 2, [224.0] * 2, [256.0] * 2]
+        assert [taken(value) for value in (6.0, 7.0, 8.0)] == [[192.0] * 2, [224.0] * 2, [256.0] * 2]
     moved = modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
-    assert take(3.0, boxes) == [96.0, 96.0] and (moved == 3.0).all()
-    others = [box._replace(words=words_of(box.content)) for box in boxes]  # mapped anew, as after a start of the trainer
-    assert receiver._known.of(others, modules) == [None, None]
-    assert take(4.0, others) == [128.0, 128.0]
-
-    def breaks_off() -> Iterator[Box]:
-        yield boxes[0]
-        raise ValueError("a rank failed")
-
-    with pytest.raises(ValueError, match="a rank failed"):
-        receiver._load(breaks_off(), torch.float32)
-    assert take(5.0, boxes) == [160.0, 160.0]
+    assert taken(3.0) == [96.0, 96.0] and (moved == 3.0).all()
     mapped = [weakref.ref(box.words) for box in boxes]
     boxes.clear()
+    works.clear()
     assert [one() for one in mapped] == [None, None], "what a rank shared stays mapped"
 
 
-def test_what_lives_has_a_known_place_also_where_other_modules_are_packed() -> None:
-    """Each module is packed once in every version: one that lives once everything has come."""
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_each_module_is_packed_once_in_every_version_one_that_lives_once_everything_has_come(num_threads: int) -> None:
     packed: list[str] = []
-
-    class Noting:
-        def process_weights_after_loading(self, module: Any) -> None:
-            name = next(name for name, one in modules.items() if one is module)
-            packed.append(f"{name} {float(module.weight.sum()):g}")
-            if name.startswith("packed"):
-                module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
     names = ("a", "packed.0", "b", "packed.1")
-    modules = {name: linear(0, Noting()) for name in names}
-    for name in ("a", "b"):
-        modules[name].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
-    receiver = receiver_of(modules, dict.fromkeys((f"{name}.weight" for name in names), 32))
-    contents = [torch.zeros(4, 8) for _ in names]
-    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
-    handed: list[str] = []
-
-    def read() -> Iterator[Box]:
-        """As a reader does."""
-        places = receiver._known_places(boxes)
-        for box, place in zip(boxes, places, strict=True):
-            if place is not None:
-                place[:] = box.words
-        for box, place in zip(boxes, places, strict=True):
-            if place is None:
-                handed.append(box.parameter)
-                yield box
-        receiver._pack_rest()
-
-    def take(value: float) -> list[str]:
+    receiver, boxes, contents = modules_of(names, packed)
+    works = works_for(receiver, boxes, num_threads)
+    for value in (1.0, 2.0, 3.0):
+        if value == 3.0:
+            receiver._modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)  # it has moved
         for content in contents:
             content.fill_(value)
         packed.clear()
-        handed.clear()
-        receiver._load(read(), torch.float32)
-        receiver._spare.clear()
-        return list(packed)
+        take(receiver, boxes, works, num_threads)
+        assert sorted(packed[:2]) == [f"packed.{number} {32 * value:g}" for number in (0, 1)]
+        assert sorted(packed[2:]) == [f"{name} {32 * value:g}" for name in ("a", "b")]
+        assert float(receiver._modules["b"].weight.sum()) == 32 * value
 
-    assert take(1.0) == ["packed.0 32", "packed.1 32", "a 32", "b 32"] and len(handed) == 4
-    for value in (2.0, 3.0):
-        assert take(value) == [f"{name} {32 * value:g}" for name in ("packed.0", "packed.1", "a", "b")]
-        assert handed == ["packed.0.weight", "packed.1.weight"]
-    modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)  # it has moved: all are looked for
-    assert take(4.0) == [f"{name} 128" for name in ("packed.0", "packed.1", "a", "b")] and len(handed) == 4
-    assert float(modules["b"].get_parameter("weight").sum()) == 128.0
+
+def test_a_version_that_broke_off_in_the_middle_of_a_module_leaves_nothing_behind() -> None:
+    """Its memory belongs to the module then, as a parameter that lives: the next version writes there, and packs it."""
+    packed: list[str] = []
+    receiver, boxes, contents = modules_of(("packed.0", "packed.1"), packed)
+    works = works_for(receiver, boxes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "copyto", lambda place, words: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            take(receiver, boxes, works)
+    assert receiver._modules["packed.0"].weight.numel() == 32 and not packed
+    for value in (1.0, 2.0):
+        for content in contents:
+            content.fill_(value)
+        packed.clear()
+        take(receiver, boxes, works)
+        assert sorted(packed) == [f"packed.{number} {32 * value:g}" for number in (0, 1)]
+
+
+def test_large_modules_come_first_and_piece_by_piece() -> None:
+    receiver, boxes, _ = modules_of(("a", "large", "b"), [])
+    boxes = [box for box in boxes for _ in range(2)]
+    receiver.is_large = lambda owner: owner == "large"
+    assert [list(work.numbers) for work in works_for(receiver, boxes)] == [[2], [3], [0, 1], [4, 5]]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(2, 4),
+    st.integers(0, 1 << 19),
+)
+def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buckets(
+    layers: list[list[int]], num_threads: int, bucket_bytes: int
+) -> None:
+    num_bytes = {
+        f"model.layers.{layer}.{number}": size for layer, sizes in enumerate(layers) for number, size in enumerate(sizes)
+    }
+    led = _left_to_the_caller(num_bytes, num_threads - 1, bucket_bytes)
+    of_others = max((size for owner, size in num_bytes.items() if owner not in led), default=0)
+    largest, room = max(num_bytes.values()), max(map(sum, layers)) + 2 * bucket_bytes
+    assert largest + (num_threads - 1) * of_others <= room
+    assert all(largest + (num_threads - 1) * num_bytes[owner] > room for owner in led), "there is room for more"

@@ -1,32 +1,73 @@
-"""Copying with several threads: every piece once, hashed where it went, and no thread left behind."""
+"""Works of several threads: each once, every piece hashed where it went, and no thread left behind."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from megarl.sync import copies
-from megarl.sync.copies import Copies, PieceCopy, num_copy_threads
+from megarl.sync.copies import Copies, num_copy_threads
 from megarl.sync.in_place import hashed_parts, piece_checksum
 
 pytestmark = pytest.mark.sync
+NUM_PIECES = 100
+PATIENT_S = 60.0
 
 
-def pieces(count: int = 100) -> list[PieceCopy]:
-    """Matrices of other numbers each, to every second column of their places; most of them so large that numpy and xxhash
-    let go of Python's lock: then threads do work beside each other."""
+def nothing(thread: int) -> None:
+    """Needs no time."""
+
+
+@dataclass
+class Some:
+    """Works of a few pieces; which threads found places and were done, in the order of what they did."""
+
+    numbers: Sequence[int]
+    made: Sequence[np.ndarray]
+    leads: bool = False
+    at_begin: Callable[[int], None] = nothing
+    at_end: Callable[[int], None] = nothing
+    threads: list[int] = field(default_factory=list)
+    words: list[np.ndarray] = field(default_factory=list)
+
+    def places(self, thread: int) -> Sequence[np.ndarray]:
+        self.threads.append(thread)
+        self.at_begin(thread)
+        self.words = [np.zeros((len(self.made[one]), 18000), dtype=np.int32)[:, ::2] for one in self.numbers]
+        return self.words
+
+    def copied(self, thread: int) -> None:
+        self.threads.append(thread)
+        assert self.is_there()
+        self.at_end(thread)
+
+    def is_there(self) -> bool:
+        pairs = zip(self.words, self.numbers, strict=True)
+        return all(np.array_equal(place, self.made[number]) for place, number in pairs)
+
+
+def pieces(count: int = NUM_PIECES) -> list[np.ndarray]:
+    """Matrices of other numbers each, which go to every second column of their places; most of them so large that numpy and
+    xxhash let go of Python's lock: then threads do work beside each other."""
     draws = (np.random.default_rng(number) for number in range(count))
-    words = [draw.integers(-9, 9, (number % 7 + 1, 9000), dtype=np.int32) for number, draw in enumerate(draws)]
-    places = (np.zeros((len(one), 18000), dtype=np.int32)[:, ::2] for one in words)
-    return [PieceCopy(one, place, 3 * number) for number, (one, place) in enumerate(zip(words, places, strict=True))]
+    return [draw.integers(-9, 9, (number % 7 + 1, 9000), dtype=np.int32) for number, draw in enumerate(draws)]
 
 
-def is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def works(made: Sequence[np.ndarray], size: int = 3) -> list[Some]:
+    return [Some(range(first, min(first + size, len(made))), made) for first in range(0, len(made), size)]
+
+
+def sums(made: Sequence[np.ndarray]) -> list[int]:
+    return [piece_checksum(hashed_parts(words), 7, number) for number, words in enumerate(made)]
+
+
+def ignored(count: int) -> None:
+    """Nobody waits for it."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +78,48 @@ def no_thread_is_left_behind() -> object:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_every_piece_is_copied_and_hashed_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    def counted(parts: Sequence[np.ndarray], version: int, number: int) -> int:
-        hashed.append(number)
-        return piece_checksum(parts, version, number)
-
-    monkeypatch.setattr(copies, "piece_checksum", counted)
+def test_every_work_is_done_once_and_all_its_pieces_are_hashed(num_threads: int) -> None:
     made, counts = pieces(), list[int]()
-    one = Copies(made, 7, num_threads)
+    chosen = works(made)
+    one = Copies(made, chosen, 7, num_threads)
 
     def copied(count: int) -> None:
         counts.append(count)
-        assert all(np.array_equal(piece.place, piece.words) for piece in made[:count])
+        assert all(work.is_there() for work in chosen if work.numbers[-1] < count)
 
     one.run(copied)
-    assert all(np.array_equal(piece.place, piece.words) for piece in made)
-    assert sorted(hashed) == [piece.number for piece in made]
-    assert one.sums.tolist() == [piece_checksum(hashed_parts(piece.words), 7, piece.number) for piece in made]
+    assert all(work.is_there() for work in chosen) and one.left == []
+    assert all(len(work.threads) == 2 and len(set(work.threads)) == 1 for work in chosen)
+    assert one.sums.tolist() == sums(made)
     assert counts == sorted(counts) and (num_threads > 1 or counts == [8 * n for n in range(1, 13)])
+    assert one.verify_s > 0.0
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_what_belongs_to_no_work_is_left_and_all_behind_it_counts_as_not_copied(num_threads: int) -> None:
+    made, counts = pieces(), list[int]()
+    one = Copies(made, [Some([number], made) for number in range(NUM_PIECES) if number not in (41, 77)], 7, num_threads)
+    one.run(counts.append)
+    assert one.left == [41, 77] and max(counts) <= 41
+    right = [0 if number in (41, 77) else value for number, value in enumerate(sums(made))]
+    assert one.sums.tolist() == right
+
+
+def test_other_threads_take_only_what_is_not_left_to_the_callers() -> None:
+    """Which waits here until another one has done something."""
+    made, begun = pieces(), threading.Event()
+    chosen = works(made)
+    for number, work in enumerate(chosen):
+        work.leads = number % 2 == 1
+        work.at_begin = lambda thread: begun.set() if thread else None
+    chosen[1].at_begin = lambda thread: assert_true(begun.wait(PATIENT_S))
+    Copies(made, chosen, 7, 2).run(ignored)
+    assert all(work.threads == [0, 0] for work in chosen if work.leads)
+    assert any(work.threads == [1, 1] for work in chosen if not work.leads)
+
+
+def assert_true(value: bool) -> None:
+    assert value
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -66,19 +129,20 @@ def test_what_arrives_otherwise_than_it_was_has_another_hash(num_threads: int, m
 
     def wrong(place: np.ndarray, words: np.ndarray) -> None:
         place[:] = words
-        if words is made[70].words:
+        if words is made[70]:
             place[-1, -1] ^= 1
 
+    chosen = works(made)
+    chosen[70 // 3].is_there = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(copies.np, "copyto", wrong)
-    one = Copies(made, 7, num_threads)
-    one.run(lambda count: None)
-    right = np.array([piece_checksum(hashed_parts(piece.words), 7, piece.number) for piece in made], dtype=np.uint64)
-    assert np.flatnonzero(one.sums != right).tolist() == [70]
+    one = Copies(made, chosen, 7, num_threads)
+    one.run(ignored)
+    assert np.flatnonzero(one.sums != np.array(sums(made), dtype=np.uint64)).tolist() == [70]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_one_that_was_given_up_copies_no_further(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    large, done, copy = np.zeros(1 << 19, dtype=np.int32), list[int](), np.copyto  # large: no thread takes them all at once
+    done, copy, made = list[int](), np.copyto, pieces(2000)
 
     def counted(place: np.ndarray, words: np.ndarray) -> None:
         done.append(1)
@@ -89,64 +153,50 @@ def test_one_that_was_given_up_copies_no_further(num_threads: int, monkeypatch: 
 
     monkeypatch.setattr(copies.np, "copyto", counted)
     with pytest.raises(TimeoutError, match="given up"):
-        Copies([PieceCopy(large, np.empty_like(large), 0)] * 500, 7, num_threads).run(copied)
-    assert 8 <= len(done) < 500
+        Copies(made, works(made), 7, num_threads).run(copied)
+    assert 8 <= len(done) < len(made)
 
 
-def test_what_another_thread_cannot_do_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(parts: Sequence[np.ndarray], version: int, number: int) -> int:
-        if not is_main():
-            raise MemoryError("no room for the copy of a piece")
-        time.sleep(0.001)
-        return 0
+@pytest.mark.parametrize("step", ["at_begin", "at_end"])
+def test_what_another_thread_cannot_do_is_raised_and_ends_them_all(step: str) -> None:
+    made, failed = pieces(), threading.Event()
+    chosen = works(made)
 
-    monkeypatch.setattr(copies, "piece_checksum", fails)
+    def fail(thread: int) -> None:
+        if thread:
+            failed.set()
+            raise MemoryError("no room for a module")
+        assert failed.wait(PATIENT_S)
+        time.sleep(0.05)  # until that thread has said so
+
+    for work in chosen:
+        setattr(work, step, fail)
     with pytest.raises(MemoryError, match="no room"):
-        Copies(pieces(), 7, 2).run(lambda count: None)
+        Copies(made, chosen, 7, 2).run(ignored)
+    assert sum(bool(work.threads) for work in chosen) <= 2
 
 
-def test_what_is_copied_last_is_hashed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the thread that copied it, where the caller's has found nothing more to hash just before."""
-    taken, waits, copy, hash_next = threading.Event(), threading.Event(), np.copyto, Copies._hash_next
+def test_a_thread_that_works_for_long_is_waited_for() -> None:
+    """What it does is part of the version."""
+    made, ended = pieces(2), list[int]()
+    begun = threading.Event()
 
-    def slow(place: np.ndarray, words: np.ndarray) -> None:
-        if is_main():
-            assert taken.wait(60)
-        else:
-            taken.set()
-            time.sleep(0.1)  # the caller's thread looks for more meanwhile
-        copy(place, words)
+    def long(thread: int) -> None:
+        if thread:
+            begun.set()
+            time.sleep(0.2)
+        ended.append(thread)
 
-    def hash_late(self: Copies) -> bool:
-        if is_main():
-            return hash_next(self) or not waits.wait(60)
-        if self._unhashed:
-            waits.set()
-            time.sleep(0.1)  # the caller's thread goes on meanwhile
-        return hash_next(self)
-
-    monkeypatch.setattr(copies.np, "copyto", slow)
-    monkeypatch.setattr(Copies, "_hash_next", hash_late)
-    made = pieces(2)
-    one = Copies(made, 7, 2)
-    one.run(lambda count: None)
-    assert one.sums.tolist() == [piece_checksum(hashed_parts(piece.words), 7, piece.number) for piece in made]
+    chosen = works(made, 1)
+    chosen[0].at_begin = chosen[1].at_begin = lambda thread: assert_true(thread > 0 or begun.wait(PATIENT_S))
+    chosen[0].at_end = chosen[1].at_end = long
+    one = Copies(made, chosen, 7, 2)
+    one.run(ignored)
+    assert sorted(ended) == [0, 1] and one.sums.tolist() == sums(made)
+    assert one.pack_s >= 0.1, "half of what one of two threads took"
 
 
-def test_a_thread_that_does_nothing_but_hash_holds_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was copied is said to be, though that thread has copied nothing of it."""
-    made, counts = pieces(200), list[int]()
-
-    def slow(parts: Sequence[np.ndarray], version: int, number: int) -> int:
-        time.sleep(0.0005 if is_main() else 0.001)
-        return 0
-
-    monkeypatch.setattr(copies, "piece_checksum", slow)
-    Copies(made, 7, 2).run(counts.append)
-    assert counts == sorted(counts) and counts[-1] > len(made) / 2
-
-
-def test_where_no_thread_can_be_started_none_goes_on_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
 
     class Limited(threading.Thread):
@@ -157,15 +207,16 @@ def test_where_no_thread_can_be_started_none_goes_on_copying(monkeypatch: pytest
             super().start()
 
     monkeypatch.setattr(copies, "Thread", Limited)
+    made = pieces(2000)
     with pytest.raises(RuntimeError, match="can't start"):
-        Copies(pieces(), 7, 4).run(lambda count: None)
+        Copies(made, works(made), 7, 4).run(ignored)
     assert not started[0].is_alive()
 
 
-def test_nothing_to_copy_is_no_failure() -> None:
-    one = Copies([], 7, 2)
-    one.run(lambda count: None)
-    assert len(one.sums) == 0
+def test_nothing_to_do_is_no_failure() -> None:
+    one = Copies(pieces(3), [], 7, 2)
+    one.run(ignored)
+    assert one.left == [0, 1, 2] and (one.verify_s, one.pack_s) == (0.0, 0.0)
 
 
 def test_workers_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_for
@@ -97,7 +98,7 @@ def first_version(request: pytest.FixtureRequest) -> None:
     if "case" in request.fixturenames:
         case = request.getfixturevalue("case")
         case.engines.before = case.engines.after = lambda engine, worker, boxes: None
-        case.engines.known = lambda number: False
+        case.engines.choose(lambda number: True, False)
         case.publish(0)
         case.assert_taken(0)
 
@@ -163,26 +164,34 @@ def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> 
     case.assert_refused(0, "wrong bytes in piece")
 
 
-def test_a_checksum_is_of_what_a_worker_has(case: Case) -> None:
+def test_a_checksum_is_of_what_a_worker_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of what a rank has by then: it may have been written to since a box was copied."""
-    name = case.publisher.sync._in_place[0].at_source(case.publisher.sync._plan, 0).parameter
+    name, copy = case.publisher.sync._in_place[0].at_source(case.publisher.sync._plan, 0).parameter, np.copyto
+    first: list[int] = []
 
-    def write(engine: int, worker: int, boxes: int) -> None:
+    def is_next(engine: int, worker: int, boxes: int) -> None:
         if worker == 0 and boxes == 0:
+            first.append(threading.get_ident())
+
+    def copy_and_write(place: np.ndarray, words: np.ndarray) -> None:
+        copy(place, words)
+        if first == [threading.get_ident()]:
+            first.clear()
             case.shards[name].add_(1.0)
 
-    case.engines.after = write
+    case.engines.before = is_next
+    monkeypatch.setattr(np, "copyto", copy_and_write)
     case.assert_refused(0, "wrong bytes in piece 0 of")
 
 
 @pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)
 @pytest.mark.parametrize("known", [lambda number: True, lambda number: number % 3 != 1], ids=["all", "some"])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_boxes_of_known_places_are_copied_there_and_verified_alike(
+def test_boxes_of_several_threads_and_those_that_are_handed_out_are_verified_alike(
     case: Case, num_threads: int, known: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.sync.read.num_copy_threads", lambda workers: num_threads)
-    case.engines.known = known
+    case.engines.choose(known, True)
     figures = case.publish(1)
     case.assert_taken(1)
     assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
@@ -258,10 +267,10 @@ def test_what_was_copied_behind_an_unread_box_does_not_count_as_read_yet(
         if worker == 0:
             seen.append(int(sender._rings[0].read[0]) - (sender._session << SESSION_SHIFT))
 
-    case.engines.known = lambda number: number != unread
+    case.engines.choose(lambda number: number != unread, False)
     case.engines.before = look
     case.publish(1)
-    assert len(seen) == 1 and seen[0] <= unread
+    assert len(seen) > 1 and seen[-1] == unread, "the one that was handed out is the last"
     case.assert_taken(1)
 
 

@@ -25,9 +25,12 @@ from megarl.family import ModelShape
 from megarl.recipe.sections import LoraSection
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
+from megarl.rollout.module_work import ModuleWork, module_works
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.copies import MOST_THREADS, num_copy_threads
 from megarl.sync.in_place import share
 from megarl.sync.publish import SyncSettings, WeightSync, memcpy_bytes_per_s
+from megarl.sync.read import Box
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -80,30 +83,61 @@ class Writing(ThreadEngines):
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout) -> None:
         super().__init__(shape, rollout)
-        self.weights: list[Parameters] = []
-        for worker in range(rollout.workers):
-            sizes = vllm.parameter_sizes(shape, rollout, worker)
-            self.weights.append({name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()})
+        self.workers = [Worker(vllm.parameter_sizes(shape, rollout, worker)) for worker in range(rollout.workers)]
 
     def _take(self, engine: int, worker: int) -> Parameters:
-        own, spare, module = self.weights[worker], SpareMemory(), ""
+        own, owner = self.workers[worker], ""
         targets: Parameters = {}
+        num_threads = num_copy_threads(len(self.workers))
 
-        def pack() -> None:
-            for name in list(targets):
-                own[name].copy_(targets.pop(name))
-            spare.take_back()
+        def works(boxes: Sequence[Box]) -> list[ModuleWork]:
+            return module_works(own, boxes, own.num_bytes(), num_threads, BUCKET_BYTES)
 
-        for box in self.readers[engine, worker].boxes(self._manifest, engine):
-            if box.parameter.rpartition(".")[0] != module:
-                pack()
-                module = box.parameter.rpartition(".")[0]
-            if module.endswith("_proj") and box.parameter not in targets:
-                whole = own[box.parameter]
-                targets[box.parameter] = spare.take(tuple(whole.shape), whole.dtype, whole.device)
-            box.within(targets.get(box.parameter, own[box.parameter])).copy_(box.content)
-        pack()
+        for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
+            if box.parameter.rpartition(".")[0] != owner:
+                own.came(owner, 0)
+                owner, targets = box.parameter.rpartition(".")[0], {}
+            if box.parameter not in targets:
+                targets[box.parameter] = own.target(box.parameter, 0)
+            box.within(targets[box.parameter]).copy_(box.content)
+        own.came(owner, 0)
+        for spare in own.spares:
+            spare.clear()
         return {}
+
+
+class Worker:
+    """Its weights; each thread has spare memory for linear ones, from which they are copied where vLLM would pack them."""
+
+    def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        self.weights = {name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+        self.spares = [SpareMemory() for _ in range(MOST_THREADS)]
+        self._targets: list[Parameters] = [{} for _ in range(MOST_THREADS)]
+
+    def num_bytes(self) -> dict[str, int]:
+        return {name.rpartition(".")[0]: weight.nbytes for name, weight in self.weights.items()}
+
+    def is_large(self, owner: str) -> bool:
+        return owner in ("model.embed_tokens", "lm_head")
+
+    def spare(self, thread: int) -> SpareMemory:
+        return self.spares[thread]
+
+    def address(self, parameter: str) -> int:
+        return 0 if "_proj." in parameter else self.weights[parameter].data_ptr()
+
+    def target(self, parameter: str, thread: int) -> torch.Tensor:
+        live = self.weights[parameter]
+        if "_proj." not in parameter:
+            return live
+        target = self._targets[thread][parameter] = self.spares[thread].take(tuple(live.shape), live.dtype, live.device)
+        return target
+
+    def came(self, owner: str, thread: int) -> None:
+        targets = self._targets[thread]
+        while targets:
+            self.weights[next(iter(targets))].copy_(targets.pop(next(iter(targets))))
+        self.spares[thread].take_back()
 
 
 def peaks(way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank: int, group: Any) -> Peaks:
@@ -134,7 +168,7 @@ def publish_twice(
         figures = sync.publish(version, parameters, engines)
         found.append(resident("VmHWM") - rest)
     if engines is not None:
-        assert_taken(engines.weights, parameters, layout)
+        assert_taken([worker.weights for worker in engines.workers], parameters, layout)
         engines.close()
     sync.close()
     held = megatron.parameter_sizes(shape, layout, rank), vllm.parameter_sizes(shape, rollout, 0)

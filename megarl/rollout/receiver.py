@@ -37,14 +37,13 @@ from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.cpu_workers import complete
-from megarl.rollout.module_work import ModuleWork
+from megarl.rollout.module_work import ModuleWork, module_works
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
 from megarl.sync.copies import MOST_THREADS, num_copy_threads
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader, no_works
-from megarl.sync.transport import NUM_BUCKETS
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
@@ -221,32 +220,17 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._written()
 
     def _works(self, manifest: WeightManifest, boxes: Sequence[Box]) -> list[ModuleWork]:
-        """What is read in place: large weights that live where they are written first, piece by piece, as some of them are
-        packed in one go; then module by module.
-
-        Each thread has spare memory for one module. The caller's may be the largest; the others take no more than what is
-        left then of the largest layer and of two buckets, which nobody has here: so all is never more than both.
-        """
+        """For weights that are read in place."""
         self._know_modules()
         self._dtype = DTYPES[manifest.precision]
-        by_module: dict[str, list[int]] = {}
-        for number, box in enumerate(boxes):
-            by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)
-        num_bytes, layers = dict.fromkeys(by_module, 0), dict[str, int]()
-        single = [owner for owner in by_module if isinstance(self._modules[owner], VocabParallelEmbedding)]
+        num_bytes: dict[str, int] = {}
         for parameter, (rows, cols) in self._sizes.items():
-            owner, layer = parameter.rpartition(".")[0], parameter.partition(".layers.")[2].partition(".")[0]
-            if owner in by_module and owner not in single:
-                num_bytes[owner] += rows * cols * self._dtype.itemsize
-                layers[layer] = layers.get(layer, 0) + rows * cols * self._dtype.itemsize
-        room = max(layers.values(), default=0) + NUM_BUCKETS * manifest.bucket_bytes - max(num_bytes.values())
-        num_others = num_copy_threads(self._rollout.workers) - 1
-        works = [ModuleWork(self, owner, [boxes[one]], [one], False) for owner in single for one in by_module[owner]]
-        for owner, numbers in by_module.items():
-            if owner not in single:
-                leads = num_bytes[owner] * num_others > room
-                works.append(ModuleWork(self, owner, [boxes[one] for one in numbers], numbers, leads))
-        return works
+            owner = parameter.rpartition(".")[0]
+            num_bytes[owner] = num_bytes.get(owner, 0) + rows * cols * self._dtype.itemsize
+        return module_works(self, boxes, num_bytes, num_copy_threads(self._rollout.workers), manifest.bucket_bytes)
+
+    def is_large(self, owner: str) -> bool:
+        return isinstance(self._modules[owner], VocabParallelEmbedding)
 
     def spare(self, thread: int) -> SpareMemory:
         return self._spares[thread]
@@ -322,8 +306,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._owner = None
 
     def _complete(self, owner: str, spare: SpareMemory) -> None:
-        """A module is complete, or a part of one that lives where it is written. What is in spare memory is packed at once, so that the next one may have it; all others when
-        everything has come: packing between two buckets would take the cache from them."""
+        """A module is complete, or a part of a large one. What is in spare memory is packed at once, so that the next one
+        may have it; all others when everything has come: trainer ranks make their checksums meanwhile, and between two
+        buckets packing would take the cache from them."""
         if spare.in_use:
             self._process(owner)
             spare.take_back()

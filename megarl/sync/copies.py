@@ -22,13 +22,16 @@ RELEASE_PIECES = 8
 
 
 class Work(Protocol):
-    """Some pieces of a version, which one thread copies, and what it does with them then. Threads count from 0, the caller's.
-    Their methods are called once for each version, one after the other by the same thread."""
+    """Some pieces of a version, which one thread copies, and what it does with them then. Threads are numbered; the caller's
+    is 0. Both methods are called once in each version, one after the other by the same thread."""
 
-    numbers: Sequence[int]
-    """Of the pieces, among all of the version's."""
-    leads: bool
-    """Whether it is left to the caller's thread."""
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of the pieces, among all of the version's."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is left to the caller's thread."""
 
     def places(self, thread: int) -> Sequence[np.ndarray]:
         """Where each piece belongs, as words of the same shape."""
@@ -38,8 +41,8 @@ class Work(Protocol):
 
 
 class Copies:
-    """Does works, each once, in their order as far as threads are free. numpy lets go of Python's lock while it copies, and so
-    do xxhash (4.1) above 64 KiB and vLLM while it packs.
+    """Does works, each once, in their order as far as threads are free. numpy lets go of Python's lock while it copies, and
+    so do xxhash (4.1) above 64 KiB and vLLM while it packs.
 
     `sums` [pieces] are uint64, and made of what was copied. `verify_s` and `pack_s` are what hashes and the ends of works
     took, as if all threads had shared them evenly.
@@ -87,7 +90,7 @@ class Copies:
             raise self._errors[0]
 
     def _help(self, thread: int) -> None:
-        torch.get_num_threads()  # a thread takes over how many OpenMP threads torch was told to use when it first asks (2.13)
+        torch.get_num_threads()  # what torch was told of OpenMP threads, a thread takes over when it first asks (2.13)
         try:
             self._do(thread, lambda count: None)
         except BaseException as error:  # raised by `run`, where somebody hears of it

@@ -102,8 +102,9 @@ class StreamReader:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
         after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
         the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
-        for no more boxes has to close it. Boxes that are read in place and belong to one of `works` are not handed out: works
-        are done before, and boxes hashed where they were copied to. They are asked for when a trainer's memory was mapped.
+        for no more boxes has to close it. Boxes that are read in place and belong to one of `works` are not handed out:
+        works are done before, and their boxes hashed where they were copied to. `works` is asked when memory was mapped, and
+        its works are done again in every version that is read there.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -141,8 +142,8 @@ class StreamReader:
     def _read_in_place(
         self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], works: FindWorks
     ) -> Iterator[Box]:
-        """Do all works, then hand out the other boxes where they lie, each to be hashed there. The ranks make their sums when
-        all was read, and these are compared."""
+        """Do all works, then hand out the other boxes where they lie, to be hashed there. The ranks make their sums when all
+        was read, and these are compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._let_go()
