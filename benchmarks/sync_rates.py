@@ -30,7 +30,7 @@ from benchmarks.sync_model import Rates
 from megarl.family import ModelShape
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.sync.copies import num_copy_threads
+from megarl.sync.copies import Works, num_copy_threads
 from megarl.sync.in_place import words_of
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
@@ -181,7 +181,6 @@ class _Work:
 
     numbers: tuple[int, ...]
     place: np.ndarray
-    leads: bool = False
 
     def places(self, thread: int) -> list[np.ndarray]:
         return [self.place]
@@ -197,8 +196,8 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
     words = {name: words_of(target) for name, target in targets.items()}
 
-    def works(boxes: Sequence[Box]) -> list[_Work]:
-        return [_Work((number,), box.words_within(words[box.parameter])) for number, box in enumerate(boxes)]
+    def works(boxes: Sequence[Box]) -> Works:
+        return Works([_Work((number,), box.words_within(words[box.parameter])) for number, box in enumerate(boxes)])
 
     connection.send(None)
     while (values := connection.recv()) is not None:

@@ -10,7 +10,8 @@ weights of a Llama of 330 MB in bf16. Of each are measured, in turns, so that al
   ask for it and to hear of it. `transfer` is what the slowest worker takes until the bytes have come and are written,
   without checksums and without vLLM's own packing of what was written (`repack`, common to every way).
 - memcpy: copying the same bytes from tensor to tensor with one thread, memory that was touched before. A worker of megarl's
-  has as many threads as its engine has cores for it, for what needs no packing: here the embedding.
+  has as many threads as its engine has cores for it, up to four, which copy, hash and pack beside each other; what they do
+  at once counts as if they had shared it evenly, and what one waits for another as transfer.
 - checkpoint: what others do. Rank 0 gathers every tensor from all ranks, then every worker receives the whole model, through
   the same buckets, for vLLM's own loader. That one packs as it goes: its movement is all but megarl's repack of that round.
   Of megarl's way and of this one the second of two syncs counts, as in a run, where the plan is there.

@@ -15,6 +15,7 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import vllm_segments
 from megarl.sync.codec import Blocks, dequantise_blocks
+from megarl.sync.copies import MOST_THREADS, Works
 from megarl.sync.in_place import words_of
 from megarl.sync.manifest import WeightManifest
 from megarl.sync.publish import EngineFacts
@@ -116,9 +117,10 @@ class ThreadEngines:
         """A worker's parameters, every element written at most once; what is not written is not a number."""
         self._taking[engine, worker] = taking = Taking({}, 0)
 
-        def works(boxes: Sequence[Box]) -> list[BoxWork]:
+        def works(boxes: Sequence[Box]) -> Works:
             known = [number for number in range(len(boxes)) if self.known(number)]
-            return [BoxWork(self, (engine, worker), boxes[number], number) for number in known]
+            each = [BoxWork(self, (engine, worker), boxes[number], number) for number in known]
+            return Works(each, MOST_THREADS if self.spread else 1)
 
         for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
             self.before(engine, worker, taking.boxes)
@@ -147,7 +149,7 @@ class BoxWork:
     """One box into what its worker has of the version that it takes just then."""
 
     def __init__(self, engines: ThreadEngines, place: tuple[int, int], box: Box, number: int) -> None:
-        self.numbers, self.leads = (number,), not engines.spread
+        self.numbers = (number,)
         self._engines, self._place, self._box = engines, place, box
 
     def places(self, thread: int) -> list[np.ndarray]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.sync import copies
 from megarl.sync.copies import Copies, num_copy_threads
@@ -29,7 +32,6 @@ class Some:
 
     numbers: Sequence[int]
     made: Sequence[np.ndarray]
-    leads: bool = False
     at_begin: Callable[[int], None] = nothing
     at_end: Callable[[int], None] = nothing
     threads: list[int] = field(default_factory=list)
@@ -105,19 +107,6 @@ def test_what_belongs_to_no_work_is_left_and_all_behind_it_counts_as_not_copied(
     assert one.sums.tolist() == right
 
 
-def test_other_threads_take_only_what_is_not_left_to_the_callers() -> None:
-    """Which waits here until another one has done something."""
-    made, begun = pieces(), threading.Event()
-    chosen = works(made)
-    for number, work in enumerate(chosen):
-        work.leads = number % 2 == 1
-        work.at_begin = lambda thread: begun.set() if thread else None
-    chosen[1].at_begin = lambda thread: assert_true(begun.wait(PATIENT_S))
-    Copies(made, chosen, 7, 2).run(ignored)
-    assert all(work.threads == [0, 0] for work in chosen if work.leads)
-    assert any(work.threads == [1, 1] for work in chosen if not work.leads)
-
-
 def assert_true(value: bool) -> None:
     assert value
 
@@ -159,21 +148,48 @@ def test_one_that_was_given_up_copies_no_further(num_threads: int, monkeypatch: 
 
 @pytest.mark.parametrize("step", ["at_begin", "at_end"])
 def test_what_another_thread_cannot_do_is_raised_and_ends_them_all(step: str) -> None:
-    made, failed = pieces(), threading.Event()
+    made = pieces()
     chosen = works(made)
+    one = Copies(made, chosen, 7, 2)
 
     def fail(thread: int) -> None:
         if thread:
-            failed.set()
             raise MemoryError("no room for a module")
-        assert failed.wait(PATIENT_S)
-        time.sleep(0.05)  # until that thread has said so
+        end = time.monotonic() + PATIENT_S
+        while not one._stopped and time.monotonic() < end:
+            time.sleep(0.001)
 
     for work in chosen:
         setattr(work, step, fail)
     with pytest.raises(MemoryError, match="no room"):
-        Copies(made, chosen, 7, 2).run(ignored)
+        one.run(ignored)
     assert sum(bool(work.threads) for work in chosen) <= 2
+
+
+def test_what_broke_off_is_held_by_its_failure_alone() -> None:
+    """A rank's memory, and what a worker would write to, may be large."""
+    made = pieces()
+    chosen, barrier = works(made), threading.Barrier(2)
+
+    def fail(thread: int) -> None:
+        if len(others) > 1:
+            barrier.wait(PATIENT_S)
+        raise ZeroDivisionError("both fail")
+
+    for work in chosen:
+        work.at_end = fail
+    others: list[int] = []
+    held = weakref.ref(made[-1])
+    gc.disable()
+    try:
+        for num_threads in (1, 2):
+            others.append(num_threads)
+            with pytest.raises(ZeroDivisionError):
+                Copies(made, chosen, 7, num_threads).run(ignored)
+        del made, chosen, work
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_works_for_long_is_waited_for() -> None:
@@ -211,6 +227,33 @@ def test_where_no_thread_can_be_started_none_goes_on(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="can't start"):
         Copies(made, works(made), 7, 4).run(ignored)
     assert not started[0].is_alive()
+
+
+@pytest.mark.parametrize(
+    ("own", "num_threads", "shared"), [(1, 2, 1), (2, 2, 1), (3, 4, 1), (7, 4, 2), (16, 4, 4), (4, 1, 4)]
+)
+def test_threads_share_the_openmp_threads_and_give_them_back(own: int, num_threads: int, shared: int) -> None:
+    """Also in vLLM's worker, which keeps everybody from choosing them in torch's way."""
+    found, before = dict[int, int](), torch.get_num_threads()
+    barrier = threading.Barrier(num_threads)
+
+    def look(thread: int) -> None:
+        barrier.wait(PATIENT_S)
+        found[thread] = torch.get_num_threads()
+
+    made = pieces(num_threads)
+    chosen = works(made, 1)
+    for work in chosen:
+        work.at_begin = look
+    torch.set_num_threads(own)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "set_num_threads", ignored)
+            Copies(made, chosen, 7, num_threads).run(ignored)
+            assert found == dict.fromkeys(range(num_threads), shared)
+            assert torch.get_num_threads() == own
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nothing_to_do_is_no_failure() -> None:

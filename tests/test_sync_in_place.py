@@ -204,6 +204,41 @@ def test_boxes_of_several_threads_and_those_that_are_handed_out_are_verified_ali
         case.assert_refused(0, r"wrong bytes in piece \d+ of \d+")
 
 
+def test_works_that_could_not_be_made_are_asked_for_again(case: Case) -> None:
+    """Else boxes would be handed out that belong to works, and hashed where they are read and not where they went."""
+    made: list[int] = []
+
+    def known(number: int) -> bool:
+        made.append(number)
+        if len(made) == 5:
+            raise MemoryError("no room for works")
+        return True
+
+    case.engines.choose(known, False)
+    with pytest.raises((MemoryError, SyncError), match="no room for works|given up: another worker"):
+        case.publish(1)
+    assert len(made) >= 5
+    case.publish(1)
+    case.assert_taken(1)
+    assert all(reader._works.each for reader in case.engines.readers.values())
+
+
+def test_works_are_asked_for_when_memory_is_mapped_and_then_kept(case: Case) -> None:
+    made: list[int] = []
+    case.engines.choose(lambda number: not made.append(number), False)  # type: ignore[func-returns-value]
+    counts = []
+    for model in (1, 0, 1):
+        case.publish(model)
+        case.assert_taken(model)
+        counts.append(len(made))
+    assert counts[0] == counts[1] == counts[2] > 0
+    for reader in case.engines.readers.values():
+        reader._homes[0].said += " "  # as if the trainer had been started again
+    case.publish(0)
+    case.assert_taken(0)
+    assert len(made) == 2 * counts[0]
+
+
 def test_engines_come_to_a_stand_while_ranks_see_to_their_memory(case: Case) -> None:
     """They are asked to pause before anything else, once, and waited for afterwards."""
     calls: list[str] = []

@@ -25,9 +25,9 @@ from megarl.family import ModelShape
 from megarl.recipe.sections import LoraSection
 from megarl.reshard import megatron, vllm
 from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.rollout.module_work import ModuleWork, module_works
+from megarl.rollout.module_work import module_works
 from megarl.rollout.spare import SpareMemory
-from megarl.sync.copies import MOST_THREADS, num_copy_threads
+from megarl.sync.copies import MOST_THREADS, Works
 from megarl.sync.in_place import share
 from megarl.sync.publish import SyncSettings, WeightSync, memcpy_bytes_per_s
 from megarl.sync.read import Box
@@ -88,19 +88,18 @@ class Writing(ThreadEngines):
     def _take(self, engine: int, worker: int) -> Parameters:
         own, owner = self.workers[worker], ""
         targets: Parameters = {}
-        num_threads = num_copy_threads(len(self.workers))
 
-        def works(boxes: Sequence[Box]) -> list[ModuleWork]:
-            return module_works(own, boxes, own.num_bytes(), num_threads, BUCKET_BYTES)
+        def works(boxes: Sequence[Box]) -> Works:
+            return module_works(own, boxes, own.sizes, own.spares, BUCKET_BYTES)
 
         for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
             if box.parameter.rpartition(".")[0] != owner:
-                own.came(owner, 0)
+                own.complete(owner, own.spares[0])
                 owner, targets = box.parameter.rpartition(".")[0], {}
             if box.parameter not in targets:
-                targets[box.parameter] = own.target(box.parameter, 0)
+                targets[box.parameter] = own.target(box.parameter, box.content.dtype, own.spares[0])
             box.within(targets[box.parameter]).copy_(box.content)
-        own.came(owner, 0)
+        own.complete(owner, own.spares[0])
         for spare in own.spares:
             spare.clear()
         return {}
@@ -110,34 +109,29 @@ class Worker:
     """Its weights; each thread has spare memory for linear ones, from which they are copied where vLLM would pack them."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        self.sizes = sizes
         self.weights = {name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
         self.spares = [SpareMemory() for _ in range(MOST_THREADS)]
-        self._targets: list[Parameters] = [{} for _ in range(MOST_THREADS)]
-
-    def num_bytes(self) -> dict[str, int]:
-        return {name.rpartition(".")[0]: weight.nbytes for name, weight in self.weights.items()}
+        self._targets: dict[int, Parameters] = {id(spare): {} for spare in self.spares}
 
     def is_large(self, owner: str) -> bool:
         return owner in ("model.embed_tokens", "lm_head")
 
-    def spare(self, thread: int) -> SpareMemory:
-        return self.spares[thread]
-
     def address(self, parameter: str) -> int:
         return 0 if "_proj." in parameter else self.weights[parameter].data_ptr()
 
-    def target(self, parameter: str, thread: int) -> torch.Tensor:
+    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
         live = self.weights[parameter]
         if "_proj." not in parameter:
             return live
-        target = self._targets[thread][parameter] = self.spares[thread].take(tuple(live.shape), live.dtype, live.device)
+        target = self._targets[id(spare)][parameter] = spare.take(tuple(live.shape), dtype, live.device)
         return target
 
-    def came(self, owner: str, thread: int) -> None:
-        targets = self._targets[thread]
+    def complete(self, owner: str, spare: SpareMemory) -> None:
+        targets = self._targets[id(spare)]
         while targets:
             self.weights[next(iter(targets))].copy_(targets.pop(next(iter(targets))))
-        self.spares[thread].take_back()
+        spare.take_back()
 
 
 def peaks(way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank: int, group: Any) -> Peaks:

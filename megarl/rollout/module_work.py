@@ -4,12 +4,14 @@ packed once all have come."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from megarl.rollout.spare import SpareMemory
+from megarl.sync.copies import Works
 from megarl.sync.read import Box
 from megarl.sync.transport import NUM_BUCKETS
 
@@ -20,16 +22,13 @@ class Writer(Protocol):
     def is_large(self, owner: str) -> bool:
         """Whether a module lives where it is written, and takes long to copy."""
 
-    def spare(self, thread: int) -> SpareMemory:
-        """A thread's own."""
-
     def address(self, parameter: str) -> int:
         """Where a parameter lives, 0 where nothing but its packed form does."""
 
-    def target(self, parameter: str, thread: int) -> torch.Tensor:
-        """Where to write a parameter, [rows, columns]: where it lives, or in the thread's spare memory."""
+    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
+        """Where to write a parameter, [rows, columns]: where it lives, or in spare memory."""
 
-    def came(self, owner: str, thread: int) -> None:
+    def complete(self, owner: str, spare: SpareMemory) -> None:
         """A module has come, or a part of a large one."""
 
 
@@ -41,56 +40,66 @@ class ModuleWork:
     can come to lie there.
     """
 
-    def __init__(self, writer: Writer, owner: str, boxes: Sequence[Box], numbers: Sequence[int], leads: bool) -> None:
-        self.numbers, self.leads = numbers, leads
-        self._writer, self._owner, self._boxes = writer, owner, boxes
+    def __init__(
+        self, writer: Writer, owner: str, boxes: Sequence[Box], numbers: Sequence[int], spares: Sequence[SpareMemory]
+    ) -> None:
+        """Each thread has spare memory of its own."""
+        self.numbers = numbers
+        self._writer, self._owner, self._spares = writer, owner, spares
+        self._boxes = [boxes[number] for number in numbers]
         self._places: list[np.ndarray] = []
         self._addresses: dict[str, int] = {}  # none: the places are not known
 
     @torch.no_grad()  # which is a thread's own
     def places(self, thread: int) -> Sequence[np.ndarray]:
-        writer, known = self._writer, self._addresses
+        writer, known, spare = self._writer, self._addresses, self._spares[thread]
         if known and all(writer.address(parameter) == address for parameter, address in known.items()):
             return self._places
-        spare, words = writer.spare(thread), {}
-        for parameter in dict.fromkeys(box.parameter for box in self._boxes):
-            words[parameter] = spare.words(writer.target(parameter, thread))
-        lives = not spare.in_use
-        self._addresses = {parameter: writer.address(parameter) for parameter in words} if lives else {}
+        self._places, self._addresses = [], {}
+        words = {}
+        for parameter, dtype in {box.parameter: box.content.dtype for box in self._boxes}.items():
+            words[parameter] = spare.words(writer.target(parameter, dtype, spare))
         places = [box.words_within(words[box.parameter]) for box in self._boxes]
-        self._places = places if lives else []  # spare memory that somebody refers to is not lent again
+        if not spare.in_use:  # else somebody who refers to it keeps it from being lent again
+            self._places, self._addresses = places, {parameter: writer.address(parameter) for parameter in words}
         return places
 
     @torch.no_grad()
     def copied(self, thread: int) -> None:
-        self._writer.came(self._owner, thread)
+        self._writer.complete(self._owner, self._spares[thread])
 
 
 def module_works(
-    writer: Writer, boxes: Sequence[Box], num_bytes: Mapping[str, int], num_threads: int, bucket_bytes: int
-) -> list[ModuleWork]:
+    writer: Writer,
+    boxes: Sequence[Box],
+    sizes: Mapping[str, tuple[int, int]],
+    spares: Sequence[SpareMemory],
+    bucket_bytes: int,
+) -> Works:
     """What is to be done with all `boxes` of a version: with large modules first, piece by piece, then module by module.
-    `num_bytes` are those of every module."""
+    `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)
     large = [owner for owner in by_module if writer.is_large(owner)]
-    works = [ModuleWork(writer, owner, [boxes[one]], [one], False) for owner in large for one in by_module[owner]]
-    others = {owner: num_bytes[owner] for owner in by_module if owner not in large}
-    led = _left_to_the_caller(others, num_threads - 1, bucket_bytes)
-    return works + [
-        ModuleWork(writer, owner, [boxes[one] for one in by_module[owner]], by_module[owner], owner in led)
-        for owner in others
-    ]
+    works = [ModuleWork(writer, owner, boxes, [number], spares) for owner in large for number in by_module[owner]]
+    num_bytes: dict[str, list[int]] = {}
+    for owner, numbers in by_module.items():
+        if owner not in large:
+            works.append(ModuleWork(writer, owner, boxes, numbers, spares))
+            itemsizes = {boxes[number].parameter: boxes[number].content.itemsize for number in numbers}
+            num_bytes[owner] = [itemsize * sizes[name][0] * sizes[name][1] for name, itemsize in itemsizes.items()]
+    return Works(works, min(len(spares), most_threads(num_bytes, bucket_bytes)))
 
 
-def _left_to_the_caller(num_bytes: Mapping[str, int], num_others: int, bucket_bytes: int) -> set[str]:
-    """Modules that other threads than the caller's have no spare memory for. Each thread has room for one. The caller's may
-    be the largest; the others share what is left then of the largest layer and of two buckets, which nobody has here: so
-    that all is never more than both."""
+def most_threads(num_bytes: Mapping[str, Sequence[int]], bucket_bytes: int) -> int:
+    """How many may have spare memory for one module each, so that all of it is no more than the largest layer and two
+    buckets, which nobody has here. `num_bytes` are those of the parameters of each module: the first of one module has the
+    same spare memory as that of the next, and so on."""
     layers: dict[str, int] = {}
-    for owner, size in num_bytes.items():
+    for owner, each in num_bytes.items():
         layer = owner.partition(".layers.")[2].partition(".")[0]
-        layers[layer] = layers.get(layer, 0) + size
-    room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes - max(num_bytes.values(), default=0)
-    return {owner for owner, size in num_bytes.items() if size * num_others > room}
+        layers[layer] = layers.get(layer, 0) + sum(each)
+    of_a_thread = sum(map(max, zip_longest(*num_bytes.values(), fillvalue=0)))
+    room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes
+    return max(1, room // max(1, of_a_thread))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,11 +37,11 @@ from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.vllm import idle_parameters, parameter_sizes
 from megarl.rollout.checkpoint_loader import load_checkpoint_tensors
 from megarl.rollout.cpu_workers import complete
-from megarl.rollout.module_work import ModuleWork, module_works
+from megarl.rollout.module_work import module_works
 from megarl.rollout.routing import Recorded, RoutingRecorder
 from megarl.rollout.spare import SpareMemory
 from megarl.sync.codec import FP8
-from megarl.sync.copies import MOST_THREADS, num_copy_threads
+from megarl.sync.copies import MOST_THREADS, Works
 from megarl.sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.read import Box, StreamReader, no_works
 from megarl.sync.whole import whole_tensors
@@ -84,7 +84,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         )
         self._reader: StreamReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._dtype = torch.float32
         self._modules: dict[str, torch.nn.Module] = {}
         self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # each thread has its own
         self._owner: str | None = None  # the module that is being written
@@ -128,12 +127,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._repack_s = 0.0
         reshards = manifest.mode == "reshard"
         meanwhile = self._pack_rest if reshards else lambda: None
-        works = partial(self._works, manifest) if reshards and self.device.type == "cpu" else no_works
+        works = partial(self._works, manifest.bucket_bytes) if reshards and self.device.type == "cpu" else no_works
         # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
-        with (
-            contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes,
-            self._cores_for(num_copy_threads(self._rollout.workers) if reshards and manifest.homes else 1),
-        ):
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
                 load_checkpoint_tensors(self.model, self.model_config, tensors)
@@ -167,12 +163,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         data_rank = self.parallel_config.data_parallel_rank
         return self._rollout.worker(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group, data_rank)
 
-    def _check_names(self, worker: int) -> None:
+    def _check_names(self, worker: int, sizes: Mapping[str, tuple[int, int]]) -> None:
         """The table of `vllm_segments` and the model must know the same parameters."""
         live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
         idle = idle_parameters(self._shape, self._rollout, worker)
         live = {name for name in live if not name.endswith(SCALES)}
-        odd = sorted((live - self._derived_names() - idle) ^ self._sizes.keys())
+        odd = sorted((live - self._derived_names() - idle) ^ sizes.keys())
         if odd:
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
 
@@ -191,11 +187,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     def _know_modules(self) -> None:
         if not self._sizes:
             self._modules = dict(self.model.named_modules())
-            self._sizes = parameter_sizes(self._shape, self._rollout, self._worker())
-            self._check_names(self._worker())
+            sizes = parameter_sizes(self._shape, self._rollout, self._worker())
+            self._check_names(self._worker(), sizes)
+            self._sizes = sizes
 
     def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
-        """Write boxes that are handed out: all that come in buckets, module by module."""
+        """Write boxes that are handed out, module by module: all but those of works."""
         self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
         for box in boxes:
@@ -206,45 +203,30 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     targets = {}  # first: spare memory that somebody refers to is not lent again
                     self._written()
                     self._owner = module_name
-                size = self._sizes[box.parameter]
                 spare = self._spares[0]
-                targets[box.parameter] = self._target(box.parameter, dtype if box.scales is None else FP8, size, spare)
+                targets[box.parameter] = self.target(box.parameter, dtype if box.scales is None else FP8, spare)
                 if box.scales is not None:
-                    blocks = -(-size[0] // BLOCK), -(-size[1] // BLOCK)
-                    scales = self._target(box.parameter + SCALES, torch.float32, blocks, spare)
-                    targets[box.parameter + SCALES] = scales
+                    targets[box.parameter + SCALES] = self.target(box.parameter + SCALES, torch.float32, spare)
             box.within(targets[box.parameter]).copy_(box.content)
             if box.scales is not None:
                 (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
                 targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
         self._written()
 
-    def _works(self, manifest: WeightManifest, boxes: Sequence[Box]) -> list[ModuleWork]:
+    def _works(self, bucket_bytes: int, boxes: Sequence[Box]) -> Works:
         """For weights that are read in place."""
         self._know_modules()
-        self._dtype = DTYPES[manifest.precision]
-        num_bytes: dict[str, int] = {}
-        for parameter, (rows, cols) in self._sizes.items():
-            owner = parameter.rpartition(".")[0]
-            num_bytes[owner] = num_bytes.get(owner, 0) + rows * cols * self._dtype.itemsize
-        return module_works(self, boxes, num_bytes, num_copy_threads(self._rollout.workers), manifest.bucket_bytes)
+        return module_works(self, boxes, self._sizes, self._spares, bucket_bytes)
 
     def is_large(self, owner: str) -> bool:
+        """An embedding or an output head."""
         return isinstance(self._modules[owner], VocabParallelEmbedding)
 
-    def spare(self, thread: int) -> SpareMemory:
-        return self._spares[thread]
-
     def address(self, parameter: str) -> int:
+        """Where a parameter lives, 0 where nothing but its packed form does."""
         owner, _, name = parameter.rpartition(".")
         live: torch.Tensor = getattr(self._modules[owner], name)
         return live.data_ptr() if live.numel() else 0
-
-    def target(self, parameter: str, thread: int) -> torch.Tensor:
-        return self._target(parameter, self._dtype, self._sizes[parameter], self._spares[thread])
-
-    def came(self, owner: str, thread: int) -> None:
-        self._complete(owner, self._spares[thread])
 
     def _pack_rest(self) -> None:
         """Let vLLM pack what does that after everything has come."""
@@ -271,9 +253,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     found.append(f"{owner}.{part} is {held}, not {dtype}, under {_kernel(module)}")
         return found
 
-    def _target(self, parameter: str, dtype: torch.dtype, size: tuple[int, int], spare: SpareMemory) -> torch.Tensor:
-        """Where to write a parameter, [rows, columns]: the live one, or memory for one of which only the packed form lives.
-        A vector is one column; experts stand one below the other."""
+    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
+        """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live one, or memory for one of which
+        only the packed form lives. A vector is one column; experts stand one below the other."""
         owner, _, name = parameter.rpartition(".")
         module = self._modules[owner]
         live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
@@ -281,7 +263,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         widened = name == "bias" and live.dtype == torch.float32 and self.device.type == "cpu" and live.dtype != dtype
         if live.dtype != dtype and not widened:
             raise SyncError(f"{parameter} is {live.dtype} in the engine but {dtype} in the manifest")
-        rows, cols = size
+        rows, cols = self._sizes[parameter.removesuffix(SCALES)]
+        if name.endswith(SCALES):
+            rows, cols = -(-rows // BLOCK), -(-cols // BLOCK)
         # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
         stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
         packed = live.numel() == 0 or stacked or widened
@@ -301,11 +285,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         """The module that boxes were handed out of is complete."""
         if self._owner is not None:
             begun = time.perf_counter()
-            self._complete(self._owner, self._spares[0])
+            self.complete(self._owner, self._spares[0])
             self._repack_s += time.perf_counter() - begun
             self._owner = None
 
-    def _complete(self, owner: str, spare: SpareMemory) -> None:
+    def complete(self, owner: str, spare: SpareMemory) -> None:
         """A module is complete, or a part of a large one. What is in spare memory is packed at once, so that the next one
         may have it; all others when everything has come: trainer ranks make their checksums meanwhile, and between two
         buckets packing would take the cache from them."""
@@ -331,6 +315,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
                 # With a kernel of an earlier load it takes the weights for packed ones.
                 quant_method.moe_kernel = None
+            if hasattr(module, "cpu_linear"):
+                del module.cpu_linear  # the old packed form goes before there is a new one beside it
             quant_method.process_weights_after_loading(module)
 
     def _process_embedding(self, module: VocabParallelEmbedding) -> None:
@@ -341,19 +327,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
-
-    @contextlib.contextmanager
-    def _cores_for(self, num_threads: int) -> Iterator[None]:
-        """Where several threads pack, each has a share of the OpenMP threads that this worker computes with."""
-        own = torch.get_num_threads()
-        shared = max(1, own // num_threads)
-        if shared < own:
-            torch.set_num_threads(shared)
-        try:
-            yield
-        finally:
-            if shared < own:
-                torch.set_num_threads(own)
 
 
 def _kernel(module: torch.nn.Module) -> str:

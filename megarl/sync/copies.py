@@ -3,12 +3,13 @@ hashes them where they went, while they are in its cache, and makes of them what
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,15 +30,18 @@ class Work(Protocol):
     def numbers(self) -> Sequence[int]:
         """Of the pieces, among all of the version's."""
 
-    @property
-    def leads(self) -> bool:
-        """Whether it is left to the caller's thread."""
-
     def places(self, thread: int) -> Sequence[np.ndarray]:
         """Where each piece belongs, as words of the same shape."""
 
     def copied(self, thread: int) -> None:
         """All of them are there."""
+
+
+class Works(NamedTuple):
+    """Each piece of a version belongs to one of them at most; so many threads have memory for them."""
+
+    each: Sequence[Work] = ()
+    most_threads: int = MOST_THREADS
 
 
 class Copies:
@@ -51,12 +55,11 @@ class Copies:
     def __init__(self, pieces: Sequence[np.ndarray], works: Sequence[Work], version: int, num_threads: int) -> None:
         """`pieces` are all of a version, as words. Those of no work are left where they are."""
         self.sums = np.zeros(len(pieces), dtype=np.uint64)
-        self._pieces, self._version = pieces, version
-        self._led = deque(work for work in works if work.leads)
-        self._works = deque(work for work in works if not work.leads)
+        self._pieces, self._version, self._works = pieces, version, deque(works)
         self._done = bytearray(len(pieces))  # 1 for a piece that is copied and hashed
         self._hashing_s, self._ending_s = [0.0] * num_threads, [0.0] * num_threads
-        self._errors: list[BaseException] = []
+        self._stopped = False
+        self._errors: list[BaseException] = []  # of other threads than the caller's
 
     @property
     def verify_s(self) -> float:
@@ -73,21 +76,25 @@ class Copies:
 
     def run(self, copied: Callable[[int], None]) -> None:
         """`copied` is told now and then that so many pieces are, the first ones; it may raise. No thread is left behind."""
-        num_others = len(self._hashing_s) - 1 if self._works else 0
-        others = [Thread(target=self._help, args=(thread,), daemon=True) for thread in range(1, 1 + num_others)]
-        try:
-            for other in others:
-                other.start()
-            self._do(0, copied)
-        except BaseException as error:  # whatever the way out, threads are to stop; raised again
-            self._errors.append(error)
-            raise
-        finally:
-            for other in others:
-                if other.ident is not None:  # it was started
-                    other.join()
-        if self._errors:
-            raise self._errors[0]
+        num_threads = len(self._hashing_s) if self._works else 1
+        names = {thread: f"weights {thread}" for thread in range(1, num_threads)}
+        others = [Thread(target=self._help, name=name, args=(thread,), daemon=True) for thread, name in names.items()]
+        with shared_cores(num_threads):
+            try:
+                for other in others:
+                    other.start()
+                self._do(0, copied)
+            except BaseException:  # whatever the way out, threads are to stop; raised again
+                self._stopped = True
+                raise
+            finally:
+                for other in others:
+                    if other.ident is not None:  # it was started
+                        other.join()
+                # They have hold of this, by their tracebacks, and are not to be held by it.
+                errors, self._errors = self._errors, []
+        if errors:
+            raise errors.pop()
 
     def _help(self, thread: int) -> None:
         torch.get_num_threads()  # what torch was told of OpenMP threads, a thread takes over when it first asks (2.13)
@@ -95,12 +102,13 @@ class Copies:
             self._do(thread, lambda count: None)
         except BaseException as error:  # raised by `run`, where somebody hears of it
             self._errors.append(error)
+            self._stopped = True
 
     def _do(self, thread: int, copied: Callable[[int], None]) -> None:
         num_pieces = 0
-        while (work := self._next(thread)) is not None:
+        while (work := self._next()) is not None:
             for number, place in zip(work.numbers, work.places(thread), strict=True):
-                if self._errors:
+                if self._stopped:
                     return
                 np.copyto(place, self._pieces[number])
                 begun = time.perf_counter()
@@ -115,13 +123,28 @@ class Copies:
             work.copied(thread)
             self._ending_s[thread] += time.perf_counter() - begun
 
-    def _next(self, thread: int) -> Work | None:
-        for works in () if self._errors else (self._led, self._works) if thread == 0 else (self._works,):
-            try:
-                return works.popleft()
-            except IndexError:  # another thread may have been faster
-                continue
-        return None
+    def _next(self) -> Work | None:
+        try:
+            return None if self._stopped else self._works.popleft()
+        except IndexError:  # another thread may have been faster
+            return None
+
+
+@contextlib.contextmanager
+def shared_cores(num_threads: int) -> Iterator[None]:
+    """Each of so many threads may have as many OpenMP threads as there are cores for it, among those that this process
+    computes with, and the one that `cores.worker_threads` leaves to scheduling."""
+    own = torch.get_num_threads()
+    shared = max(1, min(own, (own + 1) // num_threads))
+    # vLLM's workers on CPUs put a function that does nothing in the place of `torch.set_num_threads` (0.32).
+    set_num_threads: Callable[[int], None] = torch._C.set_num_threads
+    if shared < own:
+        set_num_threads(shared)
+    try:
+        yield
+    finally:
+        if shared < own:
+            set_num_threads(own)
 
 
 def num_copy_threads(workers: int) -> int:

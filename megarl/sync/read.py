@@ -14,7 +14,7 @@ from megarl.family import ModelShape
 from megarl.reshard.plan import ReshardPlan
 from megarl.sync.checks import open_checks
 from megarl.sync.codec import read_blocks
-from megarl.sync.copies import RELEASE_PIECES, Copies, Work, num_copy_threads
+from megarl.sync.copies import RELEASE_PIECES, Copies, Works, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
 from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
@@ -36,6 +36,12 @@ class Box(NamedTuple):
     words: np.ndarray | None = None
     step: int = 0
 
+    @property
+    def in_words(self) -> np.ndarray:
+        """Of what is read in place."""
+        assert self.words is not None, "what comes in buckets has no words"
+        return self.words
+
     def within(self, matrix: torch.Tensor) -> torch.Tensor:
         """Where the content belongs in all of the parameter, [rows, columns]."""
         return part_of(matrix, self.row, self.col, self.content.shape, self.step)
@@ -43,22 +49,21 @@ class Box(NamedTuple):
     def words_within(self, matrix: np.ndarray) -> np.ndarray:
         """Where the words belong in all of the parameter as words, [rows, columns] without gaps. Raises ValueError where it
         ends before them."""
-        assert self.words is not None, "what comes in buckets has no words"
-        *boxes, _, cols = self.words.shape
+        *boxes, _, cols = self.in_words.shape
         down, right = matrix.strides
         if self.col + cols > matrix.shape[1]:
             raise ValueError(f"a matrix of {matrix.shape} has no columns up to {self.col + cols}")
         strides = (self.step * down, down, right) if boxes else (down, right)
-        return np.ndarray(self.words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
+        return np.ndarray(self.in_words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
 
 
 # What is done with boxes that are read in place, of all of them; those of no work are handed out.
-FindWorks = Callable[[Sequence[Box]], Sequence[Work]]
+FindWorks = Callable[[Sequence[Box]], Works]
 
 
-def no_works(boxes: Sequence[Box]) -> Sequence[Work]:
+def no_works(boxes: Sequence[Box]) -> Works:
     """All of them are to be handed out."""
-    return ()
+    return Works()
 
 
 @dataclass
@@ -86,9 +91,8 @@ class StreamReader:
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
         self._pieces: Pieces
         self._homes: list[Home] = []
-        # What is read where it is, and what is done with it.
-        self._in_place: list[Box] = []
-        self._works: Sequence[Work] = ()
+        self._in_place: list[Box] = []  # what is read where it is
+        self._works = Works()
         self._link = Link()
         self.figures = ReadFigures()
 
@@ -137,7 +141,7 @@ class StreamReader:
 
     def _let_go(self) -> None:
         """Of all memory that is not this process's own."""
-        self._boxes, self._in_place, self._works, self._homes = {}, [], (), []
+        self._boxes, self._in_place, self._works, self._homes = {}, [], Works(), []
 
     def _read_in_place(
         self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], works: FindWorks
@@ -147,16 +151,18 @@ class StreamReader:
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
         if tuple(home.said for home in self._homes) != manifest.homes:
             self._let_go()
-            dtype = DTYPES[manifest.precision]
-            self._homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
+            dtype, in_place = DTYPES[manifest.precision], list[Box]()
+            homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
             for number, source in enumerate(pieces.source.tolist()):
-                content = self._homes[source].box(pieces.at_source(self._plan, number))
+                content = homes[source].box(pieces.at_source(self._plan, number))
                 to = pieces.at_destination(self._plan, number)
-                self._in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content), to.step))
-            self._works = works(self._in_place)
+                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content), to.step))
+            # Known by the next version once all of them are: one that fails here leaves no half.
+            self._works, self._in_place, self._homes = works(in_place), in_place, homes
         figures.wait_s += time.perf_counter() - begun
-        words = [box.words for box in self._in_place if box.words is not None]
-        copies = Copies(words, self._works, manifest.version, num_copy_threads(manifest.rollout.workers))
+        words = [box.in_words for box in self._in_place]
+        num_threads = min(num_copy_threads(manifest.rollout.workers), self._works.most_threads)
+        copies = Copies(words, self._works.each, manifest.version, num_threads)
         copies.run(lambda count: end.release(count - 1))
         figures.verify_s, figures.pack_s, own = copies.verify_s, copies.pack_s, copies.sums
         for count, number in enumerate(copies.left):
