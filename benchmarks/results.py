@@ -2,9 +2,9 @@
 
     python benchmarks/results.py [--check]
 
-Each part of the page comes from a file in benchmarks/measured, which `learning.py`, `held_out.py` and `end_to_end.py` write
-with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and the exit status is 1
-where the page says anything else.
+Each part of the page comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py` and
+`weight_sync.py` write with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and
+the exit status is 1 where the page says anything else.
 """
 
 from __future__ import annotations
@@ -45,11 +45,28 @@ a reference, the same prompts, rewards, optimizer and precision ({precision}) on
 machine. `trl-hf` is TRL's GRPOTrainer with Hugging Face generation, `trl-vllm` with vLLM in its process, whose weight sync
 had to be replaced to run on a CPU. Seconds a step, without the first one; tokens are those of prompts and completions,
 without padding."""
+WEIGHT_SYNC = """## Weights from Megatron ranks into vLLM
+
+Through shared memory on one machine, milliseconds, medians of {rounds} rounds in which all ways take turns. `memcpy` copies
+the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and gives it whole to vLLM's loader; `disk`
+gathers, writes a file and has the engine load it. vLLM packs the weights in each of them (`repack`), and all that is `whole`
+contains it."""
+# Of a row's medians, by the column of the page.
+SYNC_COLUMNS = {
+    "transfer": ("megarl", "transfer_s"), "repack": ("megarl", "repack_s"), "pause to resume": ("megarl", "standstill_s"),
+    "whole": ("megarl", "total_s"), "checkpoint's transfer": ("checkpoint", "transfer_s"),
+    "checkpoint's whole": ("checkpoint", "total_s"), "disk's whole": ("disk", "total_s"),
+}  # fmt: skip
 
 
 def page(results: dict[str, Results]) -> str:
     """The text of docs/results.md."""
-    makers = {"learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end}
+    makers = {
+        "learning": of_learning,
+        "held_out": of_held_out,
+        "end_to_end": of_end_to_end,
+        "weight_sync": of_weight_sync,
+    }
     parts = [part for name, make in makers.items() if name in results for part in make(results[name])]
     return "\n\n".join(["# Results", *parts]) + "\n"
 
@@ -97,6 +114,23 @@ def of_end_to_end(result: Results) -> list[str]:
     return [*parts, made_by("end_to_end", result, options)]
 
 
+def of_weight_sync(result: Results) -> list[str]:
+    columns = ("model", "ranks to workers", "memcpy", *SYNC_COLUMNS)
+    rows = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    said = []
+    for row in result["rows"]:
+        found = row["medians"]
+        memcpy_s = found["megarl"]["received_bytes"] / found["memcpy"]["bytes_per_s"]
+        seconds = [memcpy_s, *(found[way][key] for way, key in SYNC_COLUMNS.values())]
+        rows.append(f"| {row['model']} | {row['case']} | {' | '.join(f'{1e3 * one:.0f}' for one in seconds)} |")
+        for name, (value, limit, reached) in row["targets"].items():
+            missed = "" if reached else ", missed"
+            said.append(f"- {row['model']}, {row['case']}: {name} {value:.3g} (target {limit}{missed})")
+    rounds = result["config"]["rounds"]
+    parts = [WEIGHT_SYNC.format(rounds=rounds), "\n".join(rows), "\n".join(said)]
+    return [*parts, made_by("weight_sync", result, f"--rounds {rounds}")]
+
+
 def rewards_are(result: Results) -> str:
     """Of what the rewards are that were compared, and how far chance alone takes two sides apart."""
     config, own = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
@@ -115,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    files = {name: RESULTS / f"{name}.json" for name in ("learning", "held_out", "end_to_end")}
+    files = {name: RESULTS / f"{name}.json" for name in ("learning", "held_out", "end_to_end", "weight_sync")}
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     if not results:
         parser.error(f"no results in {RESULTS}: benchmarks/learning.py --json {files['learning']} measures some")

@@ -17,8 +17,9 @@ def learned(*seeds: int) -> dict[str, object]:
 
 
 def measured() -> dict[str, Any]:
-    """All three files: the page has a part of each."""
-    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("learning", "held_out", "end_to_end")}
+    """All files: the page has a part of each."""
+    names = ("learning", "held_out", "end_to_end", "weight_sync")
+    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
 
 
 def test_the_page_is_what_was_measured() -> None:
@@ -28,6 +29,10 @@ def test_the_page_is_what_was_measured() -> None:
 
 def test_what_was_measured_reaches_the_targets_with_all_that_they_ask_for() -> None:
     found = measured()
+    synced = found.pop("weight_sync")["rows"]
+    of_sync = [target for row in synced for target in row["targets"].values()]
+    assert len({(row["model"], row["case"]) for row in synced}) == 4
+    assert len(of_sync) == 10 and all(reached for *_, reached in of_sync), of_sync
     runs = {name: one["runs"] for name, one in found.items()}
     seeds = {(one["algorithm"], one["seed"]) for one in runs["learning"]}
     assert {(name, seed) for name in learning.ALGORITHMS for seed in (1, 2, 3)} <= seeds
