@@ -49,8 +49,8 @@ WEIGHT_SYNC = """## Weights from Megatron ranks into vLLM
 
 Through shared memory on one machine, milliseconds, medians of {rounds} rounds in which all ways take turns. `memcpy` copies
 the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and gives it whole to vLLM's loader; `disk`
-gathers, writes a file and has the engine load it. vLLM packs the weights in each of them (`repack`), and all that is `whole`
-contains it."""
+gathers, writes a file and has the engine load it. What vLLM takes to pack the weights is in each `whole`; `repack` is
+megarl's, where several threads do it. `checkpoint's transfer` is all but that much: some of its packing is still in it."""
 # Of a row's medians, by the column of the page.
 SYNC_COLUMNS = {
     "transfer": ("megarl", "transfer_s"), "repack": ("megarl", "repack_s"), "pause to resume": ("megarl", "standstill_s"),
@@ -61,13 +61,7 @@ SYNC_COLUMNS = {
 
 def page(results: dict[str, Results]) -> str:
     """The text of docs/results.md."""
-    makers = {
-        "learning": of_learning,
-        "held_out": of_held_out,
-        "end_to_end": of_end_to_end,
-        "weight_sync": of_weight_sync,
-    }
-    parts = [part for name, make in makers.items() if name in results for part in make(results[name])]
+    parts = [part for name, make in MAKERS.items() if name in results for part in make(results[name])]
     return "\n\n".join(["# Results", *parts]) + "\n"
 
 
@@ -145,11 +139,20 @@ def rewards_are(result: Results) -> str:
     )
 
 
+# By the name of the file that a part comes from, in the order of the page.
+MAKERS = {
+    "learning": of_learning,
+    "held_out": of_held_out,
+    "end_to_end": of_end_to_end,
+    "weight_sync": of_weight_sync,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    files = {name: RESULTS / f"{name}.json" for name in ("learning", "held_out", "end_to_end", "weight_sync")}
+    files = {name: RESULTS / f"{name}.json" for name in MAKERS}
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     if not results:
         parser.error(f"no results in {RESULTS}: benchmarks/learning.py --json {files['learning']} measures some")

@@ -13,7 +13,8 @@ weights of a Llama of 330 MB in bf16. Of each are measured, in turns, so that al
   has as many threads as its engine has cores for it, up to four, which copy, hash and pack beside each other; what they do
   at once counts as if they had shared it evenly, and what one waits for another as transfer.
 - checkpoint: what others do. Rank 0 gathers every tensor from all ranks, then every worker receives the whole model, through
-  the same buckets, for vLLM's own loader. That one packs as it goes: its movement is all but megarl's repack of that round.
+  the same buckets, for vLLM's own loader. That one packs as it goes: its movement is all but megarl's repack of that round,
+  and contains what its own packing takes longer, by one thread and with an embedding that nobody needs packed.
   Of megarl's way and of this one the second of two syncs counts, as in a run, where the plan is there.
 - disk: rank 0 gathers, writes a safetensors file, and the engine reloads its weights from there.
 
@@ -321,7 +322,7 @@ def main() -> int:
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        config = {key: str(value) for key, value in vars(arguments).items()}
+        config = {key: str(value) for key, value in vars(arguments).items() if key != "json"}  # a path of this machine
         arguments.json.write_text(json.dumps({"commit": commit, "device": device, "config": config, "rows": rows}, indent=2))
     missed = sum(not reached for row in rows for _, _, reached in row["targets"].values())
     print(f"weight sync: {sum(len(row['targets']) for row in rows)} targets, {missed} missed")

@@ -18,8 +18,7 @@ def learned(*seeds: int) -> dict[str, object]:
 
 def measured() -> dict[str, Any]:
     """All files: the page has a part of each."""
-    names = ("learning", "held_out", "end_to_end", "weight_sync")
-    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
+    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in results.MAKERS}
 
 
 def test_the_page_is_what_was_measured() -> None:
