@@ -50,7 +50,6 @@ class ModuleWork:
         self._places: list[np.ndarray] = []
         self._addresses: dict[str, int] = {}  # none: the places are not known
 
-    @torch.no_grad()  # which is a thread's own
     def places(self, thread: int) -> Sequence[np.ndarray]:
         writer, known, spare = self._writer, self._addresses, self._spares[thread]
         if known and all(writer.address(parameter) == address for parameter, address in known.items()):
@@ -64,7 +63,6 @@ class ModuleWork:
             self._places, self._addresses = places, {parameter: writer.address(parameter) for parameter in words}
         return places
 
-    @torch.no_grad()
     def copied(self, thread: int) -> None:
         self._writer.complete(self._owner, self._spares[thread])
 

@@ -104,6 +104,7 @@ class Copies:
             self._errors.append(error)
             self._stopped = True
 
+    @torch.no_grad()  # which is a thread's own
     def _do(self, thread: int, copied: Callable[[int], None]) -> None:
         num_pieces = 0
         while (work := self._next()) is not None:

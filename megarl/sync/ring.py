@@ -24,7 +24,7 @@ from megarl.platform import current as platform
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.segment import SharedSegment
 from megarl.sync.stream import ALIGNMENT, Stream
-from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
+from megarl.sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, WATCH_S, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
@@ -214,7 +214,8 @@ class RingSender:
     def wait_copied(self, num_pieces: Sequence[int]) -> None:
         """Until every engine's workers have read so many pieces: all that they read in place of this rank's memory."""
         moved: Moved = {}
-        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, READ_LOOK_S)
+        look_s = partial(self._look_s, num_pieces, time.monotonic())
+        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, look_s)
         self._look()
 
     def wait_read(self, sources: Sequence[np.ndarray], num_pieces: Sequence[int]) -> None:
@@ -279,6 +280,19 @@ class RingSender:
             return self._engines[:0]
         read, gone = self._rings[worker].read[self._engines], self._rings[worker].gone[self._engines]
         return self._engines[(read < _mark(self._session, num_read)) & (gone != _mark(self._session))]
+
+    def _look_s(self, num_pieces: Sequence[int], begun: float) -> float:
+        """Half of the time that the slowest worker needs for the rest, if it goes on as it has since `begun`: a look takes
+        50 us from cores that workers copy and pack with."""
+        share = min((self._share_read(worker, count) for worker, count in enumerate(num_pieces)), default=1.0)
+        rest_s = (time.monotonic() - begun) * (1.0 / share - 1.0) if share else 0.0
+        return min(max(rest_s / 2, READ_LOOK_S), WATCH_S)
+
+    def _share_read(self, worker: int, count: int) -> float:
+        """How much of `count` pieces the slowest engine that is waited for has read."""
+        begun = _mark(self._session)
+        read = self._rings[worker].read[self._behind(worker, count)]
+        return float((np.maximum(read, begun) - begun).min() / count) if len(read) else 1.0
 
     def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
         return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())

@@ -115,9 +115,12 @@ class Receiver(Protocol):
 
 
 def wait_until(
-    ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None, look_s: float = LOOK_S
+    ready: Callable[[], bool],
+    timeout_s: float,
+    watch: Callable[[], None] | None = None,
+    look_s: Callable[[], float] = lambda: LOOK_S,
 ) -> bool:
-    """Look until `ready`, every `look_s`; False at the deadline. `watch` is called now and then meanwhile, and may raise."""
+    """Look until `ready`, `look_s` apart; False at the deadline. `watch` is called now and then meanwhile, and may raise."""
     looks, begun = 0, time.monotonic()
     watched = begun
     while not ready():
@@ -131,5 +134,5 @@ def wait_until(
         if watch is not None and now - watched > WATCH_S:
             watch()
             watched = now
-        time.sleep(look_s)
+        time.sleep(look_s())
     return True

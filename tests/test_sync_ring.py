@@ -1,0 +1,82 @@
+"""How a trainer rank waits for workers that read in place of its memory: it takes little of their time, and is there when
+they are done. Clock and workers are simulated, the ring is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.sync import ring as ring_module
+from megarl.sync import transport
+from megarl.sync.ring import SESSION_SHIFT, Ring, RingSender
+from megarl.sync.transport import EAGER_LOOKS, READ_LOOK_S, WATCH_S
+
+pytestmark = pytest.mark.sync
+SESSION = 3
+# By engine and worker, the pieces that it has read after so many seconds.
+Progress = Callable[[int, int, float], int]
+
+
+@pytest.fixture(scope="module")
+def rings() -> Iterator[list[Ring]]:
+    """Of two workers, and two engines."""
+    made = [Ring.create(f"look-{worker}", 1, 2, 4096) for worker in range(2)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def wait(rings: Sequence[Ring], counts: Sequence[int], progress: Progress, gone: Sequence[int] = ()) -> list[float]:
+    """When a rank looked, in simulated seconds: it ends with the last look."""
+    now, looks = [0.0], list[float]()
+    sender = RingSender(rings, [], 0, 1e9, None)
+    sender.begin_for(SESSION, (0, 1))
+    for worker, one in enumerate(rings):
+        one.gone[:], one.read[:] = 0, (SESSION - 1) << SESSION_SHIFT | counts[worker]  # an earlier sync's
+    for engine in gone:
+        sender.lose(engine)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        for worker, one in enumerate(rings):
+            for engine in range(2):
+                if found := progress(engine, worker, now[0]):
+                    one.read[engine] = SESSION << SESSION_SHIFT | min(found, counts[worker])
+        looks.append(now[0])
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "time", clock)
+        patch.setattr(transport, "time", clock)
+        sender.wait_copied(counts)
+    return looks[EAGER_LOOKS - 1 :]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.002, 20.0), st.integers(50, 5000))
+def test_a_rank_that_waits_looks_seldom_and_ends_in_time(rings: list[Ring], needed_s: float, count: int) -> None:
+    """Workers read evenly, the slowest one in `needed_s`; an engine that was given up reads nothing."""
+    looks = wait(rings, [count, count], lambda engine, worker, now: int(count * (1 + worker) * now / needed_s), gone=[1])
+    assert needed_s - 1e-9 <= looks[-1] <= needed_s + 2 * READ_LOOK_S + needed_s / count
+    halvings = np.log2(max(needed_s, READ_LOOK_S) / READ_LOOK_S)
+    assert len(looks) <= needed_s / WATCH_S + 3 * halvings + 2 * needed_s / count / READ_LOOK_S + 12
+
+
+@pytest.mark.parametrize("jump", [0.0, 0.3, 0.9])
+def test_after_a_worker_that_gets_faster_it_ends_in_time_too(rings: list[Ring], jump: float) -> None:
+    """It has read a share when it reads all that is left at once, after 0.7 s."""
+
+    def progress(engine: int, worker: int, now: float) -> int:
+        return 1000 if now >= 0.7 else int(1000 * jump * now / 0.7)
+
+    assert 0.7 <= wait(rings, [1000, 0], progress)[-1] <= 0.7 + WATCH_S
+
+
+def test_where_nothing_was_read_yet_it_looks_as_if_all_could_be_there_at_once(rings: list[Ring]) -> None:
+    looks = wait(rings, [10, 10], lambda engine, worker, now: 10 if now > 0.03 else 0)
+    assert np.allclose(np.diff(looks), READ_LOOK_S) and 0.03 <= looks[-1] <= 0.03 + 2 * READ_LOOK_S
