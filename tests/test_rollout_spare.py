@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,25 @@ def test_the_next_module_gets_the_same_memory_and_two_parameters_of_one_never_do
     spare.take_back()
     again = spare.take((2, 2, 4), torch.bfloat16, CPU)
     assert again.shape == (2, 2, 4) and again.dtype == torch.bfloat16 and again.data_ptr() == places[0]
+
+
+@pytest.mark.parametrize(("columns", "stored"), [(512, 544), (511, 511), (2048, 2080), (1, 1)])
+def test_rows_apart_share_no_places_in_a_cache(columns: int, stored: int) -> None:
+    """Who writes to the matrix, or to its words, writes between no two rows. Without a wish they lie side by side."""
+    spare = SpareMemory()
+    for value in (1, 2):
+        matrix = spare.take((3, columns), torch.bfloat16, CPU, apart=True)
+        assert matrix.shape == (3, columns) and matrix.stride() == (stored, 1)
+        whole = matrix.as_strided((3, stored), (stored, 1))
+        whole.zero_()
+        spare.words(matrix)[:] = value
+        assert (matrix.view(torch.int16) == value).all() and not whole[:, columns:].any()
+        del matrix, whole
+        spare.take_back()
+        close = spare.take((3, columns), torch.bfloat16, CPU)
+        assert close.is_contiguous() and spare.words(close).shape == (3, columns)
+        del close
+        spare.take_back()
 
 
 def test_memory_that_somebody_kept_is_not_lent_again() -> None:
@@ -333,7 +353,8 @@ def test_large_modules_come_first_and_piece_by_piece() -> None:
     assert [list(work.numbers) for work in works_for(receiver, boxes)] == [[2], [3], [0, 1], [4, 5]]
 
 
-SIZES = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=3)  # of a module's parameters
+# Of a module's parameters: rows, and bytes of each.
+SIZES = st.lists(st.tuples(st.integers(1, 99), st.sampled_from((1, 60, 1024, 2048, 3000))), min_size=1, max_size=3)
 
 
 @settings(max_examples=200, deadline=None)
@@ -343,7 +364,7 @@ SIZES = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=3)  # of a module
     st.randoms(),
 )
 def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buckets(
-    layers: list[list[list[int]]], bucket_bytes: int, dice: random.Random
+    layers: list[list[list[tuple[int, int]]]], bucket_bytes: int, dice: random.Random
 ) -> None:
     """However modules are dealt to them."""
     modules = {f"model.layers.{layer}.{one}": sizes for layer, each in enumerate(layers) for one, sizes in enumerate(each)}
@@ -352,15 +373,61 @@ def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buc
     for owner in dice.sample(list(modules), len(modules)):
         spare = dice.choice(spares)
         for size in modules[owner]:
-            spare.take((size,), torch.uint8, CPU)
+            spare.take(size, torch.uint8, CPU, apart=True)
         spare.take_back()
     taken = sum(block.num_bytes for spare in spares for block in spare._blocks)
-    room = max(sum(map(sum, layer)) for layer in layers) + 2 * bucket_bytes
+    room = max(sum(math.prod(size) for sizes in layer for size in sizes) for layer in layers) + 2 * bucket_bytes
     assert taken <= room or num_threads == 1
     alone = SpareMemory()
     for sizes in modules.values():
         for size in sizes:
-            alone.take((size,), torch.uint8, CPU)
+            alone.take(size, torch.uint8, CPU, apart=True)
         alone.take_back()
     of_a_thread = sum(block.num_bytes for block in alone._blocks)
     assert num_threads == 8 or (num_threads + 1) * of_a_thread > room, "there is room for more"
+
+
+def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own packing, of rows 1 KiB long: with what lies between them it would compute something else. They are 40, as the
+    kernel for small weights takes none."""
+    pytest.importorskip("vllm", reason="needs vLLM's kernels")
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from megarl.rollout import receiver as module_of
+
+    class Method:
+        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+    def loaded() -> Any:
+        module: Any = linear(0, Method())
+        module.weight = torch.nn.Parameter(torch.zeros(40, 512, dtype=torch.bfloat16), requires_grad=False)
+        module.quant_method.process_weights_after_loading(module)
+        return module
+
+    modules: dict[str, Any] = {"a": loaded(), "kept": loaded()}
+    modules["kept"].cpu_linear = torch.nn.functional.linear
+    receiver = receiver_of(modules, {f"{name}.weight": 40 * 512 for name in modules})
+    receiver._sizes = {f"{name}.weight": (40, 512) for name in modules}
+    content, hidden = torch.randn(40, 512).bfloat16(), torch.randn(3, 512).bfloat16()
+    expected = torch.nn.functional.linear(hidden, content)
+    strides: list[tuple[int, ...]] = []
+    process = receiver._process
+
+    def note(owner: str) -> None:
+        strides.append(modules[owner].weight.stride())
+        process(owner)
+
+    receiver._process = note
+    boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
+    for has_avx, stored in ((True, 544), (False, 512)):
+        monkeypatch.setattr(module_of, "HAS_AVX", has_avx)
+        for spare in receiver._spares:  # garbage between the rows
+            matrix = spare.take((48, 1024), torch.bfloat16, CPU).fill_(float("nan"))
+            del matrix
+            spare.take_back()
+        take(receiver, boxes, works_for(receiver, boxes))
+        assert strides == [(stored, 1), (512, 1)] and modules["a"].weight.numel() == 0
+        assert torch.allclose(modules["a"].cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)
+        modules["kept"].cpu_linear = torch.nn.functional.linear
+        strides.clear()

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megarl.rollout.spare import SpareMemory
+from megarl.rollout.spare import SpareMemory, apart_bytes
 from megarl.sync.copies import Works
 from megarl.sync.read import Box
 from megarl.sync.transport import NUM_BUCKETS
@@ -81,23 +81,24 @@ def module_works(
         by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)
     large = [owner for owner in by_module if writer.is_large(owner)]
     works = [ModuleWork(writer, owner, boxes, [number], spares) for owner in large for number in by_module[owner]]
-    num_bytes: dict[str, list[int]] = {}
+    matrices: dict[str, list[tuple[int, int]]] = {}
     for owner, numbers in by_module.items():
         if owner not in large:
             works.append(ModuleWork(writer, owner, boxes, numbers, spares))
             itemsizes = {boxes[number].parameter: boxes[number].content.itemsize for number in numbers}
-            num_bytes[owner] = [itemsize * sizes[name][0] * sizes[name][1] for name, itemsize in itemsizes.items()]
-    return Works(works, min(len(spares), most_threads(num_bytes, bucket_bytes)))
+            matrices[owner] = [(sizes[name][0], sizes[name][1] * itemsize) for name, itemsize in itemsizes.items()]
+    return Works(works, min(len(spares), most_threads(matrices, bucket_bytes)))
 
 
-def most_threads(num_bytes: Mapping[str, Sequence[int]], bucket_bytes: int) -> int:
+def most_threads(matrices: Mapping[str, Sequence[tuple[int, int]]], bucket_bytes: int) -> int:
     """How many may have spare memory for one module each, so that all of it is no more than the largest layer and two
-    buckets, which nobody has here. `num_bytes` are those of the parameters of each module: the first of one module has the
-    same spare memory as that of the next, and so on."""
+    buckets, which nobody has here. `matrices` are the parameters of each module, by their rows and the bytes of one: the
+    first of one module has the same spare memory as that of the next, and so on."""
     layers: dict[str, int] = {}
-    for owner, each in num_bytes.items():
+    for owner, each in matrices.items():
         layer = owner.partition(".layers.")[2].partition(".")[0]
-        layers[layer] = layers.get(layer, 0) + sum(each)
-    of_a_thread = sum(map(max, zip_longest(*num_bytes.values(), fillvalue=0)))
+        layers[layer] = layers.get(layer, 0) + sum(rows * row_bytes for rows, row_bytes in each)
+    spare = [[rows * apart_bytes(row_bytes) for rows, row_bytes in each] for each in matrices.values()]
+    of_a_thread = sum(map(max, zip_longest(*spare, fillvalue=0)))
     room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes
     return max(1, room // max(1, of_a_thread))

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm._custom_ops import CPUDNNLGEMMHandler
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -47,6 +48,7 @@ from megarl.sync.read import Box, StreamReader, no_works
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
+HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 SCALES = "_scale_inv"  # behind the name of a weight in FP8 blocks: that of their scales
 
 
@@ -274,7 +276,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if not packed:
             raise SyncError(f"{parameter} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
-        target = spare.take(shape, dtype, self.device)
+        target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and _takes_rows_apart(module))
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
             target.zero_()  # padding is never sent
@@ -327,6 +329,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
             # The output head shares the embedding's parameter but has a packed copy of its own.
             self._process("lm_head")
+
+
+def _takes_rows_apart(module: torch.nn.Module) -> bool:
+    """Whether vLLM packs its weight with oneDNN, by what is left of the last time, on a CPU where that gains by it. Its
+    kernel for small weights wants rows side by side."""
+    kept = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
+    return HAS_AVX and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in kept)
 
 
 def _kernel(module: torch.nn.Module) -> str:

@@ -47,14 +47,17 @@ class Box(NamedTuple):
         return part_of(matrix, self.row, self.col, self.content.shape, self.step)
 
     def words_within(self, matrix: np.ndarray) -> np.ndarray:
-        """Where the words belong in all of the parameter as words, [rows, columns] without gaps. Raises ValueError where it
-        ends before them."""
-        *boxes, _, cols = self.in_words.shape
-        down, right = matrix.strides
-        if self.col + cols > matrix.shape[1]:
-            raise ValueError(f"a matrix of {matrix.shape} has no columns up to {self.col + cols}")
-        strides = (self.step * down, down, right) if boxes else (down, right)
-        return np.ndarray(self.in_words.shape, matrix.dtype, matrix, self.row * down + self.col * right, strides)
+        """Where the words belong in all of the parameter as words, [rows, columns]. Raises ValueError where it ends before
+        them."""
+        *boxes, rows, cols = self.in_words.shape
+        rows += self.step * (boxes[0] - 1) if boxes else 0  # with those between the boxes
+        place = matrix[self.row : self.row + rows, self.col : self.col + cols]
+        if place.shape != (rows, cols):
+            raise ValueError(f"a matrix of {matrix.shape} ends before {self.row + rows} x {self.col + cols}")
+        if not boxes:
+            return place
+        down, right = place.strides
+        return np.lib.stride_tricks.as_strided(place, self.in_words.shape, (self.step * down, down, right))
 
 
 # What is done with boxes that are read in place, of all of them; those of no work are handed out.
