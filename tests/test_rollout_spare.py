@@ -388,8 +388,8 @@ def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buc
 
 
 def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own packing, of rows 1 KiB long: with what lies between them it would compute something else. They are 40, as the
-    kernel for small weights takes none."""
+    """vLLM's own packing, of rows 1 KiB long: with what lies between them it would compute something else. Of 40 rows, which
+    its kernel for small weights does not take."""
     pytest.importorskip("vllm", reason="needs vLLM's kernels")
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
