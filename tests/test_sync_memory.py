@@ -124,7 +124,7 @@ class Worker:
         live = self.weights[parameter]
         if "_proj." not in parameter:
             return live
-        target = self._targets[id(spare)][parameter] = spare.take(tuple(live.shape), dtype, live.device)
+        target = self._targets[id(spare)][parameter] = spare.take(tuple(live.shape), dtype, live.device, apart=True)
         return target
 
     def complete(self, owner: str, spare: SpareMemory) -> None:

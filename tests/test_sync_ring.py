@@ -32,12 +32,12 @@ def rings() -> Iterator[list[Ring]]:
 
 
 def wait(rings: Sequence[Ring], counts: Sequence[int], progress: Progress, gone: Sequence[int] = ()) -> list[float]:
-    """When a rank looked, in simulated seconds: it ends with the last look."""
+    """When a rank looked, in simulated seconds, after the first looks without a sleep: it ends with the last one."""
     now, looks = [0.0], list[float]()
     sender = RingSender(rings, [], 0, 1e9, None)
     sender.begin_for(SESSION, (0, 1))
     for worker, one in enumerate(rings):
-        one.gone[:], one.read[:] = 0, (SESSION - 1) << SESSION_SHIFT | counts[worker]  # an earlier sync's
+        one.gone[:], one.read[:] = 0, (SESSION - 1) << SESSION_SHIFT | counts[worker] // 2  # an earlier sync's
     for engine in gone:
         sender.lose(engine)
 
@@ -61,7 +61,11 @@ def wait(rings: Sequence[Ring], counts: Sequence[int], progress: Progress, gone:
 @given(st.floats(0.002, 20.0), st.integers(50, 5000))
 def test_a_rank_that_waits_looks_seldom_and_ends_in_time(rings: list[Ring], needed_s: float, count: int) -> None:
     """Workers read evenly, the slowest one in `needed_s`; an engine that was given up reads nothing."""
-    looks = wait(rings, [count, count], lambda engine, worker, now: int(count * (1 + worker) * now / needed_s), gone=[1])
+
+    def progress(engine: int, worker: int, now: float) -> int:
+        return 0 if engine == 1 else int(count * (1 + worker) * now / needed_s)
+
+    looks = wait(rings, [count, count], progress, gone=[1])
     assert needed_s - 1e-9 <= looks[-1] <= needed_s + 2 * READ_LOOK_S + needed_s / count
     halvings = np.log2(max(needed_s, READ_LOOK_S) / READ_LOOK_S)
     assert len(looks) <= needed_s / WATCH_S + 3 * halvings + 2 * needed_s / count / READ_LOOK_S + 12
@@ -80,3 +84,15 @@ def test_after_a_worker_that_gets_faster_it_ends_in_time_too(rings: list[Ring], 
 def test_where_nothing_was_read_yet_it_looks_as_if_all_could_be_there_at_once(rings: list[Ring]) -> None:
     looks = wait(rings, [10, 10], lambda engine, worker, now: 10 if now > 0.03 else 0)
     assert np.allclose(np.diff(looks), READ_LOOK_S) and 0.03 <= looks[-1] <= 0.03 + 2 * READ_LOOK_S
+
+
+def test_it_looks_again_when_half_of_what_the_slowest_engine_has_left_should_be_read(rings: list[Ring]) -> None:
+    """Engine 0 reads at half the rate of the other, and what an earlier sync left in the counters is none of it."""
+
+    def progress(engine: int, worker: int, now: float) -> int:
+        return int(1000 * (1 + engine) * now / 0.08)
+
+    looks = wait(rings, [1000, 1000], progress)
+    assert looks[0] == pytest.approx(READ_LOOK_S), "nothing was read before"
+    for now, after in zip(looks[:-1], looks[1:], strict=True):
+        assert after - now == pytest.approx(max((0.08 - now) / 2, READ_LOOK_S), rel=0.1)

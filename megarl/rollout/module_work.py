@@ -74,16 +74,18 @@ def module_works(
     spares: Sequence[SpareMemory],
     bucket_bytes: int,
 ) -> Works:
-    """What is to be done with all `boxes` of a version: with large modules first, piece by piece, then module by module.
+    """What is to be done with all `boxes` of a version, in their order, by which ranks see how far a worker is: module by
+    module, and with large ones piece by piece.
     `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)
-    large = [owner for owner in by_module if writer.is_large(owner)]
-    works = [ModuleWork(writer, owner, boxes, [number], spares) for owner in large for number in by_module[owner]]
+    works: list[ModuleWork] = []
     matrices: dict[str, list[tuple[int, int]]] = {}
     for owner, numbers in by_module.items():
-        if owner not in large:
+        if writer.is_large(owner):
+            works += [ModuleWork(writer, owner, boxes, [number], spares) for number in numbers]
+        else:
             works.append(ModuleWork(writer, owner, boxes, numbers, spares))
             itemsizes = {boxes[number].parameter: boxes[number].content.itemsize for number in numbers}
             matrices[owner] = [(sizes[name][0], sizes[name][1] * itemsize) for name, itemsize in itemsizes.items()]

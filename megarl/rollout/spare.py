@@ -12,13 +12,13 @@ import torch
 from megarl.sync.in_place import words_of
 
 HUGE_PAGE_BYTES = 2 << 20
-# Lines of a CPU's nearest cache, and the distance at which rows share so few of its places that the 64 of them which oneDNN
-# packs at a time drive each other out: then packing takes up to three times as long (bf16, 4096 columns, Zen 4).
+# Lines of a CPU's nearest cache. Rows that are so many bytes long, or a multiple, share a few of its places, and the 64 rows
+# that oneDNN packs at a time drive each other out: packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
 
 
 def apart_bytes(row_bytes: int) -> int:
-    """From the beginning of a row to that of the next, so that they share no places in the cache."""
+    """From the beginning of a row to that of the next, so that few of them share a place in the cache."""
     return row_bytes + (LINE_BYTES if row_bytes % SAME_PLACE_BYTES == 0 else 0)
 
 

@@ -1,5 +1,5 @@
 """Weights that are read where they are: a trainer rank's parameters lie in shared memory, and the workers of its machine
-copy every box from there to its place. One copy, no bucket, and nobody waits for anybody but at the end.
+copy every box from there to its place. No bucket is between, and nobody waits for anybody but at the end.
 
 The storages under the parameters are moved into shared memory at the first sync, as they are: every tensor on top of them,
 megatron-core's buffers and their views too, stays what it was. They are files without a name, that other processes of the
