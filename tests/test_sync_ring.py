@@ -31,7 +31,13 @@ def rings() -> Iterator[list[Ring]]:
         one.close()
 
 
-def wait(rings: Sequence[Ring], counts: Sequence[int], progress: Progress, gone: Sequence[int] = ()) -> list[float]:
+def wait(
+    rings: Sequence[Ring],
+    counts: Sequence[int],
+    progress: Progress,
+    gone: Sequence[int] = (),
+    sizes: Sequence[int] | None = None,
+) -> list[float]:
     """When a rank looked, in simulated seconds, after the first looks without a sleep: it ends with the last one."""
     now, looks = [0.0], list[float]()
     sender = RingSender(rings, [], 0, 1e9, None)
@@ -53,7 +59,8 @@ def wait(rings: Sequence[Ring], counts: Sequence[int], progress: Progress, gone:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_module, "time", clock)
         patch.setattr(transport, "time", clock)
-        sender.wait_copied(counts)
+        before = [np.concatenate([[0], np.cumsum(sizes or [7] * (count + 5))]) for count in counts]
+        sender.wait_copied(counts, before)
     return looks[EAGER_LOOKS - 1 :]
 
 
@@ -96,3 +103,11 @@ def test_it_looks_again_when_half_of_what_the_slowest_engine_has_left_should_be_
     assert looks[0] == pytest.approx(READ_LOOK_S), "nothing was read before"
     for now, after in zip(looks[:-1], looks[1:], strict=True):
         assert after - now == pytest.approx(max((0.08 - now) / 2, READ_LOOK_S), rel=0.1)
+
+
+def test_large_pieces_that_come_first_make_nobody_think_that_all_of_them_take_long(rings: list[Ring]) -> None:
+    """An embedding has few pieces and half of the elements, which a worker reads evenly; those behind them are others'."""
+    sizes = [900] * 10 + [100] * 90 + [1] * 50
+    ends = np.cumsum(sizes[:100])
+    looks = wait(rings, [100, 0], lambda engine, worker, now: int((ends <= ends[-1] * now / 0.09).sum()), sizes=sizes)
+    assert 0.09 <= looks[-1] <= 0.09 + 2 * READ_LOOK_S and len(looks) < 20

@@ -110,6 +110,10 @@ class Pieces:
         """Of a checksum for each piece."""
         return CHECKSUM_BYTES * len(self)
 
+    def elements_before(self, plan: ReshardPlan) -> np.ndarray:
+        """Elements of all pieces before each, int64 [pieces + 1]."""
+        return np.concatenate([[0], np.cumsum(self.boxes * self.rows * plan.cols[self.copy])])
+
     def of_rank(self, rank: int) -> np.ndarray:
         """Positions of the pieces that a rank holds."""
         return np.flatnonzero(self.source == rank)

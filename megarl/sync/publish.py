@@ -168,6 +168,7 @@ class WeightSync:
             for worker in range(workers)
         ]
         self._own = [pieces.of_rank(rank) for pieces in self._in_place]
+        self._elements_before = [pieces.elements_before(self._plan) for pieces in self._in_place]
         sent = self._plan.source_parameter[self._plan.source_rank == rank]  # this rank's parameters that some worker reads
         self._sent = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
         self._homes: tuple[str, ...] = ()
@@ -424,7 +425,8 @@ class WeightSync:
         try:
             sender.begin(manifest)
             with span("wait_engines"):
-                sender.wait_copied([int(own[-1]) + 1 if len(own) else 0 for own in self._own])
+                last = [int(own[-1]) + 1 if len(own) else 0 for own in self._own]
+                sender.wait_copied(last, self._elements_before)
             begun = time.perf_counter()
             everyones = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
             for worker, (own, views) in enumerate(zip(self._own, everyones, strict=True)):
@@ -434,7 +436,7 @@ class WeightSync:
                 sender.seal(worker, own, sums, num_bytes + CHECKSUM_BYTES * len(own))
             pack_s = time.perf_counter() - begun
             with span("wait_engines"):
-                sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], [len(p) for p in self._in_place])
+                sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], self._elements_before)
         except BaseException:  # the same
             sender.abort()
             raise

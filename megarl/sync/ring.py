@@ -211,23 +211,25 @@ class RingSender:
         self._rings[worker].written[self._rank] = _mark(self._session, 1)
         self.sent_bytes += num_bytes
 
-    def wait_copied(self, num_pieces: Sequence[int]) -> None:
-        """Until every engine's workers have read so many pieces: all that they read in place of this rank's memory."""
+    def wait_copied(self, num_pieces: Sequence[int], elements_before: Sequence[np.ndarray]) -> None:
+        """Until every engine's workers have read so many pieces: all that they read in place of this rank's memory. Before
+        each of all pieces of a worker come so many elements, and before what would follow the last."""
         moved: Moved = {}
-        look_s = partial(self._look_s, num_pieces, time.monotonic())
+        needed = [before[: count + 1] for count, before in zip(num_pieces, elements_before, strict=True)]
+        look_s = partial(self._look_s, needed, time.monotonic())
         wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, look_s)
         self._look()
 
-    def wait_read(self, sources: Sequence[np.ndarray], num_pieces: Sequence[int]) -> None:
+    def wait_read(self, sources: Sequence[np.ndarray], elements_before: Sequence[np.ndarray]) -> None:
         """Until every engine's workers have read and compared all that they read in place, for the rank that looks after the
-        engines. `sources` are the ranks that each worker reads from, `num_pieces` how much it reads."""
+        engines. `sources` are the ranks that each worker reads from, and `elements_before` says what, as above."""
         if self._watch is None:
             return
         for worker, ranks in enumerate(sources):
             # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
             if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
                 return
-        self.wait_copied([count + 1 for count in num_pieces])
+        self.wait_copied([len(before) for before in elements_before], elements_before)
 
     def _all_read(self, num_pieces: Sequence[int], moved: Moved) -> bool:
         """`moved`: how far each engine was when it was last seen to move, and when that was. One that reads no further until
@@ -281,18 +283,20 @@ class RingSender:
         read, gone = self._rings[worker].read[self._engines], self._rings[worker].gone[self._engines]
         return self._engines[(read < _mark(self._session, num_read)) & (gone != _mark(self._session))]
 
-    def _look_s(self, num_pieces: Sequence[int], begun: float) -> float:
+    def _look_s(self, needed: Sequence[np.ndarray], begun: float) -> float:
         """Half of the time that the slowest worker needs for the rest, if it goes on as it has since `begun`: a look takes
         50 us from cores that workers copy and pack with."""
-        share = min((self._share_read(worker, count) for worker, count in enumerate(num_pieces)), default=1.0)
+        share = min((self._share_read(worker, before) for worker, before in enumerate(needed)), default=1.0)
         rest_s = (time.monotonic() - begun) * (1.0 / share - 1.0) if share else 0.0
         return min(max(rest_s / 2, READ_LOOK_S), WATCH_S)
 
-    def _share_read(self, worker: int, count: int) -> float:
-        """How much of `count` pieces the slowest engine that is waited for has read."""
-        begun = _mark(self._session)
-        read = self._rings[worker].read[self._behind(worker, count)]
-        return float((np.maximum(read, begun) - begun).min() / count) if len(read) else 1.0
+    def _share_read(self, worker: int, before: np.ndarray) -> float:
+        """How many of the elements `before` its end the slowest engine that is waited for has read."""
+        read, begun = self._rings[worker].read[self._behind(worker, len(before) - 1)], _mark(self._session)
+        if not len(read):
+            return 1.0
+        pieces = int((np.maximum(read, begun) - begun).min())
+        return float(before[pieces] / before[-1])
 
     def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
         return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())
