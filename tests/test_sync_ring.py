@@ -111,3 +111,20 @@ def test_large_pieces_that_come_first_make_nobody_think_that_all_of_them_take_lo
     ends = np.cumsum(sizes[:100])
     looks = wait(rings, [100, 0], lambda engine, worker, now: int((ends <= ends[-1] * now / 0.09).sum()), sizes=sizes)
     assert 0.09 <= looks[-1] <= 0.09 + 2 * READ_LOOK_S and len(looks) < 20
+
+
+def test_an_engine_may_read_on_while_a_rank_looks_how_far_it_is(rings: list[Ring], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that this rank has, and some of what is others', between two looks at the same counter."""
+    sender = RingSender(rings, [], 0, 1e9, None)
+    sender.begin_for(SESSION, (0,))
+    rings[0].read[0] = SESSION << SESSION_SHIFT | 5
+    behind = sender._behind
+
+    def read_on(worker: int, num_read: int) -> np.ndarray:
+        found = behind(worker, num_read)
+        rings[0].read[0] = SESSION << SESSION_SHIFT | 14
+        return found
+
+    rings[0].gone[:] = 0
+    monkeypatch.setattr(sender, "_behind", read_on)
+    assert sender._share_read(0, np.arange(11)) == 1.0

@@ -296,7 +296,7 @@ class RingSender:
         if not len(read):
             return 1.0
         pieces = int((np.maximum(read, begun) - begun).min())
-        return float(before[pieces] / before[-1])
+        return float(before[min(pieces, len(before) - 1)] / before[-1])  # it may have read on since it was behind
 
     def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
         return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())
