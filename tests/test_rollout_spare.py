@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.platform import Platform
 from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.module_work import module_works, most_threads
 from megarl.rollout.spare import SpareMemory
@@ -396,8 +397,6 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypa
     pytest.importorskip("vllm", reason="needs vLLM's kernels")
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    from megarl.rollout import receiver as module_of
-
     class Method:
         def process_weights_after_loading(self, module: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=True)
@@ -429,7 +428,7 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypa
     receiver._process = note
     boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
     for has_avx, stored in ((True, 544), (False, 512)):
-        monkeypatch.setattr(module_of, "HAS_AVX", has_avx)
+        monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
         for spare in receiver._spares:  # garbage between the rows
             matrix = spare.take((48, 1024), torch.bfloat16, CPU).fill_(float("nan"))
             del matrix

@@ -45,6 +45,10 @@ class Platform:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
+    def has_avx(self) -> bool:
+        """Whether the host's CPU is one whose kernels torch runs with AVX: an x86."""
+        return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
     def peak_tflops(self, precision: str) -> float | None:
         """What this process's device can compute at most, in 10**12 operations a second; None where it is not known."""
         return peak_of(torch.cuda.get_device_name(), precision) if self.kind == "cuda" else None

@@ -75,8 +75,7 @@ def module_works(
     bucket_bytes: int,
 ) -> Works:
     """What is to be done with all `boxes` of a version, in their order, by which ranks see how far a worker is: module by
-    module, and with large ones piece by piece.
-    `sizes` are [rows, columns] of every parameter."""
+    module, and with large ones piece by piece. `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.parameter.rpartition(".")[0], []).append(number)

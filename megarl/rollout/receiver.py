@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.family import ModelShape
+from megarl.platform import current as platform
 from megarl.reshard.blocks import BLOCK, quantised_parameters
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes
@@ -48,7 +49,6 @@ from megarl.sync.read import Box, StreamReader, no_works
 from megarl.sync.whole import whole_tensors
 
 logger = logging.getLogger(__name__)
-HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 SCALES = "_scale_inv"  # behind the name of a weight in FP8 blocks: that of their scales
 
 
@@ -335,7 +335,7 @@ def _takes_rows_apart(module: torch.nn.Module) -> bool:
     """Whether vLLM packs its weight with oneDNN, by what is left of the last time, on a CPU where that gains by it. Its
     kernel for small weights wants rows side by side."""
     kept = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
-    return HAS_AVX and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in kept)
+    return platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in kept)
 
 
 def _kernel(module: torch.nn.Module) -> str:

@@ -36,7 +36,7 @@ REPORT_WAITS = {
 # How long a wait sleeps between two looks: at first not at all, as most waits are short.
 EAGER_LOOKS = 20
 LOOK_S = 0.0002
-# Where a rank waits for a whole version to be read: what it spends on looking, workers lack.
+# At least so long where a rank waits for a whole version to be read: what it spends on looking, workers lack.
 READ_LOOK_S = 0.001
 WATCH_S = 0.05
 
