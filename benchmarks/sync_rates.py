@@ -133,8 +133,12 @@ def measured_in_turns(sync: Sync, turns: int = 8, rounds: int = 8) -> InTurns:
     num_bytes = sync.itemsize * sum(rows * columns for rows, columns in sizes)
     works = [statistics.median(works) for works in zip(*(one.work for one in simple), strict=True)]
     rates = Rates(*(num_bytes / work if work else math.inf for work in works))
-    quartile = statistics.quantiles([one.seconds for one in simple], n=4)[0]
-    return InTurns(rates, quartile, statistics.median(one.seconds for one in found))
+    return InTurns(rates, quartile([one.seconds for one in simple]), statistics.median(one.seconds for one in found))
+
+
+def quartile(seconds: Sequence[float]) -> float:
+    """The lower quartile of at least two, never outside of what was measured."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def simplest(sync: Sync) -> Sync:

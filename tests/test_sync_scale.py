@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import sync_model, weight_sync_scale
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, bucket_parts, sync_seconds
-from benchmarks.sync_rates import Sync, measured_in_turns
+from benchmarks.sync_rates import Sync, measured_in_turns, quartile
 from benchmarks.weight_sync_scale import (
     CASES,
     Case,
@@ -345,3 +345,9 @@ def test_rates_are_measured_with_both_ends_of_a_sync(transport_name: str) -> Non
     assert simplest_s > 0 and sync_s > 0
     assert 0 < rates.write < math.inf and 0 < rates.place < math.inf
     assert ((rates.send, rates.receive) == (math.inf, math.inf)) == (transport_name == "shared_memory")
+
+
+def test_a_quartile_lies_among_what_was_measured() -> None:
+    """By the other method one of two syncs, ten times slower than the other, gave less than no time."""
+    assert quartile([0.1, 0.01]) == pytest.approx(0.01 + 0.09 / 4)
+    assert quartile([5.0, 1.0, 4.0, 2.0, 3.0]) == 2.0
