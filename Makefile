@@ -23,10 +23,8 @@ quickstart: setup
 	.venv/bin/megarl report runs/$(RUN)
 
 # Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM or jobs runs beside the
-# tests of Megatron's engines and of pure code; some whole runs are on either side, so that both streams end at about the same
-# time.
-BESIDE := $(wildcard $(patsubst %,tests/test_%*.py,rollout_ sync_ launch_ watchdog_ reward_ agent node pipeline_faults \
-	pipeline_lora pipeline_router_replay))
+# tests of Megatron's engines, of whole runs and of pure code; both streams end at about the same time.
+BESIDE := $(wildcard $(patsubst %,tests/test_%*.py,rollout_ sync_ launch_ watchdog_ reward_ agent node))
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
 test: setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def wandb_records(folder: Path) -> Iterator[Any]:
                 at += BLOCK - at % BLOCK
                 continue
             size, place = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            if at + HEADER + size > len(data):  # it is being written
+                break
             part += data[at + HEADER : at + HEADER + size]
             at += HEADER + size
             if place in (1, 4):  # whole, or the last part of one
@@ -46,6 +49,15 @@ def wandb_records(folder: Path) -> Iterator[Any]:
                 record.ParseFromString(part)
                 part = b""
                 yield record
+
+
+def wait_for_wandb(folder: Path, starts: int) -> None:
+    """Until its own process has written the end of so many offline runs: that takes longer than to finish one."""
+    for _ in range(6000):
+        if sum(record.WhichOneof("record_type") == "exit" for record in wandb_records(folder)) == starts:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"wandb has not written the end of {starts} runs within a minute")
 
 
 def wandb_points(folder: Path, key: str) -> list[tuple[int, float]]:

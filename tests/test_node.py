@@ -99,7 +99,8 @@ shared.remove()
 
 @pytest.mark.parametrize("before", ["alive", "killed"])
 def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: Path, before: str) -> None:
-    shared, mark = Path(f"/dev/shm/megarl-test-node-{os.getpid()}"), tmp_path / "pid"
+    # Not by megarl's prefix: a trainer of another test sweeps what has it and is locked by nobody.
+    shared, mark = Path(f"/dev/shm/test-node-{os.getpid()}"), tmp_path / "pid"
     semaphore = shared.with_name(f"sem.{shared.name}")
     try:
         done = subprocess.run(

@@ -272,4 +272,3 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
     assert [line["step"] for line in figures(folder, "live")] == list(range(1, done + 2))
     starts = [json.loads(line) for line in (Path(metrics).parent / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, done] and starts[1]["before"]["how"] == "requeued"
-    assert not list(Path("/dev/shm").glob("megarl-live*"))

@@ -29,7 +29,7 @@ NEW_TOKENS = 100
 OLD, NEW = 0, 1
 STEP = 1
 ALL = 16  # completions of a rollout
-TRIES = 5
+TRIES = 10
 
 
 class Flight:
@@ -46,6 +46,8 @@ class Flight:
         self.pool = EnginePool(recipe(self.models[OLD]).model_validate(values), str(self.models[OLD]), (), seed=3)
         self.pool.start()
         self.publisher = Publisher(self.models[OLD])
+        # Cut beforehand: in the middle of a rollout there is no time for it.
+        self._shards = [self.publisher.shards(model) for model in self.models]
         self.version = 0
         self._threads = ThreadPoolExecutor(1)
         self.undisturbed = [self.after_sync(OLD), self.after_sync(NEW)]
@@ -60,7 +62,7 @@ class Flight:
 
     def publish(self, model: int) -> dict[str, float]:
         self.version += 1
-        return self.publisher.publish(self.version, self.models[model], self.pool)
+        return self.publisher.publish_shards(self.version, self._shards[model], self.pool)
 
     def generate(self) -> RolloutBatch:
         ids = [np.random.default_rng(index).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32) for index in range(4)]

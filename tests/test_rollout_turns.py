@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,8 @@ def test_an_engine_wakes_for_the_weights_first_and_answers_only_then(monkeypatch
 
 def test_an_engine_stands_still_from_its_first_pause_until_a_sync_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "WeightManifest", SimpleNamespace(from_dict=lambda values: SimpleNamespace(**values)))
+    real, ahead_s = time.perf_counter, [0.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: real() + ahead_s[0]))
 
     async def syncs() -> list[dict[str, float]]:
         settings: Any = SimpleNamespace(index=0, layout=RolloutLayout())
@@ -77,14 +80,14 @@ def test_an_engine_stands_still_from_its_first_pause_until_a_sync_goes_through(m
         await engine.pause(3, "keep")
         with pytest.raises(SyncError):  # the worker took version 3
             await engine.receive({"version": 4})
-        await asyncio.sleep(0.5)
+        ahead_s[0] += 1000.0
         await engine.pause(3, "keep")
         first = await engine.receive({"version": 3})
         await engine.pause(3, "keep")
         return [first, await engine.receive({"version": 3})]
 
     first, second = asyncio.run(syncs())
-    assert first["standstill_s"] > 0.5 > second["standstill_s"] > second["receive_s"] + second["resume_s"]
+    assert first["standstill_s"] > 1000.0 > second["standstill_s"] > second["receive_s"] + second["resume_s"]
 
 
 def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.sync, pytest.mark.hang]
 IN_PLACE = "in_place"  # shared memory, where weights that lie still are read without buckets
 TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
 TIMEOUT_S = 1.5  # where a deadline is waited for
+STALL_S = 3.0  # where one is and the healthy engine must not reach its own, twice as late
 PATIENT_S = 60.0  # where none is, a busy machine must not reach it
 # Where one is and others must meet before it: a process that a busy machine holds up must be there by then.
 MEETING_S = 6.0
@@ -138,13 +139,19 @@ def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
 
 def deadline_s(transport: str, engine: int, fault: str, state: str) -> float:
     """Of a sync with a breakdown."""
+    missed_s = TIMEOUT_S if are_together(transport, engine, state) else STALL_S
     if fault == "kill":
-        return TIMEOUT_S if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
+        return missed_s if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
     # The last bucket of an engine is missed by nobody: what it waits for is the engine's own word.
     if state not in ("begin", "first", "middle") and (transport, state) != (IN_PLACE, "last"):
         return PATIENT_S
     # The other engine waits twice as long for the trainer as that waits for the one that stalls: time enough for both.
-    return 2 * TIMEOUT_S if engine == 1 else TIMEOUT_S
+    return missed_s
+
+
+def are_together(transport: str, engine: int, state: str) -> bool:
+    """Whether the one that breaks takes the other one along: both are served again, by whichever deadline."""
+    return engine == 0 and state in TOGETHER.get(transport, ())
 
 
 @pytest.mark.parametrize(("engine", "fault", "state"), BREAKDOWNS)
@@ -158,7 +165,7 @@ def test_an_engine_that_breaks_is_started_again_and_served_alone(
     trainer.publish(deadline_s(trainer.transport, engine, fault, state))
     trainer.assert_answered_from()
     assert engines.starts == starts, "another engine was given up than the one that broke"
-    again = (0, 1) if engine == 0 and state in TOGETHER.get(trainer.transport, ()) else (engine,)
+    again = (0, 1) if are_together(trainer.transport, engine, state) else (engine,)
     assert engines.served == ([(0, 1)] if state == "pause" else [(0, 1), again])
 
 
@@ -249,7 +256,9 @@ def wait_for_engines(sync: WeightSync, timeout_s: float) -> None:
 
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
     torch.set_num_threads(1)
-    publisher = trainer_of(model, DEATH_S.get(transport, TIMEOUT_S), transport)
+    # Of all that was sent nobody misses anything: no deadline is waited for.
+    timeout_s = PATIENT_S if state in ("commit", "resume") else DEATH_S.get(transport, TIMEOUT_S)
+    publisher = trainer_of(model, timeout_s, transport)
     wait_for_engines(publisher.sync, PATIENT_S)
     dies_at(publisher.sync, state, publisher.in_place)
     publisher.publish_shards(version, of_version(publisher.shards(model), version), Told(connections, state))

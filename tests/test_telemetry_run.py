@@ -15,7 +15,7 @@ from megarl.recipe import load_recipe
 from megarl.telemetry.samples import read_samples
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
-from tests.sink_cases import mlflow_points, tensorboard_points, wandb_points
+from tests.sink_cases import mlflow_points, tensorboard_points, wait_for_wandb, wandb_points
 
 pytestmark = pytest.mark.slow
 STEPS, PROFILED, SAMPLES, RANKS = 3, 2, 3, 2
@@ -86,6 +86,7 @@ def test_every_sink_has_every_step_of_both_starts_once(run):
     assert len(expected) == STEPS
     run_id = json.loads((directory / "sinks" / "mlflow.json").read_text())["id"]
     assert tensorboard_points(directory / "tensorboard", "actor/grad_norm") == expected
+    wait_for_wandb(directory, 2)
     assert wandb_points(directory, "actor/grad_norm") == expected
     assert mlflow_points(directory / "mlflow", run_id, "actor/grad_norm") == expected
 

@@ -23,7 +23,15 @@ from megarl.telemetry.sinks.sink import Memory, flat, numbers
 from megarl.telemetry.sinks.tensorboard_sink import markdown
 from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 from tests.recipe_cases import edited, make_folder
-from tests.sink_cases import mlflow_client, mlflow_points, sample_row, tensorboard_points, wandb_points, wandb_records
+from tests.sink_cases import (
+    mlflow_client,
+    mlflow_points,
+    sample_row,
+    tensorboard_points,
+    wait_for_wandb,
+    wandb_points,
+    wandb_records,
+)
 
 
 class Kept:
@@ -227,6 +235,7 @@ def twice(tmp_path_factory):
                 figures = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
                 sinks.write(step, figures, [sample_row(step, sample) for sample in (0, 5)])
         assert sinks.figures() == {"telemetry/sink_failures": 0}
+        wait_for_wandb(folder, start + 1)
     return folder
 
 
