@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,17 @@ def wandb_records(folder: Path) -> Iterator[Any]:
                 yield record
 
 
+def wait_for(is_so: Callable[..., bool]) -> None:
+    for _ in range(60_000):
+        if is_so():
+            return
+        time.sleep(0.001)
+    raise AssertionError("not within a minute")
+
+
 def wait_for_wandb(folder: Path, starts: int) -> None:
     """Until its own process has written the end of so many offline runs: that takes longer than to finish one."""
-    for _ in range(6000):
-        if sum(record.WhichOneof("record_type") == "exit" for record in wandb_records(folder)) == starts:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"wandb has not written the end of {starts} runs within a minute")
+    wait_for(lambda: [one.WhichOneof("record_type") for one in wandb_records(folder)].count("exit") == starts)
 
 
 def wandb_points(folder: Path, key: str) -> list[tuple[int, float]]:

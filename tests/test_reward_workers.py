@@ -107,12 +107,28 @@ def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
 
 
 def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, monkeypatch):
-    verifiers, start, starts = VerifierProcess(own_rewards), VerifierProcess._start, []
+    """On a clock that moves by what is waited for a verdict, and by nothing else."""
+    start, pipe, starts, now_s = VerifierProcess._start, process._pipe, [], [0.0]
 
     def counted(self):
         starts.append(1)
         start(self)
 
+    def paced():
+        ours, theirs = pipe()
+
+        def poll(timeout_s):
+            if timeout_s == process.START_TIMEOUT_S:
+                return ours.poll(timeout_s)
+            now_s[0] += timeout_s
+            return ours.poll(0.1)
+
+        mine = SimpleNamespace(poll=poll, send=ours.send, recv=ours.recv, close=ours.close)
+        return mine, theirs
+
+    monkeypatch.setattr(process, "_pipe", paced)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    verifiers = VerifierProcess(own_rewards)
     monkeypatch.setattr(VerifierProcess, "_start", counted)
     try:
         verdicts = verifiers.score_task(["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), timeout_s=12)
@@ -120,8 +136,8 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
         verifiers.close()
     assert all(v.timed_out and v.said is None for v in verdicts)
     assert "still being scored" in verdicts[0].failure and "waited behind" in verdicts[-1].failure
-    # Halves of what is left, until less than a 24th is: then none is begun. A busy machine may take one or another half.
-    assert 2 <= len(starts) <= 5
+    # Halves of what is left, until less than a 24th is: then none is begun.
+    assert len(starts) == 5 and now_s == [12 - 12 / 32]
 
 
 def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards, monkeypatch):

@@ -28,6 +28,7 @@ from tests.sink_cases import (
     mlflow_points,
     sample_row,
     tensorboard_points,
+    wait_for,
     wait_for_wandb,
     wandb_points,
     wandb_records,
@@ -84,21 +85,13 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path
             for step in range(1, 9):
                 whole_has = len(whole.given)
                 sinks.write(step, {"reward/mean": 0.0}, [])  # returns, with the first sink inside of step 1
-                _wait_for(lambda has=whole_has: len(whole.given) > has)
-        _wait_for(lambda: whole.given[-1] == COMPLETE)  # on a busy machine after the end that waited so briefly
+                wait_for(lambda has=whole_has: len(whole.given) > has)
+        wait_for(lambda: whole.given[-1] == COMPLETE)  # on a busy machine after the end that waited so briefly
         assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
         assert sinks.figures()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
         assert hangs.given == []
     finally:
         hangs.gate.set()
-
-
-def _wait_for(is_so: Any) -> None:
-    for _ in range(60_000):
-        if is_so():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("not within a minute")
 
 
 def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):

@@ -363,8 +363,10 @@ def _resident_bytes() -> int:
 
 
 def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any]) -> str:
-    """Which limit has ended a program that ended by itself; "" for none. Python says some in its last line alone."""
-    last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    """Which limit has ended a program that ended by itself; "" for none. Python says some in its last line alone, but where
+    its processes share standard error, another one may have said half of its traceback behind that."""
+    lines = errors.decode(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "Traceback "))), "")
     if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
         return "cpu_time"
     if status == -signal.SIGXFSZ or (status != 0 and ("[Errno 27]" in last or "[Errno 28]" in last)):
