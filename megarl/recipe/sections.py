@@ -17,6 +17,8 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
+# Megatron's names of what `recompute: selective` can recompute.
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 # A tagged union, so that a wrong value is one violation and not one of each kind.
 Cap = Annotated[
     Annotated[Positive, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
@@ -86,6 +88,8 @@ class TrainerSection(Section):
     Needs a GPU that has FP8. Not yet run on a GPU."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
+    megatron: dict[str, Any] = {}
+    """Further options of Megatron's `TransformerConfig`, under Megatron's names."""
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
@@ -162,6 +166,13 @@ class MemorySection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """What a forward pass does not keep and the backward pass runs again: `selective` the core attention and the
     feed-forward part of each layer, `full` whole layers, of which only the input is kept."""
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] = ("core_attn",)
+    """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
+    `block` recomputes the first `recompute_num_layers` layers of each pipeline stage and keeps the others."""
+    recompute_num_layers: Positive = 1
+    """With `recompute: full`, layers in one chunk (`uniform`) or layers recomputed in each stage (`block`)."""
     offload_activations: bool = False
     """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
     computation; not yet run on a GPU."""
@@ -294,6 +305,8 @@ class RolloutSection(Section):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """On GPU, share of the device's memory that must be free for an engine to start, and that it may use in all; null leaves
     it to vLLM. The cache itself has `kv_cache_bytes`. `megarl check --plan` prints the largest safe share."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engines, under vLLM's names."""
     replay: str | None = None
     """Directory of dumped rollouts to read in place of running engines."""
 
@@ -380,6 +393,8 @@ class DeviceSection(Section):
     kind: Literal["gpu", "cpu"] = "gpu"
     """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
     their own; on CPUs all processes of a machine hold theirs at the same time."""
+    host_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one node's host in GiB; null leaves host memory unchecked."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""
