@@ -48,7 +48,7 @@ test-learning: setup
 # what else has several cases, it runs one of each kind: the others are marked slow. OWN are tests of megarl's own parts,
 # between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
 # do all others, in two streams.
-OWN := adapter_export attention benchmark compiled logprobs objective plans weights
+OWN := adapter_export attention compiled logprobs objective plans weights
 BESIDE_019 := $(patsubst %,tests/test_engine_%.py,checkpoint experts finite freeze golden place precision stages)
 OF_MEGATRON := $(filter-out $(OWN:%=tests/test_engine_%.py),$(wildcard tests/test_engine_*.py tests/test_platform_*.py))
 

@@ -1,22 +1,17 @@
-"""How fast is the engine: on a CPU against Hugging Face's own model, on a GPU against the device's peak?
+"""How fast is the engine on a CPU, against Hugging Face's own model? (`gpu.py` measures it on a GPU.)
 
     python benchmarks/engine.py [--model models/SmolLM2-135M-Instruct] [--rounds 5] [--json PATH] [--check]
-    python benchmarks/engine.py --gpu [--peak-tflops 989] [--rounds 5] [--json PATH] [--check]
 
-CPU: one process, two threads, 2,048 packed tokens (8 sequences of 256, all but the first token of each predicted). `update`
+One process, two threads, 2,048 packed tokens (8 sequences of 256, all but the first token of each predicted). `update`
 is forward and backward without the optimizer's step, gradients in the buffers that a step reads; `logprob` is the forward
 phase. Hugging Face runs the same tokens packed into one row (position_ids restart at each sequence, scaled-dot-product
 attention), materialises its logits and takes their log-softmax at the targets. That both give the same log-probabilities,
 and so that Hugging Face's attention keeps the sequences apart, is checked first. The engine's update computes the entropy as
 well. Rounds alternate between the two, so that both see the same machine; a ratio is that of the medians.
 
-GPU: one rank, random weights of a dense 1.2B-parameter model in bf16, 4 micro-batches of 8,192 packed tokens (4 sequences of
-2,048), optimizer's step included; model FLOPs (`megarl/estimate/flops.py`) over the device's peak. Not yet run on a GPU; its
-arithmetic is tested on a CPU.
-
-Targets (with --check, exit 1 when missed). CPU: update at least 1.0 times Hugging Face's tokens a second, logprob at least
+Targets (with --check, exit 1 when missed): update at least 1.0 times Hugging Face's tokens a second, logprob at least
 1.5 times; in fp32, and in bf16 where the processor multiplies it (elsewhere torch emulates it many times slower, and
-it is left out). GPU: utilisation of update at least 0.45, of logprob at least 0.55.
+it is left out).
 """
 
 from __future__ import annotations
@@ -28,9 +23,8 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +36,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' batches
 
 from megarl.doctor.machine import multiplies_bf16  # noqa: E402
-from megarl.estimate.flops import forward_flops  # noqa: E402
-from megarl.family import ModelShape  # noqa: E402
 from megarl.reshard.boxes import Layout  # noqa: E402
 from megarl.schedule import Schedule, plan_phase  # noqa: E402
 from tests.engine_cases import engine, random_batch, start  # noqa: E402
-from tests.memory_cases import write_model  # noqa: E402
 
 Runs = dict[str, Callable[[], Any]]
 SEQUENCES, LENGTH = 8, 256
-CPU_TARGETS = {"update": 1.0, "logprob": 1.5}
-GPU_TARGETS = {"update": 0.45, "logprob": 0.55}
+TARGETS = {"update": 1.0, "logprob": 1.5}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAME = {"fp32": 1e-3, "bf16": 0.2}  # log-probabilities of two implementations
-# Dense bf16 operations a second, in 1e12, from the makers' data sheets.
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}
-DENSE = {
-    "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def engine_runs(directory: str, place: Any, precision: str, lengths: list[tuple[int, int]], per: int, step: bool) -> Runs:
@@ -134,7 +118,7 @@ def against_hugging_face(directory: str, place: Any, precision: str, rounds: int
     if difference > SAME[precision]:
         raise RuntimeError(f"{precision}: log-probabilities differ by {difference:.2g}: the two do not run the same model")
     rows = []
-    for kind, target in CPU_TARGETS.items():
+    for kind, target in TARGETS.items():
         seconds = alternate(runs, kind, rounds)
         speed = {name: sum(map(sum, lengths)) / statistics.median(taken) for name, taken in seconds.items()}
         value = speed["engine"] / speed["Hugging Face"]
@@ -143,43 +127,10 @@ def against_hugging_face(directory: str, place: Any, precision: str, rounds: int
     return rows
 
 
-def utilisation(shape: ModelShape, lengths: Sequence[tuple[int, int]], kind: str, seconds: float, peak: float) -> float:
-    """Model FLOPs of one run over what the device could do in that time; `peak` in operations a second."""
-    flops = sum(forward_flops(shape, prompt + completion, completion) for prompt, completion in lengths)
-    return flops * (3 if kind == "update" else 1) / (seconds * peak)
-
-
-def against_peak(
-    config: dict[str, Any], place: Any, precision: str, lengths: list[tuple[int, int]], per: int, peak: float, rounds: int
-) -> list[dict[str, Any]]:
-    """Model FLOPs utilisation, a row for each kind of run, of a random model of that `config.json`."""
-    with tempfile.TemporaryDirectory() as directory:
-        write_model(config, Path(directory))
-        runs = {"engine": engine_runs(directory, place, precision, lengths, per, step=True)}
-    rows = []
-    for kind, target in GPU_TARGETS.items():
-        seconds = alternate(runs, kind, rounds)
-        median = statistics.median(seconds["engine"])
-        value = utilisation(ModelShape.from_config(config), lengths, kind, median, peak)
-        speed = {"engine": sum(map(sum, lengths)) / median}
-        rows.append({"run": kind, "precision": precision, "tokens_per_second": speed, "seconds": seconds, "value": value,
-                     "target": target})  # fmt: skip
-    return rows
-
-
-def peak_of_device() -> float:
-    """Operations a second in bf16. Raises ValueError for a device whose peak is not known here."""
-    name = torch.cuda.get_device_name()
-    for part, tflops in PEAK_TFLOPS.items():
-        if part in name:
-            return tflops * 1e12
-    raise ValueError(f"the peak of {name!r} is not known here; give --peak-tflops")
-
-
-def show(rows: list[dict[str, Any]], value: str) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     names = list(rows[0]["tokens_per_second"])
     table = Table(title="tokens a second")
-    for column in ("precision", "run", *names, value, "target"):
+    for column in ("precision", "run", *names, "ratio", "target"):
         table.add_column(column, justify="right")
     for row in rows:
         speeds = (f"{row['tokens_per_second'][name]:.0f}" for name in names)
@@ -191,29 +142,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--peak-tflops", type=float)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29433"}
     place = start(Layout())
-    if arguments.gpu:
-        peak = arguments.peak_tflops * 1e12 if arguments.peak_tflops else peak_of_device()
-        device, value = torch.cuda.get_device_name(), "utilisation"
-        rows = against_peak(DENSE, place, "bf16", [(512, 1536)] * 16, 4, peak, arguments.rounds)
-    else:
-        torch.set_num_threads(2)
-        device, value = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads", "ratio"
-        precisions = ["fp32", "bf16"] if multiplies_bf16() else ["fp32"]
-        rows = [row for one in precisions for row in against_hugging_face(arguments.model, place, one, arguments.rounds)]
-    show(rows, value)
+    torch.set_num_threads(2)
+    device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads"
+    precisions = ["fp32", "bf16"] if multiplies_bf16() else ["fp32"]
+    rows = [row for one in precisions for row in against_hugging_face(arguments.model, place, one, arguments.rounds)]
+    show(rows)
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        config = {"gpu": arguments.gpu, "model": DENSE if arguments.gpu else arguments.model, "rounds": arguments.rounds}
+        config = {"model": arguments.model, "rounds": arguments.rounds}
         arguments.json.write_text(json.dumps({"commit": commit, "device": device, "config": config, "rows": rows}, indent=2))
     results = ", ".join(f"{row['precision']} {row['run']} {row['value']:.2f} (target {row['target']})" for row in rows)
-    print(f"engine, {value}: {results}")
+    print(f"engine, ratio: {results}")
     return 1 if arguments.check and any(row["value"] < row["target"] for row in rows) else 0
 
 

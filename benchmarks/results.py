@@ -1,10 +1,10 @@
-"""Write docs/results.md and its pictures from what the benchmarks have measured.
+"""Write docs/results.md, its pictures and docs/gpu.md from what the benchmarks have measured.
 
     python benchmarks/results.py [--check]
 
-Each part of the page comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py` and
-`weight_sync.py` write with `--json`; a part whose file is not there yet is left out. With --check nothing is written, and
-the exit status is 1 where the page says anything else.
+Each part of docs/results.md comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py`
+and `weight_sync.py` write with `--json`; a part whose file is not there yet is left out. docs/gpu.md comes from that of
+`gpu.py`. With --check nothing is written, and the exit status is 1 where a page says anything else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import held_out, learning  # noqa: E402
+from megarl.features import NOT_RUN  # noqa: E402
 from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, last_steps, summary, targets  # noqa: E402
 
 RESULTS, DOCS = ROOT / "benchmarks" / "measured", ROOT / "docs"
-PAGE = DOCS / "results.md"
+PAGE, GPU_PAGE = DOCS / "results.md", DOCS / "gpu.md"
 Results = dict[str, Any]
 
 LEARNING = """## Each algorithm learns
@@ -51,6 +52,12 @@ Through shared memory on one machine, milliseconds, medians of {rounds} rounds i
 the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and gives it whole to vLLM's loader; `disk`
 gathers, writes a file and has the engine load it. What vLLM takes to pack the weights is in each `whole`; `repack` is
 megarl's, where several threads do it. `checkpoint's transfer` is all but that much: some of its packing is still in it."""
+GPU = """# What has run on a GPU
+
+CI has no GPU. It tests the logic of every GPU path on a CPU; what CUDA, NCCL, Transformer Engine, vLLM on a GPU and
+`cuda_ipc` really do, only a GPU shows. `python benchmarks/gpu.py --json benchmarks/measured/gpu.json --check` walks the
+first hour on one GPU, and `python benchmarks/results.py` writes what it found to this page."""
+GPU_NOTHING = f"Nothing is recorded here: CUDA, NCCL, Transformer Engine and vLLM's GPU path are {NOT_RUN}."
 # Of a row's medians, by the column of the page.
 SYNC_COLUMNS = {
     "transfer": ("megarl", "transfer_s"), "repack": ("megarl", "repack_s"), "pause to resume": ("megarl", "standstill_s"),
@@ -63,6 +70,35 @@ def page(results: dict[str, Results]) -> str:
     """The text of docs/results.md."""
     parts = [part for name, make in MAKERS.items() if name in results for part in make(results[name])]
     return "\n\n".join(["# Results", *parts]) + "\n"
+
+
+def gpu_page(result: Results | None) -> str:
+    """The text of docs/gpu.md; `result` is what `gpu.py` wrote, or None."""
+    if result is None:
+        return f"{GPU}\n\n{GPU_NOTHING}\n"
+    made = f"On {result['device']}, at {result['commit'][:10]}. What no part below lists has not run on a GPU."
+    rows = ["| part | status | seconds | targets |", "| --- | --- | --- | --- |"]
+    values = []
+    for name, part in result["parts"].items():
+        reached = "; ".join(
+            f"{one['name']} {one['value']:.3g} (target {one['limit']:g}{'' if one['reached'] else ', missed'})"
+            for one in part.get("targets", [])
+        )
+        rows.append(f"| {name} | {part['status']} | {part['seconds']:.0f} | {reached or part.get('why', '')} |")
+        values += [f"| {name} | {key} | {value} |" for key, value in _flat(part.get("values", {}))]
+    table = ["| part | value | measured |", "| --- | --- | --- |", *values]
+    return "\n\n".join([GPU, made, "\n".join(rows), "\n".join(table)]) + "\n"
+
+
+def _flat(values: Results, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as (dotted key, text)."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return rows
 
 
 def made_by(name: str, result: Results, options: str) -> str:
@@ -156,10 +192,13 @@ def main() -> int:
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     if not results:
         parser.error(f"no results in {RESULTS}: benchmarks/learning.py --json {files['learning']} measures some")
+    gpu_file = RESULTS / "gpu.json"
     text = page(results)
+    gpu_text = gpu_page(json.loads(gpu_file.read_text()) if gpu_file.is_file() else None)
     if arguments.check:
-        return int(text != PAGE.read_text())
+        return int(text != PAGE.read_text() or gpu_text != GPU_PAGE.read_text())
     PAGE.write_text(text)
+    GPU_PAGE.write_text(gpu_text)
     for name, draw in (("learning", learning.draw), ("held_out", held_out.draw)):
         if name in results:
             draw(results[name]["runs"], DOCS / f"{name}.png")

@@ -169,9 +169,16 @@ def train(
     max_tokens: int,
     precision: str = "fp32",
 ) -> dict[str, list[Figures]]:
-    """Every role in turn: forward, then an update, `steps` times."""
+    """`train_roles` under the layouts of some roles."""
     places = start_places(layouts.values())
-    roles = {role: engine(directory, places[layout], role, lr=1e-2, precision=precision) for role, layout in layouts.items()}
+    return train_roles(directory, {role: places[layout] for role, layout in layouts.items()}, steps, max_tokens, precision)
+
+
+def train_roles(
+    directory: str, places: Mapping[str, Place], steps: int, max_tokens: int, precision: str
+) -> dict[str, list[Figures]]:
+    """Every role in turn: forward, then an update, `steps` times."""
+    roles = {role: engine(directory, place, role, lr=1e-2, precision=precision) for role, place in places.items()}
     batch = small_batch(next(iter(roles.values())).shape.vocab)
     num_tokens = int(batch.completion_lengths.sum())
     figures: dict[str, list[Figures]] = {role: [] for role in roles}

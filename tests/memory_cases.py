@@ -227,17 +227,23 @@ CASES = (
 )  # fmt: skip
 
 
-def write_model(config: Mapping[str, Any], directory: Path) -> None:
-    """A random checkpoint with this `config.json`."""
+def write_model(
+    config: Mapping[str, Any], directory: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> None:
+    """A random checkpoint with this `config.json`; `device` draws the weights."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(rows, columns, generator=generator) * 0.02 if columns > 1 else torch.ones(rows)
-        for name, (rows, columns) in checkpoint_sizes(ModelShape.from_config(dict(config))).items()
-    }
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        if columns == 1:
+            return torch.ones(rows, dtype=dtype)
+        return (torch.randn(rows, columns, generator=generator, device=device, dtype=dtype) * 0.02).cpu()
+
+    sizes = checkpoint_sizes(ModelShape.from_config(dict(config)))
+    tensors = {name: weight(rows, columns) for name, (rows, columns) in sizes.items()}
     save_file(tensors, directory / "model.safetensors")
 
 
