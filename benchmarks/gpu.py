@@ -88,7 +88,7 @@ def imports(dry: bool, folder: Path) -> Result:
     import megatron.core  # noqa: F401  # isort: skip
     import ray  # noqa: F401
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
