@@ -7,13 +7,15 @@ A request is one JSON document, `{"samples": [{"prompt", "completion", "answer",
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 import tenacity
 
 from megarl.data.sample import Prompt
@@ -25,6 +27,7 @@ from megarl.reward.process import Verdict
 REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
 LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
+MOST_WORDS_BYTES = 300  # of what a service says about a request that it does not take
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 
 
@@ -84,8 +87,7 @@ class Service:
             {"prompt": prompt.question, "completion": text, "answer": prompt.answer, "metadata": prompt.row}
             for text, prompt in zip(texts, prompts, strict=True)
         ]
-        # A row may hold what JSON has not, as a date; its text is better than no reward.
-        content = json.dumps({"samples": samples}, default=str).encode()
+        content = json.dumps(as_json({"samples": samples}), allow_nan=False).encode()
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(1 + self._section.retries)
             | tenacity.stop_before_delay(max(0.0, deadline - time.monotonic())),
@@ -96,30 +98,35 @@ class Service:
         try:
             values = _rewards(retrying(self._post, content), len(texts))
         except (httpx.HTTPError, Busy) as error:
-            return [self._masked("unreachable", error)] * len(texts)
+            return [self._masked("unreachable", error, prompts)] * len(texts)
         except Refused as error:
-            return [self._masked("refused", error)] * len(texts)
+            return [self._masked("refused", error, prompts)] * len(texts)
         except Unusable as error:
-            return [self._masked("unusable", error)] * len(texts)
+            return [self._masked("unusable", error, prompts)] * len(texts)
         reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
-        return [self._verdict(value, reason) for value in values]
+        return [self._verdict(value, reason, prompt) for value, prompt in zip(values, prompts, strict=True)]
 
-    def _verdict(self, value: Any, reason: str) -> Verdict:
+    def _verdict(self, value: Any, reason: str, prompt: Prompt) -> Verdict:
         # A JSON true is an int to Python; rewards are kept in float32, and NaN is not below anything.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-            return self._masked("unusable", Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed"))
+            error = Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed")
+            return self._masked("unusable", error, [prompt])
         return Verdict({self._name: float(value)}, reasons={self._name: reason})
 
-    def _masked(self, reason: str, error: Exception) -> Verdict:
-        return Verdict(None, f"{reason}: {self._section.url}: {error or type(error).__name__}", reasons={self._name: reason})
+    def _masked(self, reason: str, error: Exception, prompts: Sequence[Prompt]) -> Verdict:
+        """The verdict on all completions of a request; names the rows that were in it."""
+        rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        said = f"{reason}: {self._section.url}: {error or type(error).__name__}; sent were {', '.join(rows[:3])}{more}"
+        return Verdict(None, said, reasons={self._name: reason})
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
             if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
-                raise Busy(f"status {response.status_code}")
+                raise Busy(f"status {response.status_code}{_words(response)}")
             if not response.is_success:
-                raise Refused(f"status {response.status_code}")
+                raise Refused(f"status {response.status_code}{_words(response)}")
             body = b""
             for piece in response.iter_bytes():
                 body += piece
@@ -175,6 +182,41 @@ def both(one: Verdict, other: Verdict) -> Verdict:
         failed = one if one.said is None else other
         return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons)
     return Verdict(one.said | other.said, reasons=reasons, answer=other.answer if one.answer is None else one.answer)
+
+
+def _words(response: httpx.Response) -> str:
+    """The beginning of an answer's text, for a message; "" for none."""
+    body = b""
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) > MOST_WORDS_BYTES:
+            break
+    text = " ".join(body[:MOST_WORDS_BYTES].decode(errors="replace").split())
+    return f": {text}" if text else ""
+
+
+def as_json(value: Any) -> Any:
+    """The value in terms that every JSON parser reads: null for NaN and infinities, arrays as lists, bytes and all else that
+    JSON has not, as a date, a Decimal or an integer of more than 64 bits, as text."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {as_text(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(one) for one in value]
+    return as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """The value's text, of characters that UTF-8 has."""
+    text = value.decode(errors="replace") if isinstance(value, bytes | bytearray) else str(value)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:

@@ -37,15 +37,23 @@ Reader = Callable[[str], str | None]
 # Text in front of and behind the lines of a fenced block.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
-# A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3.
-NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3. An exponent has at
+# most four digits, so that no text can ask for a number of a billion digits.
+NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,4}(?![\w]))?"
+)
+# Characters that people and word processors write for a minus sign.
+MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-"))
 
 EXACT = Context(prec=MAX_PREC)  # the usual one rounds to 28 digits
 
 
 def numbers(text: str) -> list[Decimal]:
-    """The decimal numbers in a text, in order; knows thousands separators and the typographic minus."""
-    return [Decimal(match.replace(",", "")) for match in NUMBER.findall(text.replace("\u2212", "-"))]
+    """The decimal numbers in a text, in order: with thousands separators (1,234.5), without a zero before the point (.5), with
+    an exponent (1.5e3), and with a typographic minus. A percent sign is not read: 50% is 50."""
+    return [Decimal(match.replace(",", "")) for match in NUMBER.findall(text.translate(MINUS))]
 
 
 def exact(text: str, prompt: Prompt) -> float:

@@ -96,10 +96,11 @@ class Scorer:
     """Scores tasks with one verifier process, and asks services beside it: here in `local` mode, or inside a Ray actor."""
 
     def __init__(self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str]) -> None:
-        from megarl.data.tokenizer import load_tokenizer
+        from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 
         mark_from_environment()
         self._tokenizer = load_tokenizer(model_path)
+        self._stops = frozenset(stop_token_ids(model_path, self._tokenizer))
         self._services = services_of(specs)
         self._verifiers = VerifierProcess(specs, import_path) if len(self._services) < len(specs) else None
         self._busy_s = 0.0
@@ -114,10 +115,7 @@ class Scorer:
         """Verdicts on `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
         begun = time.perf_counter()
         fetched = payload.fetch(list(samples))
-        texts = [
-            self._tokenizer.decode(fetched[sample].completion.final_ids.tolist(), skip_special_tokens=True)
-            for sample in samples
-        ]
+        texts = [self._text(fetched[sample].completion.final_ids.tolist()) for sample in samples]
         asked = [one.ask(texts, prompts, timeout_s) for one in self._services]
         verdicts = [Verdict({})] * len(texts)
         if self._verifiers is not None:
@@ -126,6 +124,10 @@ class Scorer:
             verdicts = list(map(both, verdicts, one.wait()))
         self._busy_s += time.perf_counter() - begun
         return verdicts
+
+    def _text(self, ids: list[int]) -> str:
+        """What was sampled, special tokens too, but for the token that ends it: as environments see a turn."""
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
 
     def take_busy_s(self) -> float:
         """Seconds that it scored for since the last call."""
