@@ -25,8 +25,33 @@ def judge(text, prompt):
     if text == "loop":
         while True:
             pass
-    if text == "raise":
+    if text == "raise" or prompt.answer == "broken":
         raise KeyError("what")
+    if text.startswith("start"):
+        for _ in range(2):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    time.sleep(999)
+                os._exit(0)
+        if text == "start and die":
+            os._exit(3)
+    if text == "fill":
+        held = bytearray(300 << 20)
+        held[::4096] = bytes(len(held[::4096]))
+        time.sleep(999)
+    if text == "fill shared":
+        import mmap
+        held = [mmap.mmap(-1, 60 << 20) for _ in range(3)]
+        for at in range(0, 60 << 20, 4096):
+            for one in held:
+                one[at] = 1
+        time.sleep(999)
+    if text == "fork":
+        for _ in range(300):
+            if os.fork() == 0:
+                time.sleep(999)
+        time.sleep(999)
     if text == "die":
         os._exit(3)
     return float(text == prompt.answer)
@@ -88,7 +113,8 @@ def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
         verdicts = process.score_task(texts, prompts("a", "a", "a", "a", "a"), timeout_s=60)
     finally:
         process.close()
-    assert [v.said for v in verdicts] == [{"judge": 1.0}, None, {"judge": 0.0}, None, {"judge": 1.0}]
+    assert [v.said for v in verdicts] == [{"judge": one} for one in (1.0, 0.0, 0.0, 0.0, 1.0)]
+    assert [v.cause for v in verdicts] == ["", "error", "", "crash", ""]
     assert "KeyError: 'what'" in verdicts[1].failure
     assert "exit status 3 on prompt 3" in verdicts[3].failure
     assert not any(v.timed_out for v in verdicts)
@@ -102,7 +128,8 @@ def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
     finally:
         process.close()
     assert [v.timed_out for v in verdicts] == [False, True, False, True, False]
-    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, None, 1.0, None, 0.0]
+    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [v.cause for v in verdicts] == ["", "wall_time", "", "wall_time", ""]
     assert later[0].said == {"judge": 1.0}
 
 
@@ -118,7 +145,7 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
         ours, theirs = pipe()
 
         def poll(timeout_s):
-            if timeout_s == process.START_TIMEOUT_S:
+            if timeout_s in (process.START_TIMEOUT_S, process.EMPTY_TIMEOUT_S):
                 return ours.poll(timeout_s)
             now_s[0] += timeout_s
             return ours.poll(0.1)
@@ -134,7 +161,9 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
         verdicts = verifiers.score_task(["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), timeout_s=12)
     finally:
         verifiers.close()
-    assert all(v.timed_out and v.said is None for v in verdicts)
+    assert all(v.timed_out for v in verdicts)
+    assert [v.cause for v in verdicts] == ["wall_time"] * 5 + ["waiting"] * 5
+    assert [v.said for v in verdicts] == [{"judge": 0.0}] * 5 + [None] * 5, "what was not judged is no 0"
     assert "still being scored" in verdicts[0].failure and "waited behind" in verdicts[-1].failure
     # Halves of what is left, until less than a 24th is: then none is begun.
     assert len(starts) == 5 and now_s == [12 - 12 / 32]
@@ -153,7 +182,25 @@ def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards,
         verdicts = verifiers.score_task(["die", "a"], prompts("a", "a"), timeout_s=60)
     finally:
         verifiers.close()
-    assert verdicts[0].said is None and verdicts[1].said == {"judge": 1.0}, verdicts
+    assert verdicts[0].cause == "crash" and verdicts[1].said == {"judge": 1.0}, verdicts
+
+
+def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards):
+    verifiers = VerifierProcess(own_rewards, memory_bytes=160 << 20)
+    try:
+        keeper = verifiers._child.pid
+        verdicts = verifiers.score_task(["fill", "fill shared", "fork", "start", "a"], prompts(*"aaaaa"), timeout_s=120)
+        below = process._below(verifiers._child.pid)
+        assert len(below) == 5, "the verifier, what it has started and what it has left"
+        (crashed,) = verifiers.score_task(["start and die"], prompts("a"), timeout_s=60)
+        assert not any(os.path.exists(f"/proc/{one}") for one in [keeper, *below]), "something has outlived its verifier"
+        below = process._below(verifiers._child.pid)
+    finally:
+        verifiers.close()
+    assert [one.cause for one in [*verdicts, crashed]] == ["memory", "memory", "processes", "", "", "crash"]
+    assert [one.said and one.said["judge"] for one in [*verdicts, crashed]] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert "160 MiB (phases.reward.memory_mib)" in verdicts[0].failure
+    assert not any(os.path.exists(f"/proc/{one}") for one in below)
 
 
 def test_functions_run_outside_this_process(own_rewards):
@@ -167,17 +214,20 @@ def test_functions_run_outside_this_process(own_rewards):
 
 def check_batch(workers, model):
     """Seven samples of groups of two in tasks of three; one looping, one dying, tasks of their own."""
-    texts = ["a", "b", "b", "die", "c", "raise", "loop"]
-    result = workers.score(payload(model, texts), prompts("a", "b", "c", "d"), 7, group_size=2)
-    assert result.task_sequences == (3, 3, 1)
-    assert result.valid.tolist() == [True, True, True, False, True, False, False]
+    texts = ["a", "b", "b", "die", "c", "raise", "loop", "d", "a"]
+    result = workers.score(payload(model, texts), prompts("a", "b", "c", "d", "broken"), 9, group_size=2)
+    assert result.task_sequences == (3, 3, 3)
+    assert result.valid.tolist() == [True] * 8 + [False]
     # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
-    np.testing.assert_array_equal(result.rewards, [2, 0, 2, np.nan, 2, np.nan, np.nan])
-    np.testing.assert_array_equal(result.parts["judge"], [1, 0, 1, np.nan, 1, np.nan, np.nan])
-    assert sorted(result.failures) == [3, 5, 6] and result.num_timeouts == 1
+    np.testing.assert_array_equal(result.rewards, [2, 0, 2, 0, 2, 0, 0, 2, np.nan])
+    np.testing.assert_array_equal(result.parts["judge"], [1, 0, 1, 0, 1, 0, 0, 1, np.nan])
+    assert sorted(result.failures) == [8] and "so it did on an empty completion" in result.failures[8]
     metrics = result.metrics()
-    assert metrics["reward/mean"] == 1.5 and metrics["reward/judge"] == 0.75
-    assert metrics["reward/num_masked"] == 3 and metrics["reward/num_timeouts"] == 1
+    assert metrics["reward/mean"] == 1.0 and metrics["reward/judge"] == 0.5
+    assert metrics["reward/num_masked"] == 1 and metrics["reward/num_timeouts"] == 1
+    causes = {key.removeprefix("reward/num_"): count for key, count in metrics.items() if count and "num_" in key}
+    assert causes == {"workers": 1, "masked": 1, "timeouts": 1, "masked_verifier": 1,
+                      "zero_crash": 1, "zero_error": 1, "zero_wall_time": 1}  # fmt: skip
 
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):

@@ -19,7 +19,9 @@ from megarl.recipe.violation import MISSING, Violation
 NAME = re.compile(r"[a-z0-9]\w*", re.ASCII | re.IGNORECASE)
 OWN_FIGURES = frozenset(
     ("busy_s", "deviation", "environment", "greedy_mean", "mean", "model_mean", "num_greedy_masked", "num_masked",
-     "num_timeouts", "num_workers", "overlong_masked", "overlong_penalty_mean", "sampled_mean")
+     "num_timeouts", "num_workers", "overlong_masked", "overlong_penalty_mean", "sampled_mean",
+     "num_zero_wall_time", "num_zero_memory", "num_zero_processes", "num_zero_crash", "num_zero_error",
+     "num_masked_waiting", "num_masked_verifier", "num_masked_service", "num_masked_environment")
 )  # fmt: skip
 COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_num_<reason>`
 SANDBOX_S = 1.0  # for a completion, with room: 0.15 s where nothing else runs

@@ -344,6 +344,9 @@ class RewardPhaseSection(Section):
     """Deadline of one task; sequences it leaves unscored are masked and counted."""
     workers: Positive = 1
     """Processes that score tasks at the same time, in the Ray cluster."""
+    memory_mib: Positive = 4096
+    """Resident memory of a worker's verifiers and all that they start, in MiB, beside that of a sandbox; a completion on which
+    they pass it scores 0. A function that loads a model needs room for it."""
 
 
 class ForwardPhaseSection(Section):

@@ -1,25 +1,35 @@
 """Verifiers in a process of their own, because only a process can be stopped for sure.
 
-Signal time limits need the main thread and do not interrupt C code, and a user's function may loop, crash or
-exit. So the verifiers of one scorer run in a plain child process (a multiprocessing one would import the
-trainer's main module again); the parent hands it one text at a time and kills it at the deadline.
+Signal time limits need the main thread and do not interrupt C code, and a user's function may loop, crash, exit or take all
+memory. So the verifiers of one scorer run below a plain child process, the keeper (a multiprocessing one would import the
+trainer's main module again), which ends them with all that they have started: at their limits, when they have ended, when the
+scorer says so at a deadline, or when that is gone. The scorer hands the verifiers one text at a time.
+
+What a text causes is scored, and what it cannot have caused is masked. Where a verifier raises, dies or passes a limit, it is
+asked about an empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import JudgeSection
+from megarl.recipe.reward_sections import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
+from megarl.reward.sandbox import SandboxFault
+from megarl.reward.sandbox_keeper import sizes
 from megarl.reward.verifiers import load_terms, read_answer, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 
@@ -27,31 +37,51 @@ START_TIMEOUT_S = 120.0
 # Of a task's time, below which no text is begun any more once one was too slow: verifiers would start for nothing.
 LEAST_SHARE = 1 / 24
 STOP_TIMEOUT_S = 5.0
-ORPHAN_POLL_S = 1.0
-NEVER = threading.Event()  # a thread that waits for it is seen to wait, and not to be at work
+EMPTY_TIMEOUT_S = 5.0  # for a verdict on an empty completion
+# Why a completion scores 0 though no verifier judged it, and why another one is masked: `waiting` behind others until the
+# task's deadline, a `verifier` that fails on an empty completion too, a `service`, or an `environment`.
+SCORED = ("wall_time", "memory", "processes", "crash", "error")
+MASKED = ("waiting", "verifier", "service", "environment")
+LOOK_S = 0.05  # how often a keeper looks what the verifiers hold
+MOST_PROCESSES = 256
+# Exit statuses of a keeper that has ended the verifiers at a limit.
+OVER = {86: "memory", 87: "processes"}
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What became of one text: what each reward term said, or why it has none; `reasons` holds what a term gives besides,
-    and `answer` what the text answers, where that was asked."""
+    and `answer` what the text answers, where that was asked. `cause` is one of SCORED or of MASKED where no verifier has
+    judged it, and `failure` says more."""
 
     said: dict[str, float] | None
     failure: str = ""
     timed_out: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     answer: str | None = None
+    cause: str = ""
 
 
 class VerifierProcess:
     """A child process with the terms of the recipe's `reward` list loaded.
 
-    `import_path` is where it looks for modules: the trainer's `sys.path`, since a Ray actor has another one.
+    `import_path` is where it looks for modules: the trainer's `sys.path`, since a Ray actor has another one. `memory_bytes` is
+    what all its processes may hold together, beside what a sandbox may.
     Raises ValueError where the terms do not load there, and RuntimeError where the process does not come up.
     """
 
-    def __init__(self, specs: Sequence[JudgeSection], import_path: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[JudgeSection], import_path: Sequence[str] | None = None, memory_bytes: int = 4 << 30
+    ) -> None:
         self._specs = list(specs)
+        own = [part for part in specs if isinstance(part, CodeRewardSection)]
+        self._memory_bytes = memory_bytes + (max((part.memory_mib + part.files_mib for part in own), default=0) << 20)
+        self._names = [
+            name for name, part in zip(part_names(specs), specs, strict=True) if not isinstance(part, HttpRewardSection)
+        ]
+        self._judges_empty: dict[int, bool] = {}  # by prompt, of the task at work
         self._import_path = list(sys.path if import_path is None else import_path)
         self._restart_s = 0.0  # what the text at work has cost
         self._start()
@@ -62,12 +92,13 @@ class VerifierProcess:
         """One verdict for each text, in order, within `timeout_s` and restarts of the child; with what each answers, if
         `answers` are asked for.
 
-        A text whose verifier raises, or takes the process down, fails alone. One behind which others wait may take half
+        A text whose verifier raises, or takes the process down, fails alone: it says 0, or is masked. One behind which others wait may take half
         of the time that is left, so that a slow one fails alone too, and four of them leave the others some. At the deadline
-        the text at work and all that wait behind it have timed out. A restart takes nothing of the time of the texts behind
+        all that wait behind the text at work are masked. A restart takes nothing of the time of the texts behind
         it, until all of a task have taken `START_TIMEOUT_S`.
         """
         deadline, spare_s = time.monotonic() + timeout_s, START_TIMEOUT_S
+        self._judges_empty = {}
         verdicts: list[Verdict] = []
         for text, prompt in zip(texts, prompts, strict=True):
             self._restart_s, left_s = 0.0, deadline - time.monotonic()
@@ -77,45 +108,68 @@ class VerifierProcess:
             given_s = min(self._restart_s, spare_s)
             deadline, spare_s = deadline + given_s, spare_s - given_s
             if verdict.timed_out and deadline - time.monotonic() < LEAST_SHARE * timeout_s:
-                waiting = Verdict(None, f"timeout: waited behind texts that took all of {timeout_s} s", True)
+                said = f"timeout: waited behind texts that took all of {timeout_s} s"
+                waiting = Verdict(None, said, True, cause="waiting")
                 verdicts += [waiting] * (len(texts) - len(verdicts))
                 break
         return verdicts
 
     def close(self) -> None:
-        """Stop the child."""
+        """Stop the child, and with it all that the verifiers have started."""
         self._connection.close()
-        self._child.kill()
-        self._child.wait(timeout=STOP_TIMEOUT_S)
+        self._child.terminate()
+        try:
+            self._child.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait(timeout=STOP_TIMEOUT_S)
 
     def _score(self, text: str, prompt: Prompt, deadline: float, answers: bool) -> Verdict:
+        verdict = self._ask(text, prompt, max(0.0, deadline - time.monotonic()), answers)
+        if verdict.cause not in SCORED:
+            return verdict
+        begun = time.monotonic()
+        if prompt.index not in self._judges_empty:
+            self._judges_empty[prompt.index] = not self._ask("", prompt, EMPTY_TIMEOUT_S, False).cause
+        self._restart_s += time.monotonic() - begun
+        if self._judges_empty[prompt.index]:
+            return replace(verdict, said=dict.fromkeys(self._names, 0.0))
+        return replace(verdict, failure=f"{verdict.failure}; so it did on an empty completion", cause="verifier")
+
+    def _ask(self, text: str, prompt: Prompt, timeout_s: float, answers: bool) -> Verdict:
+        """What the verifiers say within `timeout_s`, or with a cause why they say nothing."""
         try:
             self._connection.send((text, prompt, answers))
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                ended = self._child.pid
-                self._restart()
-                done = f"its verifier process {ended} was ended, and another one started"
-                return Verdict(None, f"timeout: prompt {prompt.index} was still being scored; {done}", True)
-            return self._connection.recv()
+            if self._connection.poll(timeout_s):
+                return self._connection.recv()
+            ended, cause, said = self._child.pid, "wall_time", f"timeout: prompt {prompt.index} was still being scored; its "
+            said += f"verifier process {ended} was ended, and another one started"
         except (EOFError, ConnectionError):
-            try:
-                death = f"died with exit status {self._child.wait(timeout=STOP_TIMEOUT_S)}"
-            except subprocess.TimeoutExpired:
-                death = "hung up"
             ended = self._child.pid
-            self._restart()
-            done = f"{death} on prompt {prompt.index}; another one was started"
-            return Verdict(None, f"crash: the verifier process {ended} {done}")
+            try:
+                status: int | None = self._child.wait(timeout=STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                status = None
+            cause = OVER.get(status or 0, "crash")
+            died = "hung up" if status is None else f"died with exit status {status}"
+            death = died if cause == "crash" else f"passed its limit of {self._limit(cause)}"
+            said = f"{cause}: the verifier process {ended} {death} on prompt {prompt.index}; another one was started"
+        self._restart()
+        return Verdict(None, said, cause == "wall_time", cause=cause)
+
+    def _limit(self, cause: str) -> str:
+        memory = f"memory, {self._memory_bytes >> 20} MiB (phases.reward.memory_mib)"
+        return memory if cause == "memory" else f"{MOST_PROCESSES} processes"
 
     def _restart(self) -> None:
         begun = time.monotonic()
         self.close()
         self._start()
-        self._restart_s = time.monotonic() - begun
+        self._restart_s += time.monotonic() - begun
 
     def _start(self) -> None:
         ours, theirs = _pipe()
-        command = [sys.executable, "-m", "megarl.reward.process", str(theirs.fileno())]
+        command = [sys.executable, "-m", "megarl.reward.process", str(theirs.fileno()), str(self._memory_bytes)]
         self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._connection = ours
@@ -142,17 +196,80 @@ def _pipe() -> tuple[Connection, Connection]:
     return Pipe(duplex=True)
 
 
-def _exit_with_parent() -> None:
-    """Leave when the parent is gone, also in the middle of a verifier that never returns."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        NEVER.wait(ORPHAN_POLL_S)
-    os._exit(1)
+def keep(connection: Connection, memory_bytes: int) -> NoReturn:
+    """The keeper: fork the verifiers, and end all that is below them when they end, are over a limit, or nobody needs them."""
+    parent, keeper, signals = os.getppid(), os.getpid(), {signal.SIGTERM, signal.SIGCHLD}
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the verifiers start stays below this process, whoever leaves it
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if (verifiers := os.fork()) == 0:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        if os.getppid() == keeper:  # else it died before that was set
+            serve(connection)
+        sys.stdout.flush()
+        os._exit(0)
+    connection.close()
+    ending, status = 0, None
+    while status is None and ending == 0:
+        came = signal.sigtimedwait(signals, LOOK_S)
+        if os.getppid() != parent or (came is not None and came.si_signo == signal.SIGTERM):
+            break
+        with suppress(ChildProcessError):
+            while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == verifiers else None
+        below = _below(keeper)
+        over = "processes" if len(below) > MOST_PROCESSES else "memory" if _is_over(below, memory_bytes) else ""
+        ending = next((code for code, limit in OVER.items() if limit == over), 0)
+    _end_all(keeper)
+    code = os.waitstatus_to_exitcode(status) if status is not None else ending
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _below(process: int) -> list[int]:
+    """All living processes that a process has started, and those that they have."""
+    found: list[int] = []
+    waiting = [process]
+    while waiting:
+        one = waiting.pop()
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended
+                waiting += map(int, children.read_text().split())
+        found.append(one)
+    return found[1:]
+
+
+def _is_over(processes: Sequence[int], memory_bytes: int) -> bool:
+    """Whether processes hold more together, without the pages of files. Pages that they share are counted once, which takes
+    long and is done only where it matters."""
+    for path, keys in (("status", ("RssAnon", "RssShmem", "VmSwap")), ("smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss"))):
+        held = 0
+        for process in processes:
+            with suppress(OSError):  # it has ended
+                found = sizes(f"/proc/{process}/{path}")
+                held += sum(found.get(key, 0) for key in keys)
+        if held <= memory_bytes:
+            return False
+    return True
+
+
+def _end_all(process: int) -> None:
+    """End all processes below one, which may go on to start others meanwhile."""
+    for last in (signal.SIGSTOP, signal.SIGKILL):
+        deadline, stopped = time.monotonic() + STOP_TIMEOUT_S, set()
+        while time.monotonic() < deadline and (new := set(_below(process)) - stopped):
+            for one in new:
+                with suppress(ProcessLookupError):
+                    os.kill(one, last)
+            stopped |= new
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
 
 
 def serve(connection: Connection) -> None:
     """The child: load the terms, then answer texts with verdicts until the parent closes the connection."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     mark_from_environment("verifiers")
     # math-verify warns once that its time limits are off, which is the point.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -172,8 +289,11 @@ def serve(connection: Connection) -> None:
         try:
             said, reasons = score_terms(terms, text, prompt)
             verdict = Verdict(said, reasons=reasons, answer=read_answer(terms, text) if answers else None)
+        except SandboxFault as fault:
+            verdict = Verdict(None, f"verifier: {fault}, on prompt {prompt.index}", cause="verifier")
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
-            verdict = Verdict(None, f"crash: {type(error).__name__}: {error} on prompt {prompt.index}")
+            said = f"error: {type(error).__name__}: {error} on prompt {prompt.index}"
+            verdict = Verdict(None, said, cause="error")
         connection.send(verdict)
 
 
@@ -181,4 +301,4 @@ if __name__ == "__main__":
     # Run as a module this file is `__main__`; answers must be of the class that the parent knows.
     from megarl.reward import process
 
-    process.serve(Connection(int(sys.argv[1])))
+    process.keep(Connection(int(sys.argv[1])), int(sys.argv[2]))

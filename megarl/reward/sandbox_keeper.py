@@ -1,8 +1,10 @@
 """Runs programs where they can do no harm: started by `megarl.reward.sandbox` as a script, with the standard library alone.
 
-Three processes. The keeper makes the namespaces (user, process ids, mounts, network, IPC) and dies with its parent. Its
-child is process 1 in there: it builds a root of its own, runs the programs one after the other, and with its death the
-kernel kills whatever else is left, however it was forked. The programs run as an unprivileged user without capabilities.
+Four processes. The keeper makes namespaces (user, process ids, mounts, network) and dies with its parent. Its child is the
+watcher, process 1 in there: it builds a root of its own, runs the programs one after the other, and adds up what each holds.
+Each program has namespaces of its own below (process ids, mounts, IPC), whose process 1 starts it and tells the watcher how
+it ended: no program can name the watcher, and with the end of its process 1 the kernel ends whatever it has left, however it
+was forked. The programs run as an unprivileged user without capabilities, behind a filter of system calls.
 
 Reads one JSON document from standard input and writes one to standard output: `{"reasons": [...]}`, one word for each
 program, or `{"fault": "..."}`. Needs Linux 5.14: before, processes of an unprivileged user were counted over the whole
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -20,29 +23,38 @@ import secrets
 import selectors
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # From linux/sched.h, sys/mount.h, linux/mount.h and linux/prctl.h.
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 AT_RECURSIVE, MOUNT_SETATTR = 0x8000, 442  # the number of the system call is the same on all machines of today
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE = 1, 4, 22, 38, 41
+SECCOMP_MODE_FILTER = 2
+CLONE = {"x86_64": 56, "aarch64": 220}
+F_ADD_SEALS, ALL_SEALS = 1033, 0xF
 
 NOBODY = 65534
 HOME = "/sandbox"  # the working directory of a program: a memory file system of its own
 PROGRAM = f"{HOME}/program.py"
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")  # not zero, which maps as shared memory
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-POLL_S = 0.05  # how often the memory of all processes is added up
+LOOK_S = 0.01  # how often the watcher looks how many processes there are
+FULL_LOOK_S = 0.05  # and what a single one holds, whose address space has a limit of its own; several are added up each time
+LOOK_SHARE = 0.2  # of the watcher's time, at most, in which it looks
+DESCRIPTORS = 64  # of a process
+# What the watcher counts for kernel memory that belongs to no page of a process: a pipe and a socket as if they were full.
+PIPE_BYTES, SOCKET_BYTES, MAPPING_BYTES = 1 << 16, 212992, 512  # of a socket net.core.wmem_default
+INODE_BYTES, LOCK_LIST_BYTES = 1 << 14, 1 << 15
 LIBC = ctypes.CDLL(None, use_errno=True)
+HOLDS_GIL = ctypes.PyDLL(None, use_errno=True)
 
 
 def main() -> int:
@@ -79,7 +91,7 @@ def _enter_namespaces(parent: int) -> None:
         os.close(ask)
         os._exit(_write_maps(keeper) if os.read(asked, 1) else 1)
     os.close(asked)
-    _checked("unshare", LIBC.unshare(NEW_USER | NEW_PIDS | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
+    _checked("unshare", LIBC.unshare(NEW_USER | NEW_PIDS | NEW_MOUNTS | NEW_NETWORK))
     os.write(ask, b"x")
     os.close(ask)
     if os.waitpid(helper, 0)[1] != 0:
@@ -180,7 +192,7 @@ def _bind(opened: int, target: str, is_folder: bool) -> None:
 
 
 def _first_process(asked: dict[str, Any], answers: int) -> None:
-    """Process 1. Does not return."""
+    """The watcher, process 1 of the keeper's namespaces. Does not return."""
     try:
         _die_with_parent()
         _build_root([*SYSTEM, *asked["readable"]])
@@ -199,74 +211,118 @@ def _run_all(asked: dict[str, Any], end: float) -> list[str]:
         if time.monotonic() > end:
             reasons.append("wall_time")
             continue
-        room = limits["file_bytes"] + 2 * len(program["code"].encode(errors="replace"))  # its own code takes none of it
-        size = f"size={room},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
+        code = program["code"].encode(errors="replace")
+        page = resource.getpagesize()
+        room = limits["file_bytes"] + -(-(len(code) + 128) // page) * page  # its own code takes none of it
+        inodes = 16 + limits["file_bytes"] // INODE_BYTES  # each takes memory that no size counts
+        size = f"size={room},nr_inodes={inodes},mode=700,uid={NOBODY},gid={NOBODY}"
         _mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
         try:
-            reasons.append(_run(program, asked["python"], limits, end))
+            reasons.append(_run(program, code, asked, end))
         finally:
-            _kill_all()
             _checked("umount", LIBC.umount2(HOME.encode(), MNT_DETACH))
         if asked["stop_at_failure"] and reasons[-1] != "passed":
             break
     return reasons
 
 
-def _kill_all() -> None:
-    """Every process but this one: in its namespace, that is whatever the program has left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
-
-
-def _run(program: dict[str, Any], python: str, limits: dict[str, Any], end: float) -> str:
+def _run(program: dict[str, Any], code: bytes, asked: dict[str, Any], end: float) -> str:
     """What became of one program: `passed`, `failed`, or the limit that it ran into.
 
     A program without an expected output must come to its end: a line behind it says so in a pipe, with a word that no
-    other run has.
+    other run has. Raises OSError where its namespaces could not be made.
     """
-    proof, said = secrets.token_hex(16), b""
-    reading, writing = os.pipe()
-    code = program["code"]
+    proof, limits = secrets.token_hex(16), asked["limits"]
+    pipes = {name: os.pipe() for name in ("stdout", "stderr", "proof", "status")}
     if program["output"] is None:
-        code += f"\n__import__('os').write({writing}, b'{proof}')\n"
-    Path(PROGRAM).write_bytes(code.encode(errors="replace"))
+        code += f"\n__import__('os').write({pipes['proof'][1]}, b'{proof}')\n".encode()
+    Path(PROGRAM).write_bytes(code)
     os.chmod(PROGRAM, 0o644)
-    given = os.memfd_create("stdin")
+    given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(given, program["input"].encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
-    process = subprocess.Popen(
-        # No user site, no directory of the program on its path, no bytecode beside it.
-        [python, "-s", "-P", "-B", PROGRAM],
-        stdin=given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[writing],
-        cwd=HOME,
-        env=_environment(python),
-        preexec_fn=lambda: _confine(limits),  # this process has one thread
-    )
-    os.close(writing)
-    os.close(given)
-    stopped, output, errors = _watch(process, limits, end)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    os.set_blocking(reading, False)
-    with contextlib.suppress(BlockingIOError):
-        said = os.read(reading, 64)
-    os.close(reading)
+    fcntl.fcntl(given, F_ADD_SEALS, ALL_SEALS)
+    # A fork without what Python does around one: this process has one thread.
+    flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | signal.SIGCHLD
+    process = HOLDS_GIL.syscall(CLONE[os.uname().machine], ctypes.c_ulong(flags), *[ctypes.c_ulong(0)] * 4)
+    if process == 0:
+        _start(asked, given, {name: ends[1] for name, ends in pipes.items()})
+    _checked("clone", process)
+    for descriptor in (given, *(ends[1] for ends in pipes.values())):
+        os.close(descriptor)
+    texts = {"stdout": b"", "stderr": b""}
+    try:
+        stopped = _watch(process, {pipes[name][0]: name for name in texts}, texts, limits, end)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)  # and with it whatever the program has left
+    said, told = (_rest(pipes[name][0]) for name in ("proof", "status"))
+    for ends in pipes.values():
+        os.close(ends[0])
+    ending: dict[str, Any] = json.loads(told) if told else {"status": -signal.SIGKILL, "cpu_s": 0.0}
+    if "fault" in ending:
+        raise OSError(ending["fault"])
     if stopped:
         return stopped
-    if reason := _limit_hit(process.returncode, errors, used.ru_utime + used.ru_stime, limits):
+    if reason := _limit_hit(ending["status"], texts["stderr"], ending["cpu_s"], limits):
         return reason
     right = (
         said == proof.encode()
         if program["output"] is None
-        else _lines(output) == _lines(program["output"].encode(errors="replace"))
+        else _lines(texts["stdout"]) == _lines(program["output"].encode(errors="replace"))
     )
-    return "passed" if process.returncode == 0 and right else "failed"
+    return "passed" if ending["status"] == 0 and right else "failed"
+
+
+def _rest(pipe: int) -> bytes:
+    """What is in a pipe that nobody writes to any more, or that the program holds no end of."""
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(pipe, 1 << 12)
+    return b""
+
+
+def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
+    """Process 1 of a program's namespaces: start it, and say how it ended, or why it could not be started."""
+    status, ending = pipes["status"], {}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a process 1 that is no signal at all, from inside
+        _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # before anything else of this machine
+        _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
+        if (program := os.fork()) == 0:
+            _become_program(asked, given, pipes)
+        for descriptor in (given, pipes["stdout"], pipes["stderr"], pipes["proof"]):
+            os.close(descriptor)
+        while True:
+            process, ended, used = os.wait4(-1, 0)
+            if process == program:
+                ending = {"status": os.waitstatus_to_exitcode(ended), "cpu_s": used.ru_utime + used.ru_stime}
+                break
+    except BaseException as error:
+        ending = {"fault": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):
+        os.write(status, json.dumps(ending).encode())
+    os._exit(0)
+
+
+def _become_program(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
+    """Standard streams, the proof's pipe and nothing else."""
+    try:
+        for number, descriptor in enumerate((given, pipes["stdout"], pipes["stderr"])):
+            os.dup2(descriptor, number)
+        os.set_inheritable(pipes["proof"], True)
+        os.chdir(HOME)
+        _confine(asked["limits"], bytes.fromhex(asked["filter"]))
+        python = asked["python"]
+        # No user site, no directory of the program on its path, no bytecode beside it.
+        os.execve(python, [python, "-s", "-P", "-B", PROGRAM], _environment(python))
+    except BaseException as error:
+        os.write(pipes["status"], json.dumps({"fault": f"{type(error).__name__}: {error}"}).encode())
+    finally:
+        os._exit(1)
 
 
 def _environment(python: str) -> dict[str, str]:
@@ -278,66 +334,75 @@ def _environment(python: str) -> dict[str, str]:
     return {"PATH": path, "HOME": HOME, "TMPDIR": HOME, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"} | one_thread
 
 
-def _confine(limits: dict[str, Any]) -> None:
+def _confine(limits: dict[str, Any], steps: bytes) -> None:
     """In the child that becomes the program."""
     cpu_s = limits["cpu_s"]
-    for limit, soft, hard in (
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
-        # The keeper and process 1 count, where they are the same user.
-        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
-        (resource.RLIMIT_NOFILE, 64, 64),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    # Keeper, watcher and process 1 count, where they are the same user.
+    processes = limits["processes"] + (0 if os.geteuid() == 0 else 3)
+    for limit, most in (
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_NOFILE, DESCRIPTORS),
+        (resource.RLIMIT_SIGPENDING, 4 * DESCRIPTORS),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        resource.setrlimit(limit, (soft, hard))
+        resource.setrlimit(limit, (most, most))
     os.setsid()
+    # A huge page of which one part is left counts as that part alone.
+    _checked("prctl", LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0))
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     _checked("prctl", LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    kept = ctypes.create_string_buffer(steps, len(steps))
+    program = struct.pack("HP", len(steps) // 8, ctypes.addressof(kept))  # struct sock_fprog
+    _checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
 
 
-def _watch(process: subprocess.Popen, limits: dict[str, Any], end: float) -> tuple[str, bytes, bytes]:
-    """Read until the program ends, or a limit does it: the limit or "", standard output, and standard error."""
-    texts, has_ended = {"stdout": b"", "stderr": b""}, os.pidfd_open(process.pid)
-    stopped = ""
+# The watcher -----------------------------------------------------------------------------------------------------------
+
+
+def _watch(process: int, streams: dict[int, str], texts: dict[str, bytes], limits: dict[str, Any], end: float) -> str:
+    """Read into `texts` until the program has ended, or a limit ends it: the limit or ""."""
+    has_ended, look_at = os.pidfd_open(process), 0.0
     with selectors.DefaultSelector() as selector:
         selector.register(has_ended, selectors.EVENT_READ, "")
-        for name in texts:
-            stream = getattr(process, name)
-            os.set_blocking(stream.fileno(), False)
+        for stream, name in streams.items():
+            os.set_blocking(stream, False)
             selector.register(stream, selectors.EVENT_READ, name)
-        going = True
-        while going:
-            ready = {key.data: key.fileobj for key, _ in selector.select(POLL_S)}
-            going = "" not in ready and not stopped
-            for name, stream in ready.items():
-                if name and not _read(stream, texts, name, limits["output_bytes"]):
-                    selector.unregister(stream)
-            if sum(map(len, texts.values())) > limits["output_bytes"]:
-                stopped = "output"
-            elif going and time.monotonic() > end:
-                stopped = "wall_time"
-            elif going and _resident_bytes() > limits["memory_bytes"]:
-                stopped = "memory"
-            if stopped:
-                _stop(process.pid)
-                break
-    os.close(has_ended)
-    for name in texts:
-        getattr(process, name).close()
-    return stopped, texts["stdout"], texts["stderr"]
+        try:
+            while True:
+                ready = {key.data: key.fd for key, _ in selector.select(LOOK_S)}
+                for name, stream in ready.items():
+                    if name and not _read(stream, texts, name, limits["output_bytes"]):
+                        selector.unregister(stream)
+                if sum(map(len, texts.values())) > limits["output_bytes"]:
+                    return "output"
+                if "" in ready:
+                    return ""
+                now = time.monotonic()
+                if now > end:
+                    return "wall_time"
+                processes = [name for name in os.listdir("/proc") if name.isdigit() and name not in ("1", str(process))]
+                if now >= look_at or (len(processes) > 1 and now >= look_at - FULL_LOOK_S):
+                    if reason := _over(processes, limits["memory_bytes"]):
+                        return reason
+                    now, begun = time.monotonic(), now
+                    look_at = now + max(LOOK_S, (now - begun) / LOOK_SHARE) + FULL_LOOK_S
+        finally:
+            os.close(has_ended)
 
 
-def _read(stream: Any, texts: dict[str, bytes], name: str, most: int) -> bool:
+def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
     """Take what is there, until it is too much. False where nothing will come any more."""
     while sum(map(len, texts.values())) <= most:
         try:
-            more = os.read(stream.fileno(), 1 << 16)
+            more = os.read(stream, 1 << 16)
         except BlockingIOError:
             return True
         if not more:
@@ -346,20 +411,41 @@ def _read(stream: Any, texts: dict[str, bytes], name: str, most: int) -> bool:
     return True
 
 
-def _stop(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
+def _over(processes: Sequence[str], most: int) -> str:
+    """The limit that the processes are over: `memory`, `files` for a list of file locks that is none of a program, or "".
+
+    Pages that forked processes share are counted once, which takes long and is done only where it matters.
+    """
+    with open("/proc/locks", "rb") as locks:
+        if len(locks.read(LOCK_LIST_BYTES)) == LOCK_LIST_BYTES:
+            return "files"
+    pages, kernel = 0, 0
+    pipes: set[str] = set()
+    for process in processes:
+        # It has ended, or it is not the program's yet but a copy of its process 1.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            kernel += MAPPING_BYTES * Path(f"/proc/{process}/maps").read_bytes().count(b"\n")
+            status = sizes(f"/proc/{process}/status")
+            pages += status.get("RssAnon", 0) + status.get("VmSwap", 0)
+            kernel += status.get("VmPTE", 0)
+            try:
+                pipes |= {os.readlink(f"/proc/{process}/fd/{name}") for name in os.listdir(f"/proc/{process}/fd")}
+            except PermissionError:  # a program that nobody may read
+                pipes |= {f"socket:{process}.{number}" for number in range(DESCRIPTORS)}
+    kernel += sum(PIPE_BYTES * name.startswith("pipe:") + SOCKET_BYTES * name.startswith("socket:") for name in pipes)
+    if pages + kernel > most:
+        pages = 0
+        for process in processes:
+            with contextlib.suppress(OSError):
+                status = sizes(f"/proc/{process}/smaps_rollup")
+                pages += status["Pss_Anon"] + status["SwapPss"]
+    return "memory" if pages + kernel > most else ""
 
 
-def _resident_bytes() -> int:
-    """Memory of all processes but this one, without pages of files; what forked processes share counts in each."""
-    total = 0
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and entry != "1":
-            with contextlib.suppress(OSError):  # it has ended
-                resident, shared = Path(f"/proc/{entry}/statm").read_text().split()[1:3]
-                total += int(resident) - int(shared)
-    return total * resource.getpagesize()
+def sizes(path: str) -> dict[str, int]:
+    """The lines of a file of /proc that are sizes, in bytes."""
+    lines = (line.split() for line in Path(path).read_text(errors="replace").splitlines())
+    return {words[0][:-1]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any]) -> str:
@@ -367,7 +453,7 @@ def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any])
     its processes share standard error, another one may have said half of its traceback behind that."""
     lines = errors.decode(errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "Traceback "))), "")
-    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
+    if status in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= 0.9 * limits["cpu_s"]:
         return "cpu_time"
     if status == -signal.SIGXFSZ or (status != 0 and ("[Errno 27]" in last or "[Errno 28]" in last)):
         return "files"

@@ -80,7 +80,8 @@ class Service:
     def late(self, timeout_s: float) -> Verdict:
         """The verdict on what was not judged in time."""
         reason = {self._name: "late"}
-        return Verdict(None, f"timeout: {self._section.url} had not answered after {timeout_s:g} s", True, reason)
+        said = f"timeout: {self._section.url} had not answered after {timeout_s:g} s"
+        return Verdict(None, said, True, reason, cause="service")
 
     def _judge_batch(self, texts: Sequence[str], prompts: Sequence[Prompt], deadline: float) -> list[Verdict]:
         samples = [
@@ -118,7 +119,7 @@ class Service:
         rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         said = f"{reason}: {self._section.url}: {error or type(error).__name__}; sent were {', '.join(rows[:3])}{more}"
-        return Verdict(None, said, reasons={self._name: reason})
+        return Verdict(None, said, reasons={self._name: reason}, cause="service")
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -180,8 +181,11 @@ def both(one: Verdict, other: Verdict) -> Verdict:
     reasons = one.reasons | other.reasons
     if one.said is None or other.said is None:
         failed = one if one.said is None else other
-        return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons)
-    return Verdict(one.said | other.said, reasons=reasons, answer=other.answer if one.answer is None else one.answer)
+        return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons, cause=failed.cause)
+    answer, first = other.answer if one.answer is None else one.answer, one if one.cause else other
+    if not first.cause:
+        return Verdict(one.said | other.said, reasons=reasons, answer=answer)
+    return Verdict(one.said | other.said, first.failure, first.timed_out, reasons, answer, first.cause)
 
 
 def _words(response: httpx.Response) -> str:

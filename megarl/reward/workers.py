@@ -17,7 +17,7 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import JudgeSection
 from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import sandbox, service
-from megarl.reward.process import START_TIMEOUT_S, Verdict, VerifierProcess
+from megarl.reward.process import MASKED, SCORED, START_TIMEOUT_S, Verdict, VerifierProcess
 from megarl.reward.service import both, services_of
 from megarl.reward.verifiers import check_answer, load_terms, reads_answers, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
@@ -40,7 +40,7 @@ class RewardResult:
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
     `num_workers` workers scored, all of them together. `counts` says how often a term gave which reason, as
-    `code_num_failed`; `answers` is what each text answers, where that was asked for and some term reads it.
+    `code_num_failed`, and how many samples score 0, or are masked, for which cause, as `num_zero_memory`; `answers` is what each text answers, where that was asked for and some term reads it.
 
     Where these are some of the samples that were scored (megarl/rounds.py), counts and seconds are of all of them, and
     `num_masked_beside` are the masked ones among the others.
@@ -77,11 +77,13 @@ def add_episodes(scored: RewardResult, episodes: Any) -> RewardResult:
     if episodes is None:
         return scored
     failures = {sample: str(why) for sample, why in enumerate(episodes.failures) if why}
+    counts = scored.counts | {"num_masked_environment": len(failures)}
     rewards = (scored.rewards + episodes.rewards).astype(np.float32)
     valid = scored.valid & ~np.isnan(episodes.rewards)
     parts = {name: np.where(valid, part, np.nan).astype(np.float32) for name, part in scored.parts.items()}
     parts[ENVIRONMENT] = np.where(valid, episodes.rewards, np.nan).astype(np.float32)
-    return replace(scored, rewards=rewards, valid=valid, parts=parts, failures=scored.failures | failures)
+    return replace(scored, rewards=rewards, valid=valid, parts=parts, failures=scored.failures | failures,
+                   counts=counts)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -95,14 +97,17 @@ def _std(values: np.ndarray) -> float:
 class Scorer:
     """Scores tasks with one verifier process, and asks services beside it: here in `local` mode, or inside a Ray actor."""
 
-    def __init__(self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str]) -> None:
+    def __init__(
+        self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str], memory_bytes: int
+    ) -> None:
         from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 
         mark_from_environment()
         self._tokenizer = load_tokenizer(model_path)
         self._stops = frozenset(stop_token_ids(model_path, self._tokenizer))
         self._services = services_of(specs)
-        self._verifiers = VerifierProcess(specs, import_path) if len(self._services) < len(specs) else None
+        has_verifiers = len(self._services) < len(specs)
+        self._verifiers = VerifierProcess(specs, import_path, memory_bytes) if has_verifiers else None
         self._busy_s = 0.0
 
     def ready(self) -> int:
@@ -160,8 +165,8 @@ class RewardWorkers:
         self._terms = load_terms(specs)
         self._sequences = section.sequences
         self._timeout_s = section.timeout_s
-        self._local = Scorer(specs, model_path, sys.path) if local else None
-        self._actors, self._processes = ([], []) if local else _start_actors(specs, model_path, section.workers)
+        self._local = Scorer(specs, model_path, sys.path, section.memory_mib << 20) if local else None
+        self._actors, self._processes = ([], []) if local else _start_actors(specs, model_path, section)
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
@@ -261,19 +266,28 @@ class RewardWorkers:
             for term in self._terms
             for reason in REASONS.get(term.kind, ())
         }
+        counts |= {f"num_zero_{one}": sum(verdict.cause == one for verdict in verdicts) for one in SCORED}
+        counts |= {f"num_masked_{one}": sum(verdict.cause == one for verdict in verdicts) for one in MASKED}
+        zero = [sample for sample, verdict in enumerate(verdicts) if verdict.said is not None and verdict.cause]
+        if zero:
+            said = verdicts[zero[0]].failure
+            logger.warning("phase reward: %d texts ended a verifier and say 0; sample %d: %s", len(zero), zero[0], said)
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
-def _start_actors(specs: Sequence[JudgeSection], model_path: str, num_workers: int) -> tuple[list[Any], list[int]]:
+def _start_actors(
+    specs: Sequence[JudgeSection], model_path: str, section: RewardPhaseSection
+) -> tuple[list[Any], list[int]]:
     """Ray actors and their processes, which have answered once, so that a reward that does not load shows when the run
     starts."""
     import ray
 
     # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
     remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(Scorer)
-    named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(num_workers)]
-    actors = [remote.options(runtime_env=one).remote(list(specs), model_path, sys.path) for one in named]
+    named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(section.workers)]
+    arguments = (list(specs), model_path, sys.path, section.memory_mib << 20)
+    actors = [remote.options(runtime_env=one).remote(*arguments) for one in named]
     try:
         return actors, ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
     except ray.exceptions.GetTimeoutError as error:
