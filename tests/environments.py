@@ -59,6 +59,11 @@ class Faulty(Environment):
             case "starts":
                 with open(self.left_open, "w") as held:
                     subprocess.Popen(["sleep", "3600"], stdout=held)
+                    subprocess.Popen(["sleep", "3600"], stdout=held, start_new_session=True)
+            case "fills":
+                held = bytearray(300 << 20)
+                held[::4096] = bytes(len(held[::4096]))
+                time.sleep(3600)
             case "dies":
                 os._exit(3)
             case "gives a text":

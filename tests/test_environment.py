@@ -178,6 +178,8 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     said, missing, malformed, good = asyncio.run(play())
     for fault, words in FAULTS.items():
         assert words in said[fault].failure, said[fault]
+        cause = "" if fault.startswith("reset") else "crash" if fault == "dies" else "error"
+        assert said[fault].cause == cause, "what follows a turn of the policy has a cause, and is scored"
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
     assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
@@ -203,11 +205,28 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
 
     late, others, gone, lost, keepers = asyncio.run(play())
     assert late.failure == "step gave no answer within environment.timeout_s = 3; its process was ended"
+    assert (late.cause, gone.cause, lost.cause) == ("wall_time", "", "")
     assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
     assert "gone" in gone.failure and ("died" in lost.failure or "gone" in lost.failure)
     for process in keepers:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+@pytest.mark.parametrize("fault", ["fills"])
+def test_an_episode_that_takes_too_much_memory_is_ended_alone(fault: str) -> None:
+    async def play() -> tuple[Reply, Reply]:
+        worker = EnvironmentWorker(section(memory_mib=200), sys.path)
+        try:
+            for name in (fault, "good"):
+                await worker.ask(name, Reset({"fault": name}, 1))
+            return await worker.ask(fault, Step("x")), await worker.ask("good", Step("x"))
+        finally:
+            worker.close()
+
+    over, good = asyncio.run(play())
+    assert over.cause == "memory" and "environment.memory_mib = 200" in over.failure
+    assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
 class Echo(EnvironmentWorker):

@@ -78,16 +78,16 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
             reward = check_episode(tokenizer, samples[number], row)
             assert shown["completion"] == tokenizer.decode(samples[number].completion.token_ids.tolist())
             if row.get("breaks"):
-                assert not shown["valid"] and shown["reward"] is None and shown["finish_reason"] == "failed"
-                where = f"{tmp_path / 'prompts.jsonl'}"
-                assert where in shown["reason"] and "RuntimeError: the counter broke (environments.py:" in shown["reason"]
+                assert shown["valid"] and shown["reward"] == 0.0 and shown["finish_reason"] == "failed", "behind a turn"
+                rewards.append(0.0)
             else:
                 assert shown["reward"] == reward == shown["parts"]["environment"]
                 rewards.append(reward)
         whole = sum(len(sample.completion.token_ids) for sample in samples.values())
         own = sum(int(sample.completion.own.sum()) for sample in samples.values())
         assert line["rollout/observation_tokens"] == whole - own > 0 and line["tokens/completion"] == whole
-        assert line["rollout/failed_share"] == 1 / PROMPTS == line["reward/num_masked"] / (PROMPTS * SIZE)
+        assert line["rollout/failed_share"] == 1 / PROMPTS == line["reward/num_zero_error"] / (PROMPTS * SIZE)
+        assert line["reward/num_masked"] == 0
         assert line["rollout/turns_mean"] > 1 and line["rollout/turns_max"] == TURNS
         assert line["reward/mean"] == pytest.approx(np.mean(rewards)) and line["actor/grad_norm"] > 0
         # What the trainer says of the policy's tokens is what the engine said when it sampled them, turn by turn.
@@ -152,6 +152,7 @@ def written(folder: Path, observed: int) -> str:
         malformed=np.zeros(len(flat), int),
         done=np.array([one is not None for one in flat]),
         failures=np.array(["it broke" if one is None else "" for one in flat]),
+        causes=np.full(len(flat), ""),
     )
     batch = RolloutBatch(
         payload=Written(samples),

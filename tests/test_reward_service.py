@@ -4,6 +4,8 @@ import json
 import threading
 import time
 from contextlib import suppress
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -36,11 +38,14 @@ class Judge:
         self.replies: list[Any] = []
         self.requests: list[Any] = []
         self.headers: list[Any] = []
+        self.bodies: list[bytes] = []
+        self.words = b""
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                asked = json.loads(judge.bodies[-1])
                 judge.requests.append(asked["samples"])
                 judge.headers.append(self.headers)
                 reply = judge.replies.pop(0) if judge.replies else None
@@ -53,9 +58,10 @@ class Judge:
                     body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
                 with suppress(ConnectionError):  # of a client that gave the request up
                     self.send_response(reply if isinstance(reply, int) else 200)
-                    self.send_header("Content-Length", str(len(body)))
+                    said = judge.words if isinstance(reply, int) and judge.words else body.encode()
+                    self.send_header("Content-Length", str(len(said)))
                     self.end_headers()
-                    self.wfile.write(body.encode())
+                    self.wfile.write(said)
 
             def log_message(self, *_):
                 pass
@@ -91,6 +97,41 @@ def asked(judge, texts, deadline_s=60.0, **settings):
         return one.ask(texts, prompts(len(texts)), deadline_s).wait()
     finally:
         one.close()
+
+
+def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge):
+    bad = {
+        "nan": float("nan"), "inf": [-np.inf], "zero": -0.0, "large": 1 << 64, "day": date(2024, 1, 2), (1, 2): None,
+        "money": Decimal("1.50"), "bytes": b"\xffa", "array": np.array([[1.5, np.nan]], np.float32), 7: {np.int64(3)},
+        "half": "a\ud800b", "small": -(1 << 63),
+    }  # fmt: skip
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url))
+    rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", row) for i, row in enumerate((bad, {"level": 1}))]
+    try:
+        assert told(one.ask(["a", "bb"], rows, 60.0).wait()) == [(1.0, "answered"), (2.0, "answered")]
+    finally:
+        one.close()
+    assert b"NaN" not in judge.bodies[0] and b"Infinity" not in judge.bodies[0]
+    assert judge.requests[0][0]["metadata"] == {
+        "nan": None, "inf": [None], "zero": 0.0, "large": str(1 << 64), "day": "2024-01-02", "(1, 2)": None,
+        "money": "1.50", "bytes": "\ufffda", "array": [[1.5, None]], "7": [3],
+        "half": "a\ufffdb", "small": -(1 << 63),
+    }  # fmt: skip
+
+
+def test_a_masked_answer_says_what_the_service_said_and_of_which_rows(judge):
+    judge.words = b'{"error":  "no such\nlevel"}' + b"x" * 10**6
+    judge.replies = [422, 503]
+    rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", {}, where=f"rows.jsonl line {i}") for i in range(5)]
+    one = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=4, retries=0))
+    try:
+        refused, *_, busy = one.ask(["a"] * 5, rows, 60.0).wait()
+    finally:
+        one.close()
+    assert 'status 422: {"error": "no such level"}x' in refused.failure and len(refused.failure) < 600
+    assert refused.failure.endswith("sent were rows.jsonl line 0, rows.jsonl line 1, rows.jsonl line 2 and 1 more")
+    assert "status 503: " in busy.failure and busy.failure.endswith("sent were rows.jsonl line 4")
+    assert refused.cause == busy.cause == "service"
 
 
 def told(verdicts):

@@ -67,10 +67,21 @@ def not_a_number(text, prompt):
         ("1,234,567.50 or 1,2", ["1234567.50", "1", "2"]),
         ("no digits", []),
         ("x2=10%", ["2", "10"]),
+        ("x = .5, not -.25", ["0.5", "-0.25"]),
+        ("1-.5 and v.5 and 1.2.3", ["1", "0.5", "5", "1.2", "3"]),
+        ("1e-05, 1.5e3, -2E+4 and 1,234.5e1.", ["0.00001", "1500", "-20000", "12345"]),
+        ("3e, 2exp, 1e5x", ["3", "2", "1", "5"]),
+        ("1e99999", ["1", "99999"]),  # nobody's number, and one that would fill memory
+        ("+3, \u20134, \uff0d5", ["3", "-4", "-5"]),
     ],
 )
 def test_numbers_in_a_text(text, found):
     assert numbers(text) == [Decimal(number) for number in found]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(-(10**9), 10**9, places=7))
+def test_every_number_as_python_writes_it_is_read_back(number):
+    assert numbers(f"so {number}.") == [Decimal(str(number))]
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 999))
@@ -88,6 +99,13 @@ def test_every_number_written_is_read_back(whole, thousandths):
         ("last_number", "seven", "7", 0.0),
         ("last_number", "it is 7.0", "7", 1.0),
         ("last_number", "it is 1,000", "1000", 1.0),
+        ("last_number", "it is 0.5", ".5", 1.0),
+        ("last_number", "it is 5", ".5", 0.0),
+        ("last_number", "it is .5", "5", 0.0),
+        ("last_number", "it is -0.25", "-.25", 1.0),
+        ("last_number", "it is 0.00001", "1e-05", 1.0),
+        ("last_number", "it is 1.5e3", "1,500.0", 1.0),
+        ("last_number", "it is \u22123.", "-3.", 1.0),
         ("math_verify", r"So the answer is $\frac{2}{4}$.", "0.5", 1.0),
         ("math_verify", r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
         ("math_verify", r"\boxed{3}", r"\frac{1}{2}", 0.0),

@@ -12,9 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.recipe.reward_sections import FunctionRewardSection, VerifierSection
+from megarl.recipe.reward_sections import (
+    FunctionRewardSection,
+    PatternRewardSection,
+    SchemaRewardSection,
+    VerifierSection,
+)
 from megarl.recipe.sections import RewardPhaseSection
-from megarl.reward import process
+from megarl.reward import process, process_tree
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers
 
@@ -190,17 +195,38 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
     try:
         keeper = verifiers._child.pid
         verdicts = verifiers.score_task(["fill", "fill shared", "fork", "start", "a"], prompts(*"aaaaa"), timeout_s=120)
-        below = process._below(verifiers._child.pid)
+        below = process_tree.below(verifiers._child.pid)
         assert len(below) == 5, "the verifier, what it has started and what it has left"
         (crashed,) = verifiers.score_task(["start and die"], prompts("a"), timeout_s=60)
         assert not any(os.path.exists(f"/proc/{one}") for one in [keeper, *below]), "something has outlived its verifier"
-        below = process._below(verifiers._child.pid)
+        below = process_tree.below(verifiers._child.pid)
     finally:
         verifiers.close()
     assert [one.cause for one in [*verdicts, crashed]] == ["memory", "memory", "processes", "", "", "crash"]
     assert [one.said and one.said["judge"] for one in [*verdicts, crashed]] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert "160 MiB (phases.reward.memory_mib)" in verdicts[0].failure
     assert not any(os.path.exists(f"/proc/{one}") for one in below)
+
+
+def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path, model, own_rewards):
+    from megarl.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    tokenizer.save_pretrained(tmp_path / "tags")
+    (tmp_path / "tags" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    text = "so <answer>7</answer>"
+    schema = SchemaRewardSection(kind="json_schema", json_schema={"type": "integer"})
+    parts = [VerifierSection(kind="exact"), PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$"), schema]
+    workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), RewardPhaseSection(timeout_s=60.0), local=True)
+    try:
+        texts = Payload([text, "7", "7<|end|>"], tokenizer)
+        result = workers.score(texts, prompts(text, "7<|end|>"), 3, group_size=2)
+    finally:
+        workers.close()
+    assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
+    assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
+    assert result.parts["judge"].tolist() == [1, 0, 1]
 
 
 def test_functions_run_outside_this_process(own_rewards):

@@ -319,14 +319,18 @@ def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) 
 
 
 BAD = {
-    "board fell": (Reply(failure="step raised OSError: board fell"), "step raised OSError: board fell"),
-    "too long": (Reply([{"role": "user", "content": "7654321"}]), "has 8 tokens with its template, more than environment."),
-}
+    "board fell": (Reply(failure="step raised OSError: fell", cause="error"), "step raised OSError: fell", "error"),
+    "too late": (Reply(failure="step gave no answer", cause="wall_time"), "step gave no answer", "wall_time"),
+    "too long": (
+        Reply([{"role": "user", "content": "7654321"}]), "has 8 tokens with its template, more than environment.", "error"
+    ),
+    "its worker died": (Reply(failure="the keeper of its process died"), "the keeper of its process died", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_failure_names_row_and_cause_and_is_masked_or_ends_the_run(tokenizer: Any, case: str) -> None:
-    reply, said = BAD[case]
+def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end_the_run(tokenizer: Any, case: str) -> None:
+    reply, said, cause = BAD[case]
 
     def answer(number: int, question: Reset | Step) -> Reply:
         if isinstance(question, Reset):
@@ -338,7 +342,12 @@ def test_a_failure_names_row_and_cause_and_is_masked_or_ends_the_run(tokenizer: 
     facts = episodes.facts(range(1))
     name = "rows line 0: environment tests.environments:Counting, member 1 of prompt 10, behind turn 1: "
     assert facts.failures.tolist()[0] == "" and facts.failures.tolist()[1].startswith(name)
-    assert said in facts.failures.tolist()[1] and np.isnan(facts.rewards).tolist() == [False, True]
+    assert said in facts.failures.tolist()[1] and facts.causes.tolist() == ["", cause]
+    np.testing.assert_array_equal(facts.rewards, [1.0, 0.0 if cause else np.nan])
+    scored = RewardResult(np.zeros(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
+    metrics = add_episodes(scored, facts).metrics()
+    assert metrics["reward/num_masked"] == metrics["reward/num_masked_environment"] == (not cause)
+    assert not cause or metrics[f"reward/num_zero_{cause}"] == 1
     assert episodes.results()[0].finish_reasons == ("stop", "failed")
     with pytest.raises(RolloutError, match=f"rows line 0: .*{said}.*environment.on_error: mask"):
         play(environments(tokenizer, answer, on_error="stop"), groups, lambda sample, turn: [5, END])
@@ -417,7 +426,8 @@ def _refuse(messages: list[dict[str, str]], **options: Any) -> str:
 def facts_of(rewards: list[float]) -> EpisodeFacts:
     given, count = np.array(rewards, np.float32), len(rewards)
     failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
-    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures)
+    causes = np.full(count, "")
+    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures, causes)
 
 
 def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both() -> None:

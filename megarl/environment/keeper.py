@@ -8,13 +8,13 @@ question) from its parent, (episode, answer) back.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import resource
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,10 +34,10 @@ from megarl.environment.interface import (
 from megarl.environment.tool_calls import MalformedCall, read_call
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
+from megarl.reward.process_tree import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, below, end_all, is_over
 from megarl.watchdog.stacks import mark_from_environment
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
-LIBC = ctypes.CDLL(None, use_errno=True)
+LOOK_S = 0.1  # how often it is looked what the processes of episodes at work hold
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,29 @@ class End:
 @dataclass(frozen=True)
 class Reply:
     """What an environment said: messages (None where reset left the row's prompt), what the turn was worth, and whether it
-    was the last; or why it said nothing. `malformed`: the turn held a tool call that cannot be answered."""
+    was the last; or why it said nothing, and by what `cause` of SCORED if that was
+    behind a turn of the policy. `malformed`: the turn held a tool call that cannot be answered."""
 
     messages: list[dict[str, str]] | None = None
     reward: float = 0.0
     done: bool = False
     malformed: bool = False
     failure: str = ""
+    cause: str = ""
 
 
 class Keeper:
     """The processes of some episodes, seen from the process that forks them."""
 
-    def __init__(self, parent: Connection, made: type[Environment], options: Mapping[str, Any]) -> None:
-        self._parent, self._made, self._options = parent, made, options
+    def __init__(
+        self, parent: Connection, made: type[Environment], options: Mapping[str, Any], memory_bytes: int = 4 << 30
+    ) -> None:
+        """`memory_bytes` is what the processes of an episode may hold together."""
+        self._parent, self._made, self._options, self._memory_bytes = parent, made, options, memory_bytes
         self._episodes: dict[Any, tuple[int, Connection]] = {}  # process and its end of a pipe
+        self._steps: dict[Any, bool] = {}  # episodes at work: whether they answer a turn
         # It knows the pipes, and is not told all of them for each answer.
+        self._look_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(parent, selectors.EVENT_READ)
 
@@ -91,16 +98,29 @@ class Keeper:
         """Until the parent has gone."""
         try:
             while True:
-                for ready, _ in self._selector.select():
+                for ready, _ in self._selector.select(LOOK_S if self._steps else None):
                     if ready.fileobj is self._parent:
                         self._hear(*self._parent.recv())
                     elif ready.data in self._episodes:  # else it has been ended just now
                         self._hand_on(ready.data)
+                self._look()
         except (EOFError, ConnectionError):
             return
         finally:
             for episode in list(self._episodes):
                 self._end(episode)
+
+    def _look(self) -> None:
+        """End the episodes at work that hold too much memory."""
+        if time.monotonic() < self._look_at:
+            return
+        for episode, is_step in list(self._steps.items()):
+            process = self._episodes[episode][0]
+            if is_over([process, *below(process)], self._memory_bytes):
+                self._end(episode)
+                said = f"its processes held more than environment.memory_mib = {self._memory_bytes >> 20}, and were ended"
+                self._parent.send((episode, Reply(failure=said, cause="memory" if is_step else "")))
+        self._look_at = time.monotonic() + LOOK_S
 
     def _hear(self, episode: Any, question: Make | Reset | Step | End) -> None:
         if isinstance(question, End):
@@ -116,6 +136,7 @@ class Keeper:
         if episode not in self._episodes:
             self._parent.send((episode, Reply(failure="the process of its environment is gone")))
             return
+        self._steps[episode] = isinstance(question, Step)
         with suppress(ConnectionError):  # then its pipe says so, which is handed on
             self._episodes[episode][1].send(question)
 
@@ -123,7 +144,9 @@ class Keeper:
         try:
             reply = self._episodes[episode][1].recv()
         except (EOFError, ConnectionError):
-            reply = Reply(failure=f"crashed: its process died with {self._end(episode)}")
+            cause = "crash" if self._steps.get(episode) else ""
+            reply = Reply(failure=f"crashed: its process died with {self._end(episode)}", cause=cause)
+        self._steps.pop(episode, None)
         self._parent.send((episode, reply))
 
     def _begin(self, episode: Any) -> None:
@@ -144,15 +167,19 @@ class Keeper:
         self._selector.register(ours, selectors.EVENT_READ, episode)
 
     def _end(self, episode: Any) -> str:
-        """End an episode's process, and those that it has started; how the former ended."""
+        """End an episode's process, and all that it has started; how the former ended."""
         process, pipe = self._episodes.pop(episode)
+        self._steps.pop(episode, None)
         self._selector.unregister(pipe)
         pipe.close()
-        # Of what has ended by itself it does nothing: it is not waited for yet. Before setsid there is no group, nor others.
-        with suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)
-        os.kill(process, signal.SIGKILL)
+        end_all(process, itself=True)
         _, status = os.waitpid(process, 0)
+        # What a process has left that ended by itself is below this one now, and belongs to no other episode.
+        own = {one for one, _ in self._episodes.values()}
+        for stray in set(below(os.getpid(), deep=False)) - own:
+            end_all(stray, itself=True)
+            with suppress(ChildProcessError):
+                os.waitpid(stray, 0)
         code = os.waitstatus_to_exitcode(status)
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
@@ -178,7 +205,8 @@ def _play(
     try:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:  # else the keeper died before that was set
-            os.setsid()  # what it starts is ended with it
+            LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it starts stays below it
+            os.setsid()
             for other in others:
                 other.close()
             environment = None
@@ -215,7 +243,8 @@ def _answer(environment: Environment, question: Make | Reset | Step) -> Reply:
                 return Reply([{"role": environment.tool_role, "content": f"error: {error}"}], malformed=True)
         return Reply(*checked_observation(environment.step(Turn(question.text, call))))
     except Exception as error:  # whatever a user's environment raises is that episode's failure, not the run's
-        return Reply(failure=f"{doing} raised {_said(error)}")
+        cause = "error" if isinstance(question, Step) else ""
+        return Reply(failure=f"{doing} raised {_said(error)}", cause=cause)
 
 
 def _said(error: BaseException) -> str:
@@ -242,7 +271,8 @@ def serve(parent: Connection) -> None:
         parent.send(str(error))
         return
     parent.send(None)
-    Keeper(parent, made, section.options).run()
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    Keeper(parent, made, section.options, section.memory_mib << 20).run()
 
 
 if __name__ == "__main__":

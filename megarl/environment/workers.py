@@ -54,10 +54,9 @@ class EnvironmentWorker:
                 return await asyncio.wait_for(answer, limit)
             except TimeoutError:
                 await self.end([episode])
-                doing = "reset" if isinstance(question, Reset) else "step"
-                return Reply(
-                    failure=f"{doing} gave no answer within environment.timeout_s = {limit:g}; its process was ended"
-                )
+                doing, cause = ("reset", "") if isinstance(question, Reset) else ("step", "wall_time")
+                said = f"{doing} gave no answer within environment.timeout_s = {limit:g}; its process was ended"
+                return Reply(failure=said, cause=cause)
             except OSError:
                 return Reply(failure="the keeper of its process is gone")
             finally:

@@ -29,9 +29,12 @@ class EnvironmentSection(Section):
     workers: Positive = 1
     """Processes in the Ray cluster that run environments; each episode has one of its own below them, and each worker asks
     64 of its episodes at a time."""
+    memory_mib: Positive = 4096
+    """Resident memory of an episode's process and all that it starts, in MiB; what passes it is ended."""
     on_error: Literal["mask", "stop"] = "mask"
-    """What becomes of an episode whose environment raises, dies, passes its deadline, or returns what it must not: its
-    sample counts for nothing and is counted in `rollout/failed_share`, or the run ends."""
+    """What becomes of an episode whose environment raises, dies, passes a limit, or returns what it must not, which
+    `rollout/failed_share` counts. `mask`: behind a turn of the policy, which can be the cause, its environment gives 0;
+    before the first one, or where a worker dies, its sample counts for nothing. `stop`: the run ends in both cases."""
 
     def most_tokens(self, turn: int) -> int:
         """Tokens of all turns, of `turn` each, with the observations between them, at their longest."""

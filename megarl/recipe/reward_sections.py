@@ -58,7 +58,7 @@ class CodeRewardSection(Section):
     cpu_s: Positive = 5
     """Processor time of each process of a test, in seconds."""
     memory_mib: Positive = 512
-    """Address space of each process of a test, and resident memory of all of them, in MiB."""
+    """Address space of each process of a test, and memory that all of them hold together, in MiB."""
     files_mib: Positive = 16
     """All files that a test writes, in MiB; they lie in memory, and are gone with it."""
     processes: Positive = 8

@@ -341,12 +341,12 @@ class RewardPhaseSection(Section):
     sequences: Positive = 32
     """Sequences scored by one task."""
     timeout_s: Seconds = 60.0
-    """Deadline of one task; sequences it leaves unscored are masked and counted."""
+    """Deadline of one task; a sequence at work then scores 0, and those behind it are masked; both are counted."""
     workers: Positive = 1
     """Processes that score tasks at the same time, in the Ray cluster."""
     memory_mib: Positive = 4096
-    """Resident memory of a worker's verifiers and all that they start, in MiB, beside that of a sandbox; a completion on which
-    they pass it scores 0. A function that loads a model needs room for it."""
+    """Resident memory of a worker's verifiers and all that they start, in MiB, beside that of a sandbox. A completion on
+    which they pass it scores 0; a function that loads a model needs room for it."""
 
 
 class ForwardPhaseSection(Section):

@@ -2,16 +2,15 @@
 
 Signal time limits need the main thread and do not interrupt C code, and a user's function may loop, crash, exit or take all
 memory. So the verifiers of one scorer run below a plain child process, the keeper (a multiprocessing one would import the
-trainer's main module again), which ends them with all that they have started: at their limits, when they have ended, when the
-scorer says so at a deadline, or when that is gone. The scorer hands the verifiers one text at a time.
+trainer's main module again), which ends them with all that they have started: at their limits, when they have ended, when
+the scorer says so at a deadline, or when that is gone. The scorer hands the verifiers one text at a time.
 
-What a text causes is scored, and what it cannot have caused is masked. Where a verifier raises, dies or passes a limit, it is
-asked about an empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
+What a text causes is scored, and what it cannot have caused is masked. Where a verifier raises, dies or passes a limit, it
+is asked about an empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
@@ -23,13 +22,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
+from megarl.reward.process_tree import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, SCORED, below, end_all, is_over
 from megarl.reward.sandbox import SandboxFault
-from megarl.reward.sandbox_keeper import sizes
 from megarl.reward.verifiers import load_terms, read_answer, score_terms
 from megarl.watchdog.stacks import mark_from_environment
 
@@ -38,16 +36,13 @@ START_TIMEOUT_S = 120.0
 LEAST_SHARE = 1 / 24
 STOP_TIMEOUT_S = 5.0
 EMPTY_TIMEOUT_S = 5.0  # for a verdict on an empty completion
-# Why a completion scores 0 though no verifier judged it, and why another one is masked: `waiting` behind others until the
-# task's deadline, a `verifier` that fails on an empty completion too, a `service`, or an `environment`.
-SCORED = ("wall_time", "memory", "processes", "crash", "error")
+# Why a completion is masked: it was `waiting` behind others until the task's deadline, a `verifier` fails on an empty
+# completion too, a `service` has not judged it, or an `environment` failed before the first turn, or with its worker.
 MASKED = ("waiting", "verifier", "service", "environment")
 LOOK_S = 0.05  # how often a keeper looks what the verifiers hold
 MOST_PROCESSES = 256
 # Exit statuses of a keeper that has ended the verifiers at a limit.
 OVER = {86: "memory", 87: "processes"}
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,8 @@ class Verdict:
 class VerifierProcess:
     """A child process with the terms of the recipe's `reward` list loaded.
 
-    `import_path` is where it looks for modules: the trainer's `sys.path`, since a Ray actor has another one. `memory_bytes` is
-    what all its processes may hold together, beside what a sandbox may.
+    `import_path` is where it looks for modules: the trainer's `sys.path`, since a Ray actor has another one. `memory_bytes`
+    is what all its processes may hold together, beside what a sandbox may.
     Raises ValueError where the terms do not load there, and RuntimeError where the process does not come up.
     """
 
@@ -92,10 +87,10 @@ class VerifierProcess:
         """One verdict for each text, in order, within `timeout_s` and restarts of the child; with what each answers, if
         `answers` are asked for.
 
-        A text whose verifier raises, or takes the process down, fails alone: it says 0, or is masked. One behind which others wait may take half
-        of the time that is left, so that a slow one fails alone too, and four of them leave the others some. At the deadline
-        all that wait behind the text at work are masked. A restart takes nothing of the time of the texts behind
-        it, until all of a task have taken `START_TIMEOUT_S`.
+        A text whose verifier raises, or takes the process down, fails alone: it says 0, or is masked. A text behind which
+        others wait may take half of the time that is left, so that a slow one fails alone too, and four of them leave the
+        others some. At the deadline all that wait behind the text at work are masked. A restart takes nothing of the time of
+        the texts behind it, until all of a task have taken `START_TIMEOUT_S`.
         """
         deadline, spare_s = time.monotonic() + timeout_s, START_TIMEOUT_S
         self._judges_empty = {}
@@ -197,7 +192,7 @@ def _pipe() -> tuple[Connection, Connection]:
 
 
 def keep(connection: Connection, memory_bytes: int) -> NoReturn:
-    """The keeper: fork the verifiers, and end all that is below them when they end, are over a limit, or nobody needs them."""
+    """The keeper: fork the verifiers, and end all below them when they end, are over a limit, or nobody needs them."""
     parent, keeper, signals = os.getppid(), os.getpid(), {signal.SIGTERM, signal.SIGCHLD}
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the verifiers start stays below this process, whoever leaves it
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -217,55 +212,18 @@ def keep(connection: Connection, memory_bytes: int) -> NoReturn:
         with suppress(ChildProcessError):
             while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == verifiers else None
-        below = _below(keeper)
-        over = "processes" if len(below) > MOST_PROCESSES else "memory" if _is_over(below, memory_bytes) else ""
+        processes = below(keeper)
+        over = "processes" if len(processes) > MOST_PROCESSES else "memory" if is_over(processes, memory_bytes) else ""
         ending = next((code for code, limit in OVER.items() if limit == over), 0)
-    _end_all(keeper)
-    code = os.waitstatus_to_exitcode(status) if status is not None else ending
-    os._exit(code if code >= 0 else 128 - code)
-
-
-def _below(process: int) -> list[int]:
-    """All living processes that a process has started, and those that they have."""
-    found: list[int] = []
-    waiting = [process]
-    while waiting:
-        one = waiting.pop()
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(OSError):  # it has ended
-                waiting += map(int, children.read_text().split())
-        found.append(one)
-    return found[1:]
-
-
-def _is_over(processes: Sequence[int], memory_bytes: int) -> bool:
-    """Whether processes hold more together, without the pages of files. Pages that they share are counted once, which takes
-    long and is done only where it matters."""
-    for path, keys in (("status", ("RssAnon", "RssShmem", "VmSwap")), ("smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss"))):
-        held = 0
-        for process in processes:
-            with suppress(OSError):  # it has ended
-                found = sizes(f"/proc/{process}/{path}")
-                held += sum(found.get(key, 0) for key in keys)
-        if held <= memory_bytes:
-            return False
-    return True
-
-
-def _end_all(process: int) -> None:
-    """End all processes below one, which may go on to start others meanwhile."""
-    for last in (signal.SIGSTOP, signal.SIGKILL):
-        deadline, stopped = time.monotonic() + STOP_TIMEOUT_S, set()
-        while time.monotonic() < deadline and (new := set(_below(process)) - stopped):
-            for one in new:
-                with suppress(ProcessLookupError):
-                    os.kill(one, last)
-            stopped |= new
     deadline = time.monotonic() + STOP_TIMEOUT_S
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
-            if not os.waitpid(-1, os.WNOHANG)[0]:
-                signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+            end_all(keeper)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            signal.sigtimedwait(signals, LOOK_S)
+    code = os.waitstatus_to_exitcode(status) if status is not None else ending
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def serve(connection: Connection) -> None:

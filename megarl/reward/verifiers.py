@@ -51,8 +51,8 @@ EXACT = Context(prec=MAX_PREC)  # the usual one rounds to 28 digits
 
 
 def numbers(text: str) -> list[Decimal]:
-    """The decimal numbers in a text, in order: with thousands separators (1,234.5), without a zero before the point (.5), with
-    an exponent (1.5e3), and with a typographic minus. A percent sign is not read: 50% is 50."""
+    """The decimal numbers in a text, in order: with thousands separators (1,234.5), without a zero before the point (.5),
+    with an exponent (1.5e3), and with a typographic minus. A percent sign is not read: 50% is 50."""
     return [Decimal(match.replace(",", "")) for match in NUMBER.findall(text.translate(MINUS))]
 
 

@@ -17,7 +17,8 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_sections import JudgeSection
 from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import sandbox, service
-from megarl.reward.process import MASKED, SCORED, START_TIMEOUT_S, Verdict, VerifierProcess
+from megarl.reward.process import MASKED, START_TIMEOUT_S, Verdict, VerifierProcess
+from megarl.reward.process_tree import SCORED
 from megarl.reward.service import both, services_of
 from megarl.reward.verifiers import check_answer, load_terms, reads_answers, weighted_sum
 from megarl.watchdog.stacks import mark_from_environment, watched_environment
@@ -40,7 +41,8 @@ class RewardResult:
     `valid` bool [n] is false, so that a masked reward can never be taken for a 0; `failures` says why for
     each masked sample; `task_sequences` is how many sequences each task scored. `busy_s` is how long the
     `num_workers` workers scored, all of them together. `counts` says how often a term gave which reason, as
-    `code_num_failed`, and how many samples score 0, or are masked, for which cause, as `num_zero_memory`; `answers` is what each text answers, where that was asked for and some term reads it.
+    `code_num_failed`, and how many samples score 0, or are masked, for which cause, as `num_zero_memory`; `answers` is what
+    each text answers, where that was asked for and some term reads it.
 
     Where these are some of the samples that were scored (megarl/rounds.py), counts and seconds are of all of them, and
     `num_masked_beside` are the masked ones among the others.
@@ -72,18 +74,22 @@ class RewardResult:
 
 
 def add_episodes(scored: RewardResult, episodes: Any) -> RewardResult:
-    """With what environments gave, as an EpisodeFacts has it; without episodes as it was. Where an environment failed there
-    is no reward."""
+    """With what environments gave, as an EpisodeFacts has it; without episodes as it was. Where an environment failed for
+    another cause than the policy's turn there is no reward."""
     if episodes is None:
         return scored
-    failures = {sample: str(why) for sample, why in enumerate(episodes.failures) if why}
+    masked = np.isnan(episodes.rewards)
+    failures = {sample: str(why) for sample, why in enumerate(episodes.failures) if masked[sample]}
     counts = scored.counts | {"num_masked_environment": len(failures)}
+    for cause in SCORED:
+        counts[f"num_zero_{cause}"] = counts.get(f"num_zero_{cause}", 0) + int((episodes.causes == cause).sum())
+    for why in [why for why, cause in zip(episodes.failures, episodes.causes, strict=True) if cause][:1]:
+        logger.warning("%d episodes ended in an environment's failure; one: %s", int((episodes.causes != "").sum()), why)
     rewards = (scored.rewards + episodes.rewards).astype(np.float32)
-    valid = scored.valid & ~np.isnan(episodes.rewards)
+    valid = scored.valid & ~masked
     parts = {name: np.where(valid, part, np.nan).astype(np.float32) for name, part in scored.parts.items()}
     parts[ENVIRONMENT] = np.where(valid, episodes.rewards, np.nan).astype(np.float32)
-    return replace(scored, rewards=rewards, valid=valid, parts=parts, failures=scored.failures | failures,
-                   counts=counts)
+    return replace(scored, rewards=rewards, valid=valid, parts=parts, failures=scored.failures | failures, counts=counts)
 
 
 def _mean(values: np.ndarray) -> float:

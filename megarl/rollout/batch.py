@@ -87,9 +87,10 @@ class GroupFacts:
 class EpisodeFacts:
     """What became of each sample's episode; all [samples].
 
-    `rewards` float32 is what its environment gave, and NaN where that failed, for which `failures` (texts, else empty) has
-    the reason; `turns` counts those of the policy, `malformed` those with a tool call that could not be answered, and `done`
-    says where the environment has ended it.
+    `rewards` float32 is what its environment gave. Where that failed `failures` (texts, else empty) says how: behind a turn
+    of the policy, which can be the cause, `causes` (texts, else empty) has the kind, and the reward is 0, or what had been
+    lost by then; else it is NaN. `turns` counts those of the policy, `malformed` those with a tool call that could not be
+    answered, and `done` says where the environment has ended it.
     """
 
     rewards: np.ndarray
@@ -97,6 +98,7 @@ class EpisodeFacts:
     malformed: np.ndarray
     done: np.ndarray
     failures: np.ndarray
+    causes: np.ndarray
 
     def of(self, samples: Sequence[int]) -> EpisodeFacts:
         """Those of some samples."""

@@ -55,6 +55,7 @@ class Episode:
     malformed: int = 0
     reward: float = 0.0
     failure: str = ""
+    cause: str = ""  # of the failure, where the policy's turn can be it
     ended: str = ""
     first_version: int = 0
     last_version: int = 0
@@ -196,7 +197,7 @@ class Episodes:
         episode, reply = self.episodes[number], self._environments.workers.reply(reference)
         self._waiting[episode.engine] -= 1
         if reply.failure:
-            self._fail(number, reply.failure)
+            self._fail(number, reply.failure, reply.cause)
         elif not episode.begun:
             self._first(number, reply)
         else:
@@ -236,11 +237,12 @@ class Episodes:
         """What became of the episodes of some groups."""
         chosen = [episode for position in positions for episode in self._members[position]]
         return EpisodeFacts(
-            rewards=np.array([np.nan if one.failure else one.reward for one in chosen], dtype=np.float32),
+            rewards=np.array([_reward(one) for one in chosen], dtype=np.float32),
             turns=np.array([one.turns for one in chosen]),
             malformed=np.array([one.malformed for one in chosen]),
             done=np.array([one.ended == "stop" for one in chosen]),
             failures=np.array([one.failure for one in chosen], dtype=np.str_),
+            causes=np.array([one.cause for one in chosen], dtype=np.str_),
         )
 
     def _ask(self, number: int, question: Reset | Step) -> Any:
@@ -289,23 +291,34 @@ class Episodes:
                     messages = [dict(message, content=SHORT_ERROR) for message in reply.messages or []]
                     ids = self._environments.observations.behind(last, messages)
             except ValueError as error:
-                self._fail(number, f"Observation.content cannot be used: {error}")
+                self._fail(number, f"Observation.content cannot be used: {error}", "error")
                 return
             if len(ids) > section.max_observation_tokens:
                 limit = f"environment.max_observation_tokens = {section.max_observation_tokens}"
-                self._fail(number, f"Observation.content has {len(ids)} tokens with its template, more than {limit}")
+                self._fail(
+                    number, f"Observation.content has {len(ids)} tokens with its template, more than {limit}", "error"
+                )
             elif episode.num_tokens + len(ids) >= self._environments.recipe.max_completion_tokens:
                 episode.ended = "length"
             else:
                 episode.observed(ids)
 
-    def _fail(self, number: int, why: str) -> None:
+    def _fail(self, number: int, why: str, cause: str = "") -> None:
+        """An environment failed: with a `cause` behind a turn of the policy."""
         episode, section = self.episodes[number], self._environments.section
         where = f"{episode.prompt.where}: " if episode.prompt.where else ""
         turn = f", behind turn {episode.turns}" if episode.turns else ""
         who = f"member {episode.member} of prompt {episode.prompt.index}{turn}"
+        episode.cause = cause
         episode.failure = f"{where}environment {section.target}, {who}: {why}"
         if section.on_error == "stop":
-            raise RolloutError(f"{episode.failure}; environment.on_error: mask leaves such samples out")
+            raise RolloutError(f"{episode.failure}; environment.on_error: mask goes on without it")
         if episode.turns:
             episode.ended = "failed"
+
+
+def _reward(episode: Episode) -> float:
+    """What its environment gave; of one that failed nothing that it had gained is left, nor is what it had lost forgiven."""
+    if not episode.failure:
+        return episode.reward
+    return min(0.0, episode.reward) if episode.cause else np.nan
