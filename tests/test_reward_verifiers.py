@@ -23,6 +23,8 @@ from megarl.recipe.reward_sections import (
     VerifierSection,
     part_names,
 )
+from megarl.reward.process import MASKED
+from megarl.reward.process_tree import SCORED
 from megarl.reward.verifiers import (
     READERS,
     VERIFIERS,
@@ -165,7 +167,8 @@ def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
 
 def test_figures_of_no_part_are_all_known():
     code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
-    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} == OWN_FIGURES
+    causes = {f"num_zero_{one}" for one in SCORED} | {f"num_masked_{one}" for one in MASKED}
+    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} | causes == OWN_FIGURES
     assert set(COUNTS) == set(REASONS)
 
 

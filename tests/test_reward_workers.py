@@ -57,7 +57,8 @@ def judge(text, prompt):
             if os.fork() == 0:
                 time.sleep(999)
         time.sleep(999)
-    if text == "die":
+    if text == "die" or (text == "die once" and not os.path.exists(__file__ + ".died")):
+        open(__file__ + ".died", "w").close()
         os._exit(3)
     return float(text == prompt.answer)
 
@@ -114,14 +115,14 @@ def payload(model, texts):
 def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
     process = VerifierProcess(own_rewards)
     try:
-        texts = ["a", "raise", "b", "die", "a"]
-        verdicts = process.score_task(texts, prompts("a", "a", "a", "a", "a"), timeout_s=60)
+        texts = ["a", "raise", "b", "die once", "die", "a"]
+        verdicts = process.score_task(texts, prompts("a", "a", "a", "die once", "a", "a"), timeout_s=60)
     finally:
         process.close()
-    assert [v.said for v in verdicts] == [{"judge": one} for one in (1.0, 0.0, 0.0, 0.0, 1.0)]
-    assert [v.cause for v in verdicts] == ["", "error", "", "crash", ""]
+    assert [v.said for v in verdicts] == [{"judge": one} for one in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)]
+    assert [v.cause for v in verdicts] == ["", "error", "", "", "crash", ""], "what died once was not ended by the text"
     assert "KeyError: 'what'" in verdicts[1].failure
-    assert "exit status 3 on prompt 3" in verdicts[3].failure
+    assert "exit status 3 on prompt 3" in verdicts[3].failure and "exit status 3 on prompt 4" in verdicts[4].failure
     assert not any(v.timed_out for v in verdicts)
 
 
@@ -178,7 +179,7 @@ def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards,
     verifiers, start, real, ahead_s = VerifierProcess(own_rewards), VerifierProcess._start, time.monotonic, [0.0]
 
     def start_slowly(self):
-        ahead_s[0] += 100.0
+        ahead_s[0] += 50.0
         start(self)
 
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: real() + ahead_s[0]))

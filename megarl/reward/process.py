@@ -5,8 +5,9 @@ memory. So the verifiers of one scorer run below a plain child process, the keep
 trainer's main module again), which ends them with all that they have started: at their limits, when they have ended, when
 the scorer says so at a deadline, or when that is gone. The scorer hands the verifiers one text at a time.
 
-What a text causes is scored, and what it cannot have caused is masked. Where a verifier raises, dies or passes a limit, it
-is asked about an empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
+What a text causes is scored, and what it cannot have caused is masked. A verifier that dies is asked about the same text
+once more: what ended it may have been something else. Where it dies again, raises or passes a limit, it is asked about an
+empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
 """
 
 from __future__ import annotations
@@ -121,6 +122,9 @@ class VerifierProcess:
 
     def _score(self, text: str, prompt: Prompt, deadline: float, answers: bool) -> Verdict:
         verdict = self._ask(text, prompt, max(0.0, deadline - time.monotonic()), answers)
+        if verdict.cause == "crash":
+            again = self._ask(text, prompt, max(0.0, deadline + self._restart_s - time.monotonic()), answers)
+            verdict = replace(again, failure=again.failure or verdict.failure)
         if verdict.cause not in SCORED:
             return verdict
         begun = time.monotonic()
@@ -223,7 +227,11 @@ def keep(connection: Connection, memory_bytes: int) -> NoReturn:
                 pass
             signal.sigtimedwait(signals, LOOK_S)
     code = os.waitstatus_to_exitcode(status) if status is not None else ending
-    os._exit(code if code >= 0 else 128 - code)
+    if code < 0:  # of the same signal
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(keeper, -code)
+    os._exit(code if code >= 0 else 1)
 
 
 def serve(connection: Connection) -> None:

@@ -274,10 +274,12 @@ class RewardWorkers:
         }
         counts |= {f"num_zero_{one}": sum(verdict.cause == one for verdict in verdicts) for one in SCORED}
         counts |= {f"num_masked_{one}": sum(verdict.cause == one for verdict in verdicts) for one in MASKED}
-        zero = [sample for sample, verdict in enumerate(verdicts) if verdict.said is not None and verdict.cause]
-        if zero:
-            said = verdicts[zero[0]].failure
-            logger.warning("phase reward: %d texts ended a verifier and say 0; sample %d: %s", len(zero), zero[0], said)
+        for what, has_cause in (("scored 0", True), ("judged once more", False)):
+            judged = [one for one, verdict in enumerate(verdicts) if verdict.said is not None and verdict.failure]
+            chosen = [one for one in judged if bool(verdicts[one].cause) == has_cause]
+            for sample in chosen[:1]:
+                said = verdicts[sample].failure
+                logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), what, sample, said)
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
