@@ -61,8 +61,8 @@ class Faulty(Environment):
                     subprocess.Popen(["sleep", "3600"], stdout=held)
                     subprocess.Popen(["sleep", "3600"], stdout=held, start_new_session=True)
             case "fills":
-                held = bytearray(300 << 20)
-                held[::4096] = bytes(len(held[::4096]))
+                memory = bytearray(300 << 20)
+                memory[::4096] = bytes(len(memory[::4096]))
                 time.sleep(3600)
             case "dies":
                 os._exit(3)

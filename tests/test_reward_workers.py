@@ -230,6 +230,15 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     assert result.parts["judge"].tolist() == [1, 0, 1]
 
 
+def test_a_function_that_needs_more_memory_to_load_says_which_key(tmp_path, monkeypatch):
+    (tmp_path / "large_reward.py").write_text("import time\nx = bytes(1 << 28)\nx = bytearray(x)\ntime.sleep(99)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"loading the verifiers took more than memory, 160 MiB \(phases.reward.memory_mib\)"
+    ):
+        VerifierProcess([FunctionRewardSection(kind="function", target="large_reward:f")], memory_bytes=160 << 20)
+
+
 def test_functions_run_outside_this_process(own_rewards):
     process = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:pid")])
     try:

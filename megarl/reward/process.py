@@ -180,6 +180,8 @@ class VerifierProcess:
             refusal = ours.recv()
         except (EOFError, ConnectionError, TimeoutError) as error:
             self.close()
+            if limit := OVER.get(self._child.returncode):
+                raise ValueError(f"phase reward: loading the verifiers took more than {self._limit(limit)}") from error
             raise RuntimeError(
                 f"phase reward: the verifier process did not start within {START_TIMEOUT_S} s "
                 f"(exit status {self._child.returncode}); its own words are above"
@@ -258,8 +260,8 @@ def serve(connection: Connection) -> None:
         except SandboxFault as fault:
             verdict = Verdict(None, f"verifier: {fault}, on prompt {prompt.index}", cause="verifier")
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
-            said = f"error: {type(error).__name__}: {error} on prompt {prompt.index}"
-            verdict = Verdict(None, said, cause="error")
+            failure = f"error: {type(error).__name__}: {error} on prompt {prompt.index}"
+            verdict = Verdict(None, failure, cause="error")
         connection.send(verdict)
 
 

@@ -285,7 +285,8 @@ def _rest(pipe: int) -> bytes:
 
 def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
     """Process 1 of a program's namespaces: start it, and say how it ended, or why it could not be started."""
-    status, ending = pipes["status"], {}
+    status = pipes["status"]
+    ending: dict[str, Any] = {}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a process 1 that is no signal at all, from inside
         _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
