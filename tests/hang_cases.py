@@ -30,7 +30,7 @@ CASE = "MEGARL_TEST_CASE"
 STEP_S, FIRST_STEP_S, STACKS_S = 8.0, 60.0, 5.0
 DETECTION_S = 10.0
 # What is said of a fault first, whatever becomes of it.
-SAID = re.compile("watchdog: |engine 0 is lost|rewards masked|reward worker 0 was lost")
+SAID = re.compile("watchdog: |engine 0 is lost|completions scored 0|judged once more|reward worker 0 was lost")
 END_S = 120.0
 SLEEP, STOP, KILL = "sleep", "SIGSTOP", "SIGKILL"
 # What the watchdog calls them, with the numbers of a run that has one of each.
