@@ -6,10 +6,13 @@ A request is one JSON document, `{"samples": [{"prompt", "completion", "answer",
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +29,7 @@ REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
 LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+MOST_REDIRECTS = 5
 
 
 class Busy(Exception):
@@ -56,7 +60,9 @@ class Service:
                     "variable; set it wherever reward workers run, before Ray starts there"
                 )
             headers[header] = os.environ[variable]
-        self._client = httpx.Client(headers=headers, timeout=section.timeout_s)
+        self._proxy = _proxy(section.url)
+        # A proxy's own loopback is another machine's.
+        self._client = httpx.Client(headers=headers, timeout=section.timeout_s, trust_env=not _is_loopback(section.url))
 
     def ask(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> Answers:
         """Begin to ask; the answers are waited for until `timeout_s` from now."""
@@ -111,21 +117,22 @@ class Service:
         return Verdict({self._name: float(value)}, reasons={self._name: reason})
 
     def _masked(self, reason: str, error: Exception) -> Verdict:
-        return Verdict(None, f"{reason}: {self._section.url}: {error or type(error).__name__}", reasons={self._name: reason})
+        way = f" (through the proxy {self._proxy}; no_proxy={httpx.URL(self._section.url).host} goes past it)"
+        text = f"{reason}: {self._section.url}: {error or type(error).__name__}{way if self._proxy else ''}"
+        return Verdict(None, text, reasons={self._name: reason})
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
-        with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
-            if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
-                raise Busy(f"status {response.status_code}")
-            if not response.is_success:
-                raise Refused(f"status {response.status_code}")
-            body = b""
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > LARGEST_ANSWER_BYTES:
-                    raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
-            return body
+        request = self._client.build_request("POST", self._section.url, content=content, headers=headers)
+        for _ in range(MOST_REDIRECTS + 1):
+            response = self._client.send(request, stream=True)
+            # These two alone have the same request sent to the other place, body and all.
+            moved = response.status_code in (httpx.codes.TEMPORARY_REDIRECT, httpx.codes.PERMANENT_REDIRECT)
+            if not moved or response.next_request is None:
+                return _read(response)
+            response.close()
+            request = response.next_request
+        raise Refused(f"more than {MOST_REDIRECTS} redirections, the last to {request.url}")
 
 
 class Answers:
@@ -175,6 +182,43 @@ def both(one: Verdict, other: Verdict) -> Verdict:
         failed = one if one.said is None else other
         return Verdict(None, failed.failure, one.timed_out or other.timed_out, reasons)
     return Verdict(one.said | other.said, reasons=reasons, answer=other.answer if one.answer is None else one.answer)
+
+
+def _read(response: httpx.Response) -> bytes:
+    """The body of an answer. Raises Busy, Refused and Unusable."""
+    with contextlib.closing(response):
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
+            raise Busy(f"status {response.status_code}")
+        if response.has_redirect_location:
+            place = response.headers["location"]
+            raise Refused(f"status {response.status_code}: it has moved to {place}; give that as the part's url")
+        if not response.is_success:
+            raise Refused(f"status {response.status_code}")
+        body = b""
+        for piece in response.iter_bytes():
+            body += piece
+            if len(body) > LARGEST_ANSWER_BYTES:
+                raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+        return body
+
+
+def _is_loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment asks for on the way to a URL, without its password; None where there is none."""
+    parsed = httpx.URL(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parsed.scheme) or proxies.get("all")
+    if proxy is None or _is_loopback(url) or urllib.request.proxy_bypass(parsed.host):
+        return None
+    found = httpx.URL(proxy)
+    return f"{found.scheme}://{found.host}" + (f":{found.port}" if found.port else "")
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:
