@@ -178,7 +178,6 @@ def evaluate(
     if run is not None and not (run / "recipe.yaml").is_file():
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
     from megarl.data.model_files import model_directory
-
     from megarl.job_environment import adapt_environment
     from megarl.output import endure_errors
     from megarl.telemetry.run_directory import RunDirectory

@@ -16,8 +16,8 @@ from pathlib import Path
 
 # Kubernetes gives every pod `NAME_PORT=tcp://ADDRESS:PORT` for each service; one named vllm, ray or master meets these.
 PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
-# A socket's path may have 107 bytes. Ray puts `/ray/session_TIME_PROCESS/sockets/plasma_store` behind the directory, 68 bytes
-# and two for a second node; vLLM and multiprocessing put less.
+# A socket's path may have 107 bytes. Ray puts `/ray/session_TIME_PROCESS/sockets/plasma_store` behind the directory, 68
+# bytes, and two more for a second node; vLLM and multiprocessing put less.
 LONGEST_TEMPORARY = 37
 SHORT_TEMPORARY = "/tmp"
 # What libraries keep under HOME, and the variable that moves it. Not the hub's cache: models that are there must be found.

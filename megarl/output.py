@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -61,9 +62,10 @@ def endure_errors() -> None:
 
 def _enduring(stream: TextIO, name: str, other: int | None) -> TextIO:
     try:
-        stream.flush()
         descriptor = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # full already, not of a descriptor, or closed: then there is none
-        descriptor = {"standard output": 1, "standard error": 2}[name]
-    raw = io.BufferedWriter(Enduring(descriptor, name, other))
+    except (io.UnsupportedOperation, AttributeError):  # kept in memory, or closed from the start: it fails nowhere
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = io.BufferedWriter(Enduring(descriptor, name, other))  # type: ignore[type-var]
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

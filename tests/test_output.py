@@ -118,8 +118,9 @@ def test_no_text_file_of_megarl_is_in_the_encoding_of_the_locale() -> None:
     [
         ("open(path)", 1), ("open(path, 'a')", 1), ("path.open('w')", 1), ("path.open(mode='r')", 1), ("os.fdopen(3)", 1),
         ("path.read_text()", 1), ("path.write_text(x)", 1), ("subprocess.run(c, text=True)", 1),
-        ("open(path, 'rb')", 0), ("open(path, encoding='utf-8')", 0), ("path.open('ab', buffering=0)", 0), ("os.open(p, 1)", 0),
-        ("ring.open(name)", 0), ("tempfile.NamedTemporaryFile()", 0), ("subprocess.run(c, encoding='utf-8')", 0),
+        ("open(path, 'rb')", 0), ("open(path, encoding='utf-8')", 0), ("path.open('ab', buffering=0)", 0),
+        ("os.open(p, 1)", 0), ("ring.open(name)", 0), ("tempfile.NamedTemporaryFile()", 0),
+        ("subprocess.run(c, encoding='utf-8')", 0),
     ],
 )  # fmt: skip
 def test_what_depends_on_the_locale(source: str, found: int) -> None:

@@ -1,4 +1,4 @@
-"""A recipe's YAML means what other tools read in it, its paths are those that a shell would take, and it survives its own text."""
+"""A recipe's YAML means what other tools read in it, also once megarl has written it, and its paths what a shell reads."""
 
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +56,15 @@ def test_what_no_tool_should_read_is_refused_with_its_place(tmp_path: Path, text
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("010", "010"), ("1:30", "1:30"), ("2026-11-25", "2026-11-25"), ("yes", "yes"), ("1_000", 1000), ("0x10", 16), ("-0", 0)],
+    [
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("2026-11-25", "2026-11-25"),
+        ("yes", "yes"),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("-0", 0),
+    ],
 )
 def test_no_scalar_changes_its_kind_as_in_yaml_1_1(text: str, value: object) -> None:
     found = parse_yaml(f"run: {{name: {text}}}")["run"]["name"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch.distributed.launcher import api as launcher
 
 from megarl.agent.watch import Agent, Leaving
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
-from megarl.job_environment import adapt_environment
-from megarl.output import endure_output
 from megarl.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.sections import RunSection
@@ -23,8 +20,6 @@ from megarl.telemetry.run_directory import RunDirectory
 
 def main(arguments: list[str]) -> int:
     """Exit status of the ranks; BAD_INPUT before anything starts: violations, or nodes that come and go."""
-    endure_output()
-    adapt_environment(os.environ)
     options = torchrun.parse_args(arguments)
     if options.rdzv_backend != "static" and not options.standalone and options.nnodes not in ("1", "1:1"):
         # There each agent counts its own restarts, and ranks look for their peers under that count.

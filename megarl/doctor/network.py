@@ -123,7 +123,11 @@ def _interconnect() -> Finding:
     names = sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
     if names:
         return ok("interconnect", f"InfiniBand or RoCE: {', '.join(names)}")
-    up = [i for i in sorted(INTERFACES.iterdir()) if i.name != "lo" and (i / "operstate").read_text(encoding="utf-8").strip() != "down"]
+    up = [
+        i
+        for i in sorted(INTERFACES.iterdir())
+        if i.name != "lo" and (i / "operstate").read_text(encoding="utf-8").strip() != "down"
+    ]
     if not up:
         return warn("interconnect", "no interface but the loopback is up", "fine on one node; with more, bring one up")
     return ok("interconnect", f"Ethernet: {', '.join(interface.name for interface in up)}")

@@ -74,7 +74,9 @@ def _torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     version = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda\b.*= *'([^']+)'", version.read_text(encoding="utf-8") if version.exists() else "", re.MULTILINE)
+    found = re.search(
+        r"^cuda\b.*= *'([^']+)'", version.read_text(encoding="utf-8") if version.exists() else "", re.MULTILINE
+    )
     return None if found is None else found.group(1)
 
 

@@ -40,11 +40,9 @@ EXAMINATION_S = 120.0
 
 def main(arguments: list[str]) -> int:
     """The agent's exit status; 2 for what a user must mend, 1 where the nodes are not fit or did not come."""
-    endure_output()
     if not arguments:
         print("usage: node.sh RECIPE [key=value ...]; its variables are explained in launch/node.sh", file=sys.stderr)
         return BAD_INPUT
-    adapt_environment(os.environ, is_one_node=os.environ.get("NUM_NODES") == "1")
     try:
         settings = read_node_settings(os.environ)
         recipe = load_recipe(arguments[0], _overrides(arguments))
@@ -212,4 +210,6 @@ def _keep_logs(directory: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
+    endure_output()
+    adapt_environment(os.environ, is_one_node=os.environ.get("NUM_NODES") == "1")
     sys.exit(main(sys.argv[1:]))

@@ -22,10 +22,12 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def expand_path(path: str) -> str:
-    """Replace a leading `~` and environment variables, as a shell does. Raises ValueError for unknown users and variables."""
+    """Replace a leading `~` and environment variables, as a shell does. Raises ValueError for unknown ones."""
     expanded = os.path.expandvars(os.path.expanduser(path))
     if expanded.startswith("~"):
-        raise ValueError(f"no user {path.partition('/')[0][1:]!r} is known here, and HOME is not set; write ./~ for a file named ~")
+        raise ValueError(
+            f"no user {path.partition('/')[0][1:]!r} is known here, and HOME is not set; write ./~ for a file named ~"
+        )
     if (unset := re.search(r"\$(?:\w+|\{[^}]*\})", expanded)) is not None:
         raise ValueError(f"the environment variable {unset[0].strip('${}')} is not set")
     return expanded

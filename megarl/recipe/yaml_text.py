@@ -1,6 +1,6 @@
 """YAML text and `key=value` overrides to plain data, with every fault as a violation; and plain data to YAML.
 
-PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `on` are booleans, `010` is 8, `1:30` is 90, `2026-11-25` is no text,
+PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `on` are booleans, `010` is 8, `1:30` is 90, `2026-11-25` is a date,
 and a key that is given twice wins silently. Here scalars mean what they mean in YAML 1.2, and each key stands once.
 """
 
@@ -27,9 +27,9 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check keys here, in the mapping as it is written: constructing it merges other mappings into the node."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):

@@ -57,8 +57,8 @@ def start_cluster(address: str | None = None) -> str:
             )
     except OSError as error:  # no place for its token or its sockets
         raise ClusterError(
-            f"Ray does not start on this machine: {error}; start the run with megarl train, which gives Ray other places, or "
-            "set HOME to a directory that can be written, and TMPDIR to a short one"
+            f"Ray does not start on this machine: {error}; start the run with megarl train, which gives Ray other places, "
+            "or set HOME to a directory that can be written, and TMPDIR to a short one"
         ) from error
     return ray.get_runtime_context().gcs_address
 

@@ -553,7 +553,9 @@ def _log_errors(lines: int = 8) -> str:
     for stream in (1, 2):
         file = Path(os.readlink(f"/proc/self/fd/{stream}"))
         if file.is_file():
-            found += [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if ERROR_LINE.search(line)]
+            found += [
+                line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if ERROR_LINE.search(line)
+            ]
     return "\n".join(found[-lines:])
 
 
