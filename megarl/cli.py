@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.exit_status import BAD_INPUT, REQUEUE
+from megarl.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -26,8 +27,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train language models by reinforcement learning, Megatron-first.",
 )
+
+
+@app.callback(help="Train language models by reinforcement learning, Megatron-first.")
+def _start() -> None:
+    endure_closed_pipes()
+
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 OverridesArgument = Annotated[
@@ -179,10 +185,8 @@ def evaluate(
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
     from megarl.data.model_files import model_directory
     from megarl.job_environment import adapt_environment
-    from megarl.output import endure_errors
     from megarl.telemetry.run_directory import RunDirectory
 
-    endure_errors()
     adapt_environment(os.environ)
     try:
         moved = [] if run is None else RunDirectory(run).moved_paths()

@@ -11,10 +11,14 @@ from typing import TextIO
 
 
 class Enduring(io.RawIOBase):
-    """Write to a file descriptor. What it does not take is dropped, and the first time `other` is told why."""
+    """Write to a file descriptor. What it does not take is dropped, and the first time `other` is told why.
 
-    def __init__(self, descriptor: int, name: str, other: int | None) -> None:
-        self._descriptor, self._name, self._other, self._has_told = descriptor, name, other, False
+    With `pipes_alone` only a pipe without a reader drops text, and other errors are raised.
+    """
+
+    def __init__(self, descriptor: int, name: str, other: int | None, pipes_alone: bool) -> None:
+        self._descriptor, self._name, self._other, self._pipes_alone = descriptor, name, other, pipes_alone
+        self._has_told = False
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
         """Write or drop; always all of it."""
@@ -25,6 +29,8 @@ class Enduring(io.RawIOBase):
             except BlockingIOError:  # a terminal or pipe that another program has made non-blocking
                 select.select([], [self._descriptor], [])
             except OSError as error:
+                if self._pipes_alone and not isinstance(error, BrokenPipeError):
+                    raise
                 self._tell(error)
                 break
         return len(content)
@@ -55,17 +61,19 @@ def endure_output() -> None:
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
-def endure_errors() -> None:
-    """The same of standard error alone: of a command whose output is its result."""
+def endure_closed_pipes() -> None:
+    """The same of a command whose output is its result: a pipe that is closed (`| head`) wants no more of it, a full disk is
+    an error."""
+    sys.stdout = _enduring(sys.stdout, "standard output", None, pipes_alone=True)
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
-def _enduring(stream: TextIO, name: str, other: int | None) -> TextIO:
+def _enduring(stream: TextIO, name: str, other: int | None, pipes_alone: bool = False) -> TextIO:
     try:
         descriptor = stream.fileno()
     except (io.UnsupportedOperation, AttributeError):  # kept in memory, or closed from the start: it fails nowhere
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    raw = io.BufferedWriter(Enduring(descriptor, name, other))  # type: ignore[type-var]
+    raw = io.BufferedWriter(Enduring(descriptor, name, other, pipes_alone))  # type: ignore[type-var]
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

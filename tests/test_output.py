@@ -72,6 +72,16 @@ def test_a_locale_without_a_letter_drops_no_line(tmp_path: Path) -> None:
     assert "±0.1 \\u2192 é".encode("latin-1") in out.read_bytes()
 
 
+def test_a_command_ends_as_it_would_where_its_reader_has_seen_enough(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.cli", "check", "--features"]
+    for descriptor, succeeds in ((closed_pipe(), True), (os.open("/dev/full", os.O_WRONLY), False)):
+        done = subprocess.run(
+            command, stdout=descriptor, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert (done.returncode == 0) == succeeds
+        os.close(descriptor)
+
+
 @pytest.mark.parametrize("module", ["megarl.node", "megarl.agent"])
 def test_every_process_of_a_run_endures_a_full_disk_under_its_errors(module: str) -> None:
     wrong = {"megarl.agent": ["--rdzv-backend", "c10d", "--nnodes", "2", "x.py"]}
