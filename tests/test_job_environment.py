@@ -69,10 +69,10 @@ def test_no_other_users_link_is_followed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.job_environment.os.access", refusing(tmp_path / "home"))
-    home = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    home = {"HOME": str(tmp_path / "home"), "TMPDIR": "/tmp"}
     found = adapted(**home)
     assert len(found["RAY_AUTH_TOKEN"]) == 64 and found["RAY_AUTH_TOKEN"] != adapted(**home)["RAY_AUTH_TOKEN"]
-    assert all(Path(found[name]).is_relative_to(tmp_path) for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
+    assert all(Path(found[name]).is_relative_to("/tmp") for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
     assert "HF_HOME" not in found, "models that are cached there are read from there"
     assert adapted(**home, VLLM_CACHE_ROOT="/cache")["VLLM_CACHE_ROOT"] == "/cache"
     for chosen in ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN_PATH": "/a"}, {"RAY_AUTH_MODE": "disabled"},

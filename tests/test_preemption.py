@@ -49,7 +49,7 @@ def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
             signal.raise_signal(signal.SIGHUP)
             assert asked.name == (None if found == signal.SIG_IGN else "SIGHUP")
             with catch_signals() as signals:
-                told = []
+                told: list[int] = []
                 signals.target = told.append
                 signal.raise_signal(signal.SIGHUP)
             assert told == ([] if found == signal.SIG_IGN else [signal.SIGHUP])

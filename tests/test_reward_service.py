@@ -52,10 +52,10 @@ class Judge:
                 if body is None:
                     body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
                 with suppress(ConnectionError):  # of a client that gave the request up
-                    moved = isinstance(reply, tuple)
-                    self.send_response(reply[0] if moved else reply if isinstance(reply, int) else 200)
-                    if moved:
-                        self.send_header("Location", reply[1])
+                    status, place = reply if isinstance(reply, tuple) else (reply, None)
+                    self.send_response(status if isinstance(status, int) else 200)
+                    if place is not None:
+                        self.send_header("Location", place)
                     self.send_header("Content-Length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body.encode())

@@ -111,7 +111,7 @@ def test_a_full_disk_is_known_by_what_any_library_says_of_it(tmp_path: Path) -> 
     assert "a quota is used up" in describe_full(OSError(122, "x"), tmp_path)
 
 
-def save_on_a_full_disk(directory: str, folder: str) -> tuple[str, list[str], int, int]:
+def save_on_a_full_disk(directory: str, folder: str) -> tuple[str | None, list[str], int, int]:
     """What a checkpoint without room raises and leaves, and the bytes that it counted and that one with room has."""
     from tests.engine_cases import engine, start_places
 
