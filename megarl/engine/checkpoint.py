@@ -64,7 +64,7 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
                 _need_room(partial, f"checkpoint of step {step}: the {role}", content)
                 dist_checkpointing.save(content, str(partial / role))
         dist.barrier()
-    except BaseException:
+    except BaseException:  # whatever ends it: a part of a checkpoint only takes room
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
