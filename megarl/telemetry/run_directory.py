@@ -99,7 +99,7 @@ class RunDirectory:
         if holder is not None:
             raise RunDirectoryError(
                 f"{self.path}: a run writes here already, process {holder['process']} on {holder['host']} since "
-                f"{holder['since']}: wait for its end, or take another run.name"
+                f"{holder['since']}: wait for its end, take another run.name, or remove {self._lock.path} if it is gone"
             )
 
     def read_recipe(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class RunLock:
         self.path, self._beat_s = path, beat_s
         self._descriptor = -1
         self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def take(self) -> dict[str, Any] | None:
         """Take the lock; None, or the holder that has it: `host`, `process`, `since`."""
@@ -56,13 +57,14 @@ class RunLock:
                "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(own).encode(), 0)
-        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+        self._thread.start()
         return None
 
     def release(self) -> None:
         """Give the lock up. The file stays, empty: a name that comes and goes would be a lock of its own."""
         self._released.set()
         if self._descriptor >= 0:
+            self._thread.join(self._beat_s)  # a touch may hang with its file system
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
@@ -105,6 +107,7 @@ def _runs_here(holder: dict[str, Any] | None) -> bool:
     if holder is None or holder["host"] != platform.node():
         return False
     try:
-        return abs(psutil.Process(holder["process"]).create_time() - holder["created"]) < 1.0
+        process = psutil.Process(holder["process"])
+        return abs(process.create_time() - holder["created"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
