@@ -11,6 +11,8 @@ import hashlib
 import os
 import pwd
 import secrets
+import stat
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
         temporary = environment["TMPDIR"] = short_name(temporary)
     home = home_directory(environment)
     if not can_write(home):
-        folder = Path(temporary) / f"megarl-cache-{os.getuid()}"
+        folder = _own_folder(Path(temporary) / f"megarl-cache-{os.getuid()}")
         for name, kept in HOME_CACHES.items():
             environment.setdefault(name, str(folder / kept))
         if "HF_HOME" not in environment and not (home / ".cache/huggingface/datasets").exists():
@@ -107,3 +109,11 @@ def can_write(directory: Path) -> bool:
     while not place.exists():
         place = place.parent
     return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+
+
+def _own_folder(folder: Path) -> Path:
+    """A folder that this user alone writes to: libraries run the compiled code that they find in their caches."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if is_own else Path(tempfile.mkdtemp(prefix="megarl-cache-", dir=folder.parent))

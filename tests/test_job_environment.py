@@ -10,7 +10,7 @@ import pytest
 
 from megarl.doctor import machine
 from megarl.doctor.finding import Verdict
-from megarl.job_environment import HOME_CACHES, LONGEST_TEMPORARY, adapt_environment, short_name
+from megarl.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _own_folder, adapt_environment, short_name
 from megarl.node.settings import read_node_settings
 
 # What Ray adds to its directory; its own limit is the kernel's.
@@ -84,6 +84,17 @@ def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "home/.ray").mkdir(parents=True)
     (tmp_path / "home/.ray/auth_token").write_text("a")
     assert "RAY_AUTH_TOKEN" not in adapted(**home), "a token that is there serves"
+
+
+def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert _own_folder(folder) == folder == _own_folder(folder)
+    folder.chmod(0o777)
+    assert _own_folder(folder) != folder
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    found = _own_folder(folder)
+    assert found != folder and found.stat().st_mode & 0o777 == 0o700
 
 
 def refusing(home: Path):  # type: ignore[no-untyped-def]
