@@ -5,7 +5,7 @@
 #
 # It has the doctor look at all nodes, starts Ray (its head on node 0), runs the trainer ranks, and ends all it started. Its exit
 # status is that of the ranks: 0 complete, 75 saved and to be started again, 2 bad input, else a failure. A signal (TERM,
-# USR1, INT) goes on to the ranks, and is waited for. Relative paths, RECIPE and LOG_DIR too, begin at the checkout.
+# USR1, HUP, INT) goes on to the ranks, and is waited for. Relative paths, RECIPE and LOG_DIR too, begin at the checkout.
 #
 #   NUM_NODES        nodes of the job
 #   NODE_RANK        which of them this is, from 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.exit_status import BAD_INPUT, REQUEUE
+from megarl.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -27,8 +27,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train language models by reinforcement learning, Megatron-first.",
 )
+
+
+@app.callback(help="Train language models by reinforcement learning, Megatron-first.")
+def _start() -> None:
+    endure_closed_pipes()
+
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 OverridesArgument = Annotated[
@@ -106,16 +111,17 @@ def train(
     """Check a recipe, then train it on this machine with torchrun."""
     from megarl.cores import thread_environment
     from megarl.data.model_files import model_directory
-    from megarl.preemption import SIGNALS, hold_signals
+    from megarl.preemption import handle_signals, hold_signals
 
-    for number in SIGNALS:
-        signal.signal(number, _leave)
+    handle_signals(_leave)
     loaded = _load(recipe, overrides or [], fetch=model_directory)
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
     try:
         how = Resume.of(resume, if_saved)
-        RunDirectory.of(loaded).check(loaded, how)  # here already: before any process starts
+        directory = RunDirectory.of(loaded)
+        directory.refuse_running()
+        directory.check(loaded, how)  # here already: before any process starts
     except ValueError as error:
         _fail(f"error: {error}")
     command = train_command(recipe, overrides or [], loaded.trainer.ranks, how)
@@ -178,8 +184,16 @@ def evaluate(
     if run is not None and not (run / "recipe.yaml").is_file():
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
     from megarl.data.model_files import model_directory
+    from megarl.job_environment import adapt_environment
+    from megarl.telemetry.run_directory import RunDirectory
 
-    loaded = _load(source if run is None else str(run / "recipe.yaml"), overrides or [], fetch=model_directory)
+    adapt_environment(os.environ)
+    try:
+        moved = [] if run is None else RunDirectory(run).moved_paths()
+    except ValueError as error:
+        _fail(f"error: {error}")
+    recipe = source if run is None else str(run / "recipe.yaml")
+    loaded = _load(recipe, [*moved, *(overrides or [])], fetch=model_directory)
     from ray.exceptions import RayError
 
     from megarl.evaluation.command import evaluate as answer
@@ -248,7 +262,10 @@ def trace(
     except ValueError as error:
         _fail(str(error))
     path = out or Path(run_dir) / "trace.json"
-    path.write_text(merged, encoding="utf-8")
+    try:
+        path.write_text(merged, encoding="utf-8")
+    except OSError as error:
+        _fail(f"error: {path}: {error}")
     typer.echo(path)
 
 

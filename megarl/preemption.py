@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 ask a run to save and to leave: what a rank notes of them, and when all ranks act on it.
+"""SIGTERM, SIGUSR1 and SIGHUP ask a run to save and to leave: what a rank notes of them, and when all ranks act on it.
 
 A signal may reach one rank alone. So it sets a flag there and no more, and the ranks agree at points that all of them pass:
 after each step, and with `run.preemption: abandon` before each phase too. Nobody is left waiting in a collective.
@@ -16,10 +16,18 @@ from typing import Any
 
 from megarl.exit_status import FAILED, REQUEUE
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# A process that is started under nohup ignores SIGHUP, and so do its children.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A launcher, the agent and Slurm may each send the same one; later than this it is a second one.
 SECOND_AFTER_S = 5.0
 UPDATES = ("critic_update", "actor_update")
+
+
+def handle_signals(handler: Callable[[int, Any], None]) -> None:
+    """Set the handler of SIGNALS, but for SIGHUP where it is ignored."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def hold_signals() -> None:
@@ -77,8 +85,7 @@ class Asked:
     def watch(self) -> None:
         """Take the signals, in the main thread."""
         self._watching = True
-        for number in SIGNALS:
-            signal.signal(number, self.note)
+        handle_signals(self.note)
         # A child that is forked, as reward workers are, is ended by SIGTERM as it always was.
         os.register_at_fork(after_in_child=self._forget)
 
@@ -116,7 +123,8 @@ class Asked:
         if self._watching:
             self._watching = False
             for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
 
 
 ASKED = Asked()

@@ -27,6 +27,7 @@ from megarl.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
+from megarl.disk import DiskFull, describe_full, is_full, no_room, size_bytes  # noqa: E402
 from megarl.doctor.machine import check_precision  # noqa: E402
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.engine.collectives import timed_waits  # noqa: E402
@@ -67,7 +68,13 @@ from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
 from megarl.telemetry.devices import Devices  # noqa: E402
 from megarl.telemetry.records import Records, recorded  # noqa: E402
 from megarl.telemetry.refusals import refusals  # noqa: E402
-from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, step_of  # noqa: E402
+from megarl.telemetry.run_directory import (  # noqa: E402
+    Resume,
+    RunDirectory,
+    RunDirectoryError,
+    latest_checkpoint,
+    step_of,
+)
 from megarl.telemetry.samples import SampleTable  # noqa: E402
 from megarl.telemetry.step_figures import StepFigures  # noqa: E402
 from megarl.watchdog.limits import Limits  # noqa: E402
@@ -89,13 +96,15 @@ def train(recipe: Recipe, resume: Resume) -> None:
     layouts = recipe.layouts
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
-    checkpoint = _open(directory, recipe, resume, rank)
+    checkpoint = _open(directory, recipe, resume, rank)  # locked from here on
     hosts = gather_to_all(host_name())
     if rank == 0:
         starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
         if platform.num_devices is None and (slow := check_precision(recipe.trainer.precision)).fix:
             print(f"{slow.found}; {slow.fix}", file=sys.stderr)
     with ExitStack() as stack:
+        if rank == 0:
+            stack.callback(directory.unlock)
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         trace = recipe.run.trace
         settled = DeviceSync(recipe.telemetry, platform.synchronize)
@@ -154,7 +163,9 @@ def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) ->
     refusal: RunDirectoryError | None = None
     if rank == 0:
         try:
-            found = directory.check(recipe, resume)
+            directory.check(recipe, resume)
+            directory.lock()
+            found = directory.check(recipe, resume)  # another run may have ended in between
             if (kept := directory.prepare(recipe, found)) is not None:
                 print(f"{directory.path}: no checkpoint to go on from; earlier metrics are in {kept.name}", file=sys.stderr)
         except RunDirectoryError as error:
@@ -313,7 +324,13 @@ def run_steps(
 
     def save(state: dict[str, Any]) -> None:
         with clock.phase("checkpoint"):  # counted in the next step's line
-            save_checkpoint(run.checkpoints, state["step"], moving, state)
+            saved = latest_checkpoint(run.checkpoints)
+            try:
+                save_checkpoint(run.checkpoints, state["step"], moving, state)
+            except BaseException as error:  # torch's own is no Exception
+                if is_full(error) and not isinstance(error, DiskFull):
+                    raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(saved)) from error
+                raise
         preemption.saved = state["step"]
 
     def is_unsaved() -> bool:
@@ -408,6 +425,10 @@ def main(arguments: list[str]) -> int:
         # These say by themselves what happened, where, and what to do; a traceback would bury it.
         print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
         return FAILED if ASKED.name is None else _cut_short(recipe, rank, "failed while it was to leave")
+    except OSError as error:
+        if recipe is None or not is_full(error):
+            raise
+        return _disk_full(RunDirectory.of(recipe), int(rank), error)
     except (RuntimeError, ray.exceptions.RayError):
         if ASKED.name is None:
             raise
@@ -415,6 +436,16 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         return _cut_short(recipe, rank, "failed while it was to leave")
     return COMPLETE
+
+
+def _disk_full(run: RunDirectory, rank: int, error: OSError) -> int:
+    """FAILED: say which disk has no room, and what stands."""
+    saved = latest_checkpoint(run.checkpoints)
+    stands = "no checkpoint was written so far" if saved is None else f"{saved.name} stands, go on from it with --resume"
+    said = f"{describe_full(error, run.path)}; make room: {stands}"
+    print(f"error on rank {rank}: {said}", file=sys.stderr, flush=True)
+    starts.record_end(run.path, starts.FAILED, said, rank)
+    return FAILED
 
 
 def _cut_short(recipe: Recipe | None, rank: str, how: str) -> int:

@@ -135,7 +135,7 @@ def submit_job(text: str) -> int:
         raise ValueError(
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is"
         )
-    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
+    return subprocess.run(["sbatch"], input=text, encoding="utf-8", check=False).returncode
 
 
 def _setting(name: str, text: str) -> str:

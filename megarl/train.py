@@ -10,6 +10,9 @@ if __name__ == "__main__":
     from megarl.preemption import ASKED
 
     ASKED.watch()  # before the imports, which take seconds
+    from megarl.output import endure_output
+
+    endure_output()
     try:
         from megarl.run import main
 

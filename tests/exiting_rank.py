@@ -20,7 +20,7 @@ def leave(number: int, frame: object) -> None:
 
 
 signal.signal(signal.SIGTERM, leave)
-signal.signal(signal.SIGUSR1, leave)
+signal.signal(signal.SIGHUP, leave)
 with open(f"starts-{RANK}", "a") as starts:
     starts.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "\n")
 while "again" in words and len(list(Path().glob("starts-*"))) < int(os.environ["WORLD_SIZE"]):

@@ -73,10 +73,10 @@ def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restar
         while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
             assert agent.poll() is None and time.monotonic() < end
             time.sleep(0.1)
-        os.kill(agent.pid, signal.SIGUSR1)
+        os.kill(agent.pid, signal.SIGHUP)
         _, said = agent.communicate(timeout=DEADLINE_S)
     assert agent.returncode == REQUEUE, said
-    assert (tmp_path / "saved").read_text() == "SIGUSR1", "rank 1 left three seconds before, and nobody stopped rank 0"
+    assert (tmp_path / "saved").read_text() == "SIGHUP", "rank 1 left three seconds before, and nobody stopped rank 0"
     assert (tmp_path / "starts-0").read_text() == "0\n"
 
 

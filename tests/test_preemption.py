@@ -15,7 +15,8 @@ import yaml
 
 from megarl import preemption
 from megarl.exit_status import FAILED, REQUEUE
-from megarl.preemption import Abandoned, Asked, LeaveNow, Preemption
+from megarl.node.processes import catch_signals
+from megarl.preemption import SIGNALS, Abandoned, Asked, LeaveNow, Preemption, handle_signals
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
 from megarl.telemetry.starts import record_end, record_start, starts_summary
 from tests.ranks import run_ranks
@@ -35,6 +36,27 @@ def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
     now[0] = 105.1
     with pytest.raises(LeaveNow):
         asked.note(USR1, None)
+
+
+def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
+    before = signal.getsignal(signal.SIGHUP)
+    kept = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        for found in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGHUP, found)
+            asked = Asked()
+            handle_signals(asked.note)
+            signal.raise_signal(signal.SIGHUP)
+            assert asked.name == (None if found == signal.SIG_IGN else "SIGHUP")
+            with catch_signals() as signals:
+                told: list[int] = []
+                signals.target = told.append
+                signal.raise_signal(signal.SIGHUP)
+            assert told == ([] if found == signal.SIG_IGN else [signal.SIGHUP])
+    finally:
+        for number, handler in zip(SIGNALS, kept, strict=True):
+            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_while_nothing_has_begun_the_first_signal_is_enough():

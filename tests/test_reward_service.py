@@ -32,7 +32,7 @@ from tests.test_reward_workers import model, payload  # noqa: F401
 
 class Judge:
     """A service that answers with the scripted replies, one a request, and then with the length of each completion. A reply
-    is a status, a body, or an Event to wait for."""
+    is a status, a status with a place to go to, a body, or an Event to wait for."""
 
     def __init__(self):
         self.replies: list[Any] = []
@@ -57,8 +57,11 @@ class Judge:
                 if body is None:
                     body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
                 with suppress(ConnectionError):  # of a client that gave the request up
-                    self.send_response(reply if isinstance(reply, int) else 200)
-                    said = judge.words if isinstance(reply, int) and judge.words else body.encode()
+                    status, place = reply if isinstance(reply, tuple) else (reply, None)
+                    self.send_response(status if isinstance(status, int) else 200)
+                    if place is not None:
+                        self.send_header("Location", place)
+                    said = judge.words if isinstance(status, int) and judge.words else body.encode()
                     self.send_header("Content-Length", str(len(said)))
                     self.end_headers()
                     self.wfile.write(said)
@@ -178,6 +181,34 @@ def test_a_refusal_is_final(judge, status):
     (verdict,) = asked(judge, ["a"])
     assert verdict.reasons == {"http": "refused"} and f"status {status}" in verdict.failure and judge.url in verdict.failure
     assert len(judge.requests) == 1
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_request_follows_its_service_to_another_place(judge, status):
+    judge.replies = [(status, "/score/")] * 2
+    assert told(asked(judge, ["a", "bb"])) == [(1.0, "answered"), (2.0, "answered")]
+    assert [len(one) for one in judge.requests] == [2, 2, 2]
+    judge.replies = [(status, "/score/")] * 10
+    (verdict,) = asked(judge, ["a"])
+    assert verdict.reasons == {"http": "refused"} and "more than 5 redirections" in verdict.failure
+
+
+def test_a_redirection_that_would_lose_the_request_says_where_to(judge):
+    judge.replies = [(303, "/score/")]
+    (verdict,) = asked(judge, ["a"])
+    assert "moved to /score/; give that as the part's url" in verdict.failure
+
+
+def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch):
+    monkeypatch.delenv("NO_PROXY")
+    proxy = f"http://user:secret@127.0.0.1:{unused_port()}"
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    assert told(asked(judge, ["a"])) == [(1.0, "answered")]
+    monkeypatch.setattr(Judge, "url", "http://judge.internal:80/score")
+    (verdict,) = asked(judge, ["a"], retries=0)
+    assert verdict.reasons == {"http": "unreachable"} and "secret" not in verdict.failure
+    assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in verdict.failure
 
 
 def test_nobody_listening_masks(judge):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.launcher import api as launcher
 
 from megarl.agent.watch import Agent, Leaving
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
-from megarl.preemption import SIGNALS, take_held_signals
+from megarl.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.sections import RunSection
 from megarl.telemetry.run_directory import RunDirectory
@@ -38,8 +37,7 @@ def main(arguments: list[str]) -> int:
     # Another module than megarl.train has no recipe, and gets the default.
     leaving = Leaving(RunSection.model_fields["grace_s"].default if recipe is None else recipe.run.grace_s)
     run = None if recipe is None else RunDirectory.of(recipe)
-    for number in SIGNALS:
-        signal.signal(number, leaving.note)
+    handle_signals(leaving.note)
     kept = [name for name in options.signals_to_handle.split(",") if name not in {one.name for one in SIGNALS}]
     options.signals_to_handle = ",".join(kept)
     agents: list[Agent] = []

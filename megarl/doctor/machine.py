@@ -7,10 +7,19 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-from megarl.doctor.finding import Finding, fail, ok, warn
+from megarl.doctor.finding import Finding, Verdict, fail, ok, warn
+from megarl.job_environment import (
+    LONGEST_TEMPORARY,
+    SHORT_TEMPORARY,
+    can_write,
+    home_directory,
+    is_too_long,
+    lacks_ray_token,
+    temporary_directory,
+)
 from megarl.reward.sandbox import refusal
 
 MIB = 1 << 20
@@ -35,7 +44,8 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
     yield _processes()
     yield _memory()
     yield _writable("run directory", run_dir)
-    yield _writable("temporary directory", Path(tempfile.gettempdir()))
+    yield _temporary_directory(os.environ)
+    yield _home(os.environ)
     yield _clock()
 
 
@@ -49,7 +59,7 @@ def check_precision(precision: str, facts: Path = CPU_FACTS) -> Finding:
 
 def multiplies_bf16(facts: Path = CPU_FACTS) -> bool:
     """Whether this CPU has units for products in bf16; torch runs them on others, too."""
-    return bool(BF16_UNITS & {unit for line in facts.read_text().splitlines() for unit in line.split()})
+    return bool(BF16_UNITS & {unit for line in facts.read_text(encoding="utf-8").splitlines() for unit in line.split()})
 
 
 def check_sandbox() -> Finding:
@@ -95,10 +105,10 @@ def _processes() -> Finding:
 
 def _memory() -> Finding:
     """What this process may use: a container's limit is not what /proc/meminfo says."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     available = int(lines["MemAvailable"].split()[0]) << 10
     limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
+    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
     if text != "max" and int(text) < available:
         available = int(text)
     found = f"{available / GIB:.1f} GiB available"
@@ -122,6 +132,31 @@ def _writable(name: str, directory: Path) -> Finding:
     free = shutil.disk_usage(place).free
     found = f"{place}: {free / GIB:.1f} GiB free"
     return ok(name, found) if free >= DISK_BYTES else warn(name, found, "checkpoints may not fit: make room")
+
+
+def _temporary_directory(environment: MutableMapping[str, str]) -> Finding:
+    finding = _writable("temporary directory", Path(temporary_directory(environment)))
+    sockets = environment.get("RAY_TMPDIR") or temporary_directory(environment)
+    if finding.verdict == Verdict.FAIL or not is_too_long(sockets):
+        return finding
+    found = f"{sockets} has {len(os.fsencode(sockets))} bytes; Ray's sockets need one of at most {LONGEST_TEMPORARY}"
+    if "RAY_TMPDIR" in environment:
+        return fail("temporary directory", found, "set RAY_TMPDIR to a shorter path, or not at all")
+    if not can_write(Path(SHORT_TEMPORARY)):
+        return fail("temporary directory", found, f"set TMPDIR to a shorter path: {SHORT_TEMPORARY} takes no link")
+    found += f": a run reaches it by a short link in {SHORT_TEMPORARY}"
+    return warn("temporary directory", found, "set TMPDIR to a shorter path to do without")
+
+
+def _home(environment: MutableMapping[str, str]) -> Finding:
+    home = home_directory(environment)
+    if can_write(home):
+        return ok("home directory", str(home))
+    found = f"{home} takes no file: caches of vLLM and others go to {temporary_directory(environment)}"
+    if lacks_ray_token(environment):
+        found += ", and a run on one node gets a token for Ray of its own"
+    fix = "set HOME to a directory that can be written; on several nodes without one, set RAY_AUTH_TOKEN alike on all"
+    return warn("home directory", found, fix)
 
 
 def _clock() -> Finding:

@@ -77,7 +77,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
 def _run(command: list[str]) -> str | None:
     """None where it succeeds, else the last line of what it said."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMMAND_S)
     except FileNotFoundError:
         return f"no program {command[0]!r}"
     except subprocess.TimeoutExpired:
@@ -123,7 +123,11 @@ def _interconnect() -> Finding:
     names = sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
     if names:
         return ok("interconnect", f"InfiniBand or RoCE: {', '.join(names)}")
-    up = [i for i in sorted(INTERFACES.iterdir()) if i.name != "lo" and (i / "operstate").read_text().strip() != "down"]
+    up = [
+        i
+        for i in sorted(INTERFACES.iterdir())
+        if i.name != "lo" and (i / "operstate").read_text(encoding="utf-8").strip() != "down"
+    ]
     if not up:
         return warn("interconnect", "no interface but the loopback is up", "fine on one node; with more, bring one up")
     return ok("interconnect", f"Ethernet: {', '.join(interface.name for interface in up)}")

@@ -74,7 +74,9 @@ def _torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     version = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda\b.*= *'([^']+)'", version.read_text() if version.exists() else "", re.MULTILINE)
+    found = re.search(
+        r"^cuda\b.*= *'([^']+)'", version.read_text(encoding="utf-8") if version.exists() else "", re.MULTILINE
+    )
     return None if found is None else found.group(1)
 
 
@@ -93,7 +95,7 @@ def _imports(name: str, statement: str, fix: str) -> Finding:
     """Import in another process: a library that fails may take its process with it."""
     try:
         command = [sys.executable, "-W", "ignore", "-c", statement]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return fail(name, f"`{statement}` took longer than {IMPORT_TIMEOUT_S:.0f} s", "a slow or hanging file system?")
     if done.returncode == 0:

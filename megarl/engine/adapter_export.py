@@ -47,7 +47,7 @@ def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
     partial.mkdir(parents=True)
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     config = peft_config(lora, recipe.model.path, tensors)
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(target)
     return checkpoint
 

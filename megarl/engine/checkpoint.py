@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megarl.disk import free_bytes, no_room
 from megarl.engine.engine import Engine
+from megarl.engine.exchange import gather_to_all
 from megarl.engine.finite import NotFinite, broken_tensors, describe_tensors
 from megarl.engine.lora import Adapter, adapter_states, fill_adapters
 from megarl.engine.model import DecoderModel, local_name
@@ -42,21 +45,29 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
     """Write every one of these roles and `state` (plain values, the same on every rank). Collective; returns the directory.
 
     The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
-    itself asks for no layout. Raises NotFinite, and leaves no checkpoint, where a weight or a moment is not finite.
+    itself asks for no layout. Raises NotFinite where a weight or a moment is not finite, and DiskFull, on every rank, where
+    the disk has no room; whatever it raises, it leaves no part of a checkpoint.
     """
     target = Path(directory) / f"step-{step:06d}"
     partial = target.with_name(target.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        for role in engines:
-            (partial / role).mkdir(parents=True)
-        torch.save(dict(state), partial / _STATE)
-    dist.barrier()
-    for role, engine in engines.items():
-        with _whole(engine):
-            _refuse_broken(engine, step)
-            dist_checkpointing.save(_sharded(engine, is_loading=False), str(partial / role))
-    dist.barrier()
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            for role in engines:
+                (partial / role).mkdir(parents=True)
+            torch.save(dict(state), partial / _STATE)
+        dist.barrier()
+        for role, engine in engines.items():
+            with _whole(engine):
+                _refuse_broken(engine, step)
+                content = _sharded(engine, is_loading=False)
+                _need_room(partial, f"checkpoint of step {step}: the {role}", content)
+                dist_checkpointing.save(content, str(partial / role))
+        dist.barrier()
+    except BaseException:  # whatever ends it: a part of a checkpoint only takes room
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -92,6 +103,18 @@ def _refuse_broken(engine: Engine, step: int) -> None:
             f"checkpoint of step {step}: the {engine.role}'s weights or moments are not finite ({broken}); "
             "it was not written, and the one before stands"
         )
+
+
+def _need_room(directory: Path, what: str, content: dict[str, Any]) -> None:
+    """Raise DiskFull on every rank where the parts that all ranks are about to write do not fit. Collective."""
+    own_bytes = sum(
+        part.data.nbytes
+        for part in nested_values(content)
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and not np.any(part.replica_id)
+    )
+    sizes, free = zip(*gather_to_all((own_bytes, free_bytes(directory))), strict=True)
+    if sum(sizes) > min(free):
+        raise no_room(directory.parent, what, sum(sizes))
 
 
 def _moments(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:

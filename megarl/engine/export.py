@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from megarl.data.model_files import copy_model_files, model_directory
 from megarl.engine.checkpoint import StoredRole
@@ -26,6 +25,7 @@ from megarl.engine.weights import WeightFiles
 from megarl.family import ModelShape
 from megarl.recipe import Recipe
 from megarl.recipe.sections import LoraSection
+from megarl.recipe.yaml_text import apply_overrides
 from megarl.reshard.boxes import Layout, Segment
 from megarl.reshard.megatron import rank_segments
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
@@ -51,8 +51,9 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
         base = None if lora is None else (source, lora)
         write_model(partial, checkpoint, shape, precision, recipe.run.seed, base)
     copy_model_files(source, partial)
-    config = json.loads((partial / "config.json").read_text())
-    (partial / "config.json").write_text(json.dumps(exported_config(config, precision), indent=2) + "\n")
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(exported_config(config, precision), indent=2) + "\n"
+    (partial / "config.json").write_text(text, encoding="utf-8")
     partial.replace(target)
     return checkpoint
 
@@ -69,7 +70,14 @@ def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{str(target)!r} is no empty directory; export to another one")
     # Its sections alone: that the prompts have moved since is no reason not to export.
-    return Recipe.model_validate(yaml.safe_load(run.recipe.read_text()), strict=False), checkpoint
+    content = run.read_recipe()
+    apply_overrides(content, run.moved_paths())
+    recipe = Recipe.model_validate(content, strict=False)
+    try:
+        model_directory(recipe.model.path)
+    except ValueError as error:
+        raise ValueError(f"{error}; if the model has moved, write its new place into {run.recipe}") from error
+    return recipe, checkpoint
 
 
 def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:

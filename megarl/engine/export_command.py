@@ -13,7 +13,7 @@ def main(run_dir: str, target: str, *options: str) -> int:
     adapter = "--adapter" in options
     try:
         checkpoint = (export_adapter if adapter else export)(run_dir, target)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {'the adapters of ' if adapter else ''}{checkpoint.name} of {run_dir} to {target}")

@@ -84,7 +84,7 @@ class WeightFiles:
                 stream.truncate(len(header) + sizes[file])
         places = {name: planned.file.name for name, planned in self._planned.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, segments: Iterable[Segment], shards: Mapping[str, Tensor]) -> None:
         """Write the boxes of these parameters, cast to the files' number formats."""

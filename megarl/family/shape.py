@@ -97,7 +97,7 @@ class ModelShape:
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"model.path = {str(path)!r}: no config.json there; give a Hugging Face directory")
-        return cls.from_config(json.loads(file.read_text()), str(file))
+        return cls.from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], origin: str = "config.json") -> ModelShape:

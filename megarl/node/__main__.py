@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megarl.cores import thread_environment
 from megarl.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from megarl.job_environment import adapt_environment
 from megarl.node.failure import NodeError
 from megarl.node.processes import (
     Orphans,
@@ -28,6 +29,7 @@ from megarl.node.processes import (
     start_tied,
 )
 from megarl.node.settings import NodeSettings, check_port, network_environment, read_node_settings
+from megarl.output import endure_output
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoint
 
@@ -46,17 +48,19 @@ def main(arguments: list[str]) -> int:
         recipe = load_recipe(arguments[0], _overrides(arguments))
         settings.check(recipe)
         # Here already: a rank would say it when all nodes have been examined and Ray runs on them.
-        RunDirectory.of(recipe).check(recipe, Resume.of("--resume" in arguments, "--resume" not in arguments))
+        directory = RunDirectory.of(recipe)
+        directory.refuse_running()
+        directory.check(recipe, Resume.of("--resume" in arguments, "--resume" not in arguments))
     except (RecipeError, ValueError) as error:
         print(error if isinstance(error, RecipeError) else f"node.sh: {error}", file=sys.stderr)
         return BAD_INPUT
     adopt_orphans()
-    directories = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
-    with catch_signals() as signals, directories as directory:
+    ray_directory = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
+    with catch_signals() as signals, ray_directory as temporary:
         status, shared = FAILED, SharedMemory()
         try:
             settings.tell("pid", str(os.getpid()))
-            status = _run(settings, recipe, arguments, Path(directory), signals, shared)
+            status = _run(settings, recipe, arguments, Path(temporary), signals, shared)
         except Signalled as signalled:  # before any rank was there: nothing is lost, so it may be started again
             status = FAILED if signalled.number == signal.SIGINT else REQUEUE
         except NodeError as error:
@@ -67,8 +71,8 @@ def main(arguments: list[str]) -> int:
             end_descendants()
             shared.remove()
             if status and settings.log_dir is not None:
-                _keep_logs(Path(directory), settings.log_dir / f"ray-node{settings.node_rank}")
-            saved = latest_checkpoint(RunDirectory.of(recipe).checkpoints)
+                _keep_logs(Path(temporary), settings.log_dir / f"ray-node{settings.node_rank}")
+            saved = latest_checkpoint(directory.checkpoints)
             settings.tell("saved", "nothing" if saved is None else saved.name)
             settings.tell("status", str(status))
     return status
@@ -206,4 +210,6 @@ def _keep_logs(directory: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
+    endure_output()
+    adapt_environment(os.environ, is_one_node=os.environ.get("NUM_NODES") == "1")
     sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
 # Long enough for Python to unlink what it shares: multiprocessing's resource tracker does it after its program has ended.
 TERM_S, KILL_S = 10.0, 10.0
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Signalled(Exception):
@@ -52,7 +52,8 @@ class Signals:
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
     signals = Signals()
-    before = {number: signal.signal(number, signals.handle) for number in FORWARDED}
+    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
+    before = {number: signal.signal(number, signals.handle) for number in FORWARDED if number not in ignored}
     try:
         yield signals
     finally:
@@ -178,7 +179,7 @@ def _remove(files: set[str]) -> None:
 def _is_deaf(pid: int) -> bool:
     """Whether a process of this machine has SIGTERM held back."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:  # it has ended
         return False
     blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
@@ -202,7 +203,7 @@ def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     here, numbers = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for process in processes:
         try:
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines()
         except OSError:  # it has ended, or belongs to somebody else, who shares nothing with ours
             continue
         # proc(5): address, permissions, offset, device, number, name

@@ -86,8 +86,8 @@ def _agree_on_token(settings: NodeSettings, end: float) -> None:
         try:
             authentication.ensure_token_if_auth_enabled(create_token_if_missing=settings.node_rank == 0)
             return
-        except (RuntimeError, ray.exceptions.AuthenticationError) as error:
-            if time.monotonic() > end:
+        except (RuntimeError, OSError, ray.exceptions.AuthenticationError) as error:
+            if time.monotonic() > end or isinstance(error, OSError):  # node 0 cannot save the token that it has made
                 raise NodeError(
                     "no token for Ray here within JOIN_TIMEOUT_S: give all nodes the ~/.ray/auth_token of node 0, or set "
                     f"RAY_AUTH_TOKEN alike ({error})"
@@ -122,7 +122,8 @@ def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], lo
     trouble = ""
     while not wanted <= there:
         if process.poll() is not None:
-            raise NodeError(f"`ray start` ended with status {process.returncode}:\n{log.read_text().strip()[-3000:]}")
+            said = log.read_text(encoding="utf-8", errors="replace").strip()[-3000:]
+            raise NodeError(f"`ray start` ended with status {process.returncode}:\n{said}")
         if time.monotonic() > end:
             late = ", ".join(sorted(wanted - there))
             raise NodeError(f"Ray: {late} did not join within JOIN_TIMEOUT_S = {settings.join_timeout_s:g}{trouble}")

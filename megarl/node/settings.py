@@ -53,7 +53,7 @@ class NodeSettings:
             return
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            (self.log_dir / f"node-{self.node_rank}.{what}").write_text(f"{word}\n")
+            (self.log_dir / f"node-{self.node_rank}.{what}").write_text(f"{word}\n", encoding="utf-8")
         except OSError as error:  # a full disk must not change how the job ends
             print(f"node.sh: LOG_DIR = {self.log_dir}: {error}", file=sys.stderr, flush=True)
 

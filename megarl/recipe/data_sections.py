@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.recipe.sections import Count, Positive, Section, Share
+from megarl.recipe.sections import Count, FilePath, Positive, Section, Share
 
 
 class FilePromptsSection(Section):
     kind: Literal["jsonl", "parquet"]
     """Format of the file; `jsonl` also reads one JSON array, and what gzip has packed."""
-    path: Annotated[str, Field(min_length=1)]
+    path: FilePath
     """The file, from the working directory."""
     prompt_field: Annotated[str, Field(min_length=1)]
     """Column that holds the question."""
@@ -25,7 +25,7 @@ class FilePromptsSection(Section):
 class HuggingFacePromptsSection(Section):
     kind: Literal["huggingface"]
     """A data set of the `datasets` library."""
-    path: Annotated[str, Field(min_length=1)]
+    path: FilePath
     """A directory that `save_to_disk` wrote, a directory of data files, or a hub name that is cached or can be reached."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of the data set, where it has several."""

@@ -6,15 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.recipe.checkpoint import Fetch
 from megarl.recipe.memory import resolve_caps, with_least_caps
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
 from megarl.recipe.structure import read_sections
 from megarl.recipe.violation import RecipeError, Violation
-from megarl.recipe.yaml_text import apply_overrides, read_yaml
+from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = (), fetch: Fetch | None = None) -> Recipe:
@@ -41,7 +39,7 @@ def parse_recipe(data: dict[str, Any], fetch: Fetch | None = None) -> Recipe:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The resolved recipe, every default written out; `load_recipe` reads it back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def _read(path: str | Path, overrides: list[str] | tuple[str, ...], fetch: Fetch | None) -> Recipe:

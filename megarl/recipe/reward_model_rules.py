@@ -41,7 +41,7 @@ def reward_model_files(recipe: Recipe, fetch: Fetch | None) -> Violations:
         own = find_model(path, fetch)
     except ModelNotFound:
         return
-    config = json.loads((own / "config.json").read_text())
+    config = json.loads((own / "config.json").read_text(encoding="utf-8"))
     for architecture in config.get("architectures") or ():
         if not architecture.endswith("ForSequenceClassification"):
             rule = f"is a {architecture}, and a reward model is a sequence classifier"

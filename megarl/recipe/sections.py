@@ -6,9 +6,11 @@ No torch here: `megarl check` reads these in a fraction of a second. Types are s
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from megarl.reshard.boxes import RolloutLayout
 
@@ -17,6 +19,21 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
+
+
+def expand_path(path: str) -> str:
+    """Replace a leading `~` and environment variables, as a shell does. Raises ValueError for unknown ones."""
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"no user {path.partition('/')[0][1:]!r} is known here, and HOME is not set; write ./~ for a file named ~"
+        )
+    if (unset := re.search(r"\$(?:\w+|\{[^}]*\})", expanded)) is not None:
+        raise ValueError(f"the environment variable {unset[0].strip('${}')} is not set")
+    return expanded
+
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 # Megatron's names of what `recompute: selective` can recompute.
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 # A tagged union, so that a wrong value is one violation and not one of each kind.
@@ -49,8 +66,9 @@ class RunSection(Section):
     """Steps to train."""
     seed: Count = 1
     """Seeds prompt order, sampling, mini-batch order and new weights (a value head)."""
-    dir: str = "runs"
-    """Directory that holds run directories, from the working directory."""
+    dir: FilePath = "runs"
+    """Directory that holds run directories, from the working directory. In this and every other path of a recipe `~` is the
+    home directory, and `$NAME` an environment variable."""
     checkpoint_every: Count = 0
     """Write a checkpoint after every that many steps; one is written after the last step in any case."""
     dump_rollouts: bool = False
@@ -70,7 +88,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: Annotated[str, Field(min_length=1)]
+    path: FilePath
     """Hugging Face directory or hub name the actor, the reference and the rollout engines start from."""
 
 
@@ -233,7 +251,7 @@ class ActorSection(Section):
 
 
 class ReferenceSection(Section):
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: FilePath | None = None
     """Hugging Face directory or hub name of another model to stay near, of any size and family with the same tokens; null
     takes `model.path`."""
     layout: LayoutSection | None = None
@@ -246,7 +264,7 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: FilePath | None = None
     """Hugging Face directory or hub name the critic starts from, of any size and family with the same tokens; null takes
     `model.path`."""
     layout: LayoutSection | None = None
@@ -262,7 +280,7 @@ class CriticSection(Section):
 
 
 class RewardModelSection(Section):
-    path: Annotated[str, Field(min_length=1)]
+    path: FilePath
     """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
     It reads exactly the tokens of prompt and completion, no chat template of its own; its score is that of the last one."""
     layout: LayoutSection | None = None
@@ -307,7 +325,7 @@ class RolloutSection(Section):
     it to vLLM. The cache itself has `kv_cache_bytes`. `megarl check --plan` prints the largest safe share."""
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's engines, under vLLM's names."""
-    replay: str | None = None
+    replay: FilePath | None = None
     """Directory of dumped rollouts to read in place of running engines."""
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.sections import Count, Positive, Section
+from megarl.recipe.sections import Count, FilePath, Positive, Section
 
 
 class TensorboardSinkSection(Section):
@@ -26,7 +26,7 @@ class WandbSinkSection(Section):
 class MlflowSinkSection(Section):
     kind: Literal["mlflow"]
     """A run of MLflow."""
-    uri: Annotated[str, Field(min_length=1)] | None = None
+    uri: FilePath | None = None
     """A tracking server, as http://host:5000, or a directory; null for `mlflow/` in the run directory."""
     experiment: Annotated[str, Field(min_length=1)] = "megarl"
     """The experiment there; it is made if need be."""

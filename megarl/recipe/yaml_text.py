@@ -1,7 +1,7 @@
-"""YAML text and `key=value` overrides to plain data, with every fault as a violation.
+"""YAML text and `key=value` overrides to plain data, with every fault as a violation; and plain data to YAML.
 
-PyYAML reads YAML 1.1, which has three traps for a recipe: `1e-5` is a string, `no` and `on` are booleans, and a key
-given twice wins silently. The loader here closes all three.
+PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `on` are booleans, `010` is 8, `1:30` is 90, `2026-11-25` is a date,
+and a key that is given twice wins silently. Here scalars mean what they mean in YAML 1.2, and each key stands once.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ import yaml
 
 from megarl.recipe.violation import Violation
 
+_CHANGED = tuple(f"tag:yaml.org,2002:{name}" for name in ("float", "bool", "int", "timestamp"))
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-5 is a number, only true and false are booleans, no key twice."""
+    """YAML 1.2's scalars; merge keys (`<<`) as every YAML 1.1 loader has them; no key twice in the text of a mapping."""
 
-    # A copy, so that the resolvers below change this class alone; YAML 1.1's float and bool are left out.
+    # A copy, so that the resolvers below change this class alone.
     yaml_implicit_resolvers = {
-        first: [
-            (tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
-        ]
+        first: [(tag, regexp) for tag, regexp in resolvers if tag not in _CHANGED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Check keys here, in the mapping as it is written: constructing it merges other mappings into the node."""
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen:
+                    way_out = "; merge several mappings as <<: [*a, *b]" if key_node.value == "<<" else ""
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
+                        None, None, f"the key {key_node.value!r} is given twice{way_out}", key_node.start_mark
                     )
                 seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -44,11 +47,28 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
     list("-+0123456789."),
 )
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that YAML 1.1 or 1.2 would read as something else, so that every loader reads the same recipe."""
+
+    yaml_implicit_resolvers = {
+        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+    }
+
+
+def dump_yaml(data: Any) -> str:
+    """The text of plain data, keys in their order."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
 def parse_yaml(text: str) -> Any:
-    """Plain data of one YAML document. Raises yaml.YAMLError, and ValueError for a date or number that does not exist."""
+    """Plain data of one YAML document. Raises yaml.YAMLError, and ValueError for a number of thousands of digits."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -127,5 +147,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        if error.problem and "'\\t'" in error.problem:
+            return f"{place}a tab; YAML is indented with spaces"
         return place + (error.problem or "unreadable")
     return " ".join(str(error).split()) or type(error).__name__

@@ -54,7 +54,7 @@ def stored_tensors(directory: str | Path) -> dict[str, Stored]:
         files = [only] if only.is_file() else sorted(directory.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in _header(file)}
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: is no index of safetensors files: {type(error).__name__} {error}") from error

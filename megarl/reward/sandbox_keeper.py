@@ -106,9 +106,9 @@ def _write_maps(process: int) -> int:
     proc, is_root = Path(f"/proc/{process}"), os.geteuid() == 0
     try:
         if not is_root:
-            (proc / "setgroups").write_text("deny")
+            (proc / "setgroups").write_text("deny", encoding="utf-8")
         for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-            (proc / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n" if is_root else f"{NOBODY} {own} 1\n")
+            (proc / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n" if is_root else f"{NOBODY} {own} 1\n", encoding="utf-8")
     except OSError:
         return 1
     return 0
@@ -144,7 +144,7 @@ def _build_root(readable: Sequence[str]) -> None:
     """System libraries and Python, read-only; nothing else of this machine. No program will make namespaces, in which it
     could mount what no limit is kept for."""
     _mount("", "/", "", MS_REC | MS_PRIVATE)
-    Path("/proc/sys/user/max_user_namespaces").write_text("0")
+    Path("/proc/sys/user/max_user_namespaces").write_text("0", encoding="utf-8")
     found = {path: os.open(path, os.O_PATH) for path in _outermost(path for path in readable if os.path.exists(path))}
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path) and os.path.isdir(path)}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
@@ -445,7 +445,7 @@ def _over(processes: Sequence[str], most: int) -> str:
 
 def sizes(path: str) -> dict[str, int]:
     """The lines of a file of /proc that are sizes, in bytes."""
-    lines = (line.split() for line in Path(path).read_text(errors="replace").splitlines())
+    lines = (line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines())
     return {words[0][:-1]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 

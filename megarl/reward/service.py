@@ -6,11 +6,14 @@ A request is one JSON document, `{"samples": [{"prompt", "completion", "answer",
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import math
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +32,7 @@ LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
 MOST_WORDS_BYTES = 300  # of what a service says about a request that it does not take
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+MOST_REDIRECTS = 5
 
 
 class Busy(Exception):
@@ -59,7 +63,9 @@ class Service:
                     "variable; set it wherever reward workers run, before Ray starts there"
                 )
             headers[header] = os.environ[variable]
-        self._client = httpx.Client(headers=headers, timeout=section.timeout_s)
+        self._proxy = _proxy(section.url)
+        # A proxy's own loopback is another machine's.
+        self._client = httpx.Client(headers=headers, timeout=section.timeout_s, trust_env=not _is_loopback(section.url))
 
     def ask(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> Answers:
         """Begin to ask; the answers are waited for until `timeout_s` from now."""
@@ -118,22 +124,23 @@ class Service:
         """The verdict on all completions of a request; names the rows that were in it."""
         rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        said = f"{reason}: {self._section.url}: {error or type(error).__name__}; sent were {', '.join(rows[:3])}{more}"
-        return Verdict(None, said, reasons={self._name: reason}, cause="service")
+        way = f" (through the proxy {self._proxy}; no_proxy={httpx.URL(self._section.url).host} goes past it)"
+        text = f"{reason}: {self._section.url}: {error or type(error).__name__}{way if self._proxy else ''}"
+        text += f"; sent were {', '.join(rows[:3])}{more}"
+        return Verdict(None, text, reasons={self._name: reason}, cause="service")
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
-        with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
-            if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
-                raise Busy(f"status {response.status_code}{_words(response)}")
-            if not response.is_success:
-                raise Refused(f"status {response.status_code}{_words(response)}")
-            body = b""
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > LARGEST_ANSWER_BYTES:
-                    raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
-            return body
+        request = self._client.build_request("POST", self._section.url, content=content, headers=headers)
+        for _ in range(MOST_REDIRECTS + 1):
+            response = self._client.send(request, stream=True)
+            # These two alone have the same request sent to the other place, body and all.
+            moved = response.status_code in (httpx.codes.TEMPORARY_REDIRECT, httpx.codes.PERMANENT_REDIRECT)
+            if not moved or response.next_request is None:
+                return _read(response)
+            response.close()
+            request = response.next_request
+        raise Refused(f"more than {MOST_REDIRECTS} redirections, the last to {request.url}")
 
 
 class Answers:
@@ -221,6 +228,43 @@ def as_text(value: Any) -> str:
     """The value's text, of characters that UTF-8 has."""
     text = value.decode(errors="replace") if isinstance(value, bytes | bytearray) else str(value)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _read(response: httpx.Response) -> bytes:
+    """The body of an answer. Raises Busy, Refused and Unusable."""
+    with contextlib.closing(response):
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
+            raise Busy(f"status {response.status_code}{_words(response)}")
+        if response.has_redirect_location:
+            place = response.headers["location"]
+            raise Refused(f"status {response.status_code}: it has moved to {place}; give that as the part's url")
+        if not response.is_success:
+            raise Refused(f"status {response.status_code}{_words(response)}")
+        body = b""
+        for piece in response.iter_bytes():
+            body += piece
+            if len(body) > LARGEST_ANSWER_BYTES:
+                raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+        return body
+
+
+def _is_loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment asks for on the way to a URL, without its password; None where there is none."""
+    parsed = httpx.URL(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parsed.scheme) or proxies.get("all")
+    if proxy is None or _is_loopback(url) or urllib.request.proxy_bypass(parsed.host):
+        return None
+    found = httpx.URL(proxy)
+    return f"{found.scheme}://{found.host}" + (f":{found.port}" if found.port else "")
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:

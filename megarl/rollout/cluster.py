@@ -44,16 +44,22 @@ def start_cluster(address: str | None = None) -> str:
         return ray.get_runtime_context().gcs_address
     if address is not None:
         return join_cluster(address)
-    with _without_torchrun():
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-        )
+    try:
+        with _without_torchrun():
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
+    except OSError as error:  # no place for its token or its sockets
+        raise ClusterError(
+            f"Ray does not start on this machine: {error}; start the run with megarl train, which gives Ray other places, "
+            "or set HOME to a directory that can be written, and TMPDIR to a short one"
+        ) from error
     return ray.get_runtime_context().gcs_address
 
 

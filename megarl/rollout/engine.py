@@ -542,7 +542,7 @@ def _own_processes() -> tuple[tuple[int, float], ...]:
 
 def _shared_files(pids: Sequence[int]) -> tuple[str, ...]:
     """Named shared memory that the processes map: vLLM's, since an engine that just started took no weights yet."""
-    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()]
     names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
     return tuple(sorted(name for name in names if not name.endswith("(deleted)")))
 
@@ -553,7 +553,9 @@ def _log_errors(lines: int = 8) -> str:
     for stream in (1, 2):
         file = Path(os.readlink(f"/proc/self/fd/{stream}"))
         if file.is_file():
-            found += [line for line in file.read_text(errors="replace").splitlines() if ERROR_LINE.search(line)]
+            found += [
+                line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if ERROR_LINE.search(line)
+            ]
     return "\n".join(found[-lines:])
 
 

@@ -104,5 +104,5 @@ def sweep() -> list[str]:
 
 def machine() -> str:
     """The same for processes that share memory: host name and boot, as containers may share neither."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:
         return f"{platform.node()} {boot.read().strip()} {os.stat(ROOT).st_dev}"

@@ -8,6 +8,8 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.disk import LineFile, read_lines
+
 FOLDER = "trace"
 SCALE = 1_000_000  # the format's unit of time is the microsecond
 # Engines are processes of the merged trace, behind any rank.
@@ -52,11 +54,10 @@ class EngineTraces:
             if one.engine not in self._begun:
                 self._begun.add(one.engine)
                 lines.insert(0, {"engine": one.engine, "host": one.host, "offset_s": one.offset_s})
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"engine-{one.engine:05d}.jsonl").open("a", encoding="utf-8") as file:
-                if len(lines) > 1 and file.tell():
-                    file.write("\n")  # an earlier start wrote to it, and a kill may have torn its last line
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            file = LineFile(self._folder / f"engine-{one.engine:05d}.jsonl")
+            for line in lines:
+                file.append(json.dumps(line))
+            file.close()
 
 
 def engine_events(run: Path) -> list[dict[str, Any]]:
@@ -66,11 +67,7 @@ def engine_events(run: Path) -> list[dict[str, Any]]:
     for path in sorted((run / FOLDER).glob("engine-*.jsonl")):
         steps: dict[int, dict[str, Any]] = {}
         whose: dict[str, Any] = {}
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:  # cut short by a kill, or empty
-                continue
+        for line in read_lines(path):
             if "step" in line:  # one that is done again after a resume is there once
                 steps = {step: known for step, known in steps.items() if step < line["step"]}
                 steps[line["step"]] = line

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.disk import LineFile
+
 KEY = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_.-]*)+", re.IGNORECASE)
 
 
@@ -18,8 +20,7 @@ class MetricsWriter:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = LineFile(self._path)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step, and return the line. Keys are `area/name`; values are numbers (of numpy or torch too), lists of
@@ -33,8 +34,7 @@ class MetricsWriter:
             if not KEY.fullmatch(key):
                 raise ValueError(f"metric {key!r} is not named area/name")
             line[key] = _plain(key, value)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(line, allow_nan=False))
         return line
 
     def truncate_after(self, step: int) -> None:
@@ -47,7 +47,7 @@ class MetricsWriter:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = LineFile(self._path)
 
     def close(self) -> None:
         """Close the file."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -11,7 +13,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megarl.disk import write_whole
 from megarl.recipe import Recipe, recipe_yaml
+from megarl.recipe.yaml_text import parse_yaml
+from megarl.telemetry.run_lock import RunLock, running_here
+from megarl.telemetry.starts import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A prompt position means something only with these unchanged; adapters, only under their own rank and factor.
@@ -63,6 +69,7 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self._first_start = self.path / "first_start.txt"
+        self._lock = RunLock(self.path / "run.lock")
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:
@@ -77,6 +84,47 @@ class RunDirectory:
         for file in self.path.glob("evaluations/step-*.jsonl"):
             if file.stem > self.evaluation_table(max(step, 0)).stem or step < 0:
                 file.unlink()
+
+    def refuse_running(self) -> None:
+        """Raise RunDirectoryError where a process of this host writes here; `lock` says the same of every host."""
+        self._refuse(running_here(self._lock.path))
+
+    def lock(self) -> None:
+        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run is in."""
+        self._refuse(self._lock.take())
+
+    def unlock(self) -> None:
+        """Let other runs in."""
+        self._lock.release()
+
+    def _refuse(self, holder: dict[str, Any] | None) -> None:
+        if holder is not None:
+            raise RunDirectoryError(
+                f"{self.path}: a run writes here already, process {holder['process']} on {holder['host']} since "
+                f"{holder['since']}: wait for its end, take another run.name, or remove {self._lock.path} if it is gone"
+            )
+
+    def read_recipe(self) -> dict[str, Any]:
+        """The run's resolved recipe as plain data. Raises RunDirectoryError where it is absent or no recipe."""
+        try:
+            content = parse_yaml(self.recipe.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RunDirectoryError(f"{self.recipe} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise RunDirectoryError(f"{self.recipe} holds no recipe; write the run's recipe there, or remove {self.path}")
+        return content
+
+    def moved_paths(self) -> list[str]:
+        """Overrides for paths of the run's recipe that are relative, do not exist from the working directory, and do from
+        the one that the run was last started in."""
+        there = started_in(self.path)
+        if there is None:
+            return []
+        found = []
+        for key, path in _paths(self.read_recipe()):
+            if not Path(path).is_absolute() and not Path(path).exists() and (there / path).exists():
+                found.append(f"{key}={json.dumps(str(there / path))}")
+        return found
 
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
         """The checkpoint to resume from; None for a new run.
@@ -95,7 +143,7 @@ class RunDirectory:
         if checkpoint is None and resume is Resume.ALWAYS:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
-            old, new = _with_defaults(yaml.safe_load(self.recipe.read_text())), yaml.safe_load(recipe_yaml(recipe))
+            old, new = _with_defaults(self.read_recipe()), parse_yaml(recipe_yaml(recipe))
             for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNT:
                 if _at(old, key) != _at(new, key):
                     way = "a resumed run keeps it, another one starts under another run.name"
@@ -109,10 +157,9 @@ class RunDirectory:
     def prepare(self, recipe: Recipe, checkpoint: Path | None) -> Path | None:
         """Make the directory and write the resolved recipe. Metrics of an earlier start that left no checkpoint are kept:
         under the name that is returned."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.recipe.write_text(recipe_yaml(recipe))
+        write_whole(self.recipe, recipe_yaml(recipe))
         if not self._first_start.is_file():
-            self._first_start.write_text(datetime.now().isoformat(timespec="seconds") + "\n")
+            write_whole(self._first_start, datetime.now().isoformat(timespec="seconds") + "\n")
         if checkpoint is not None or not self._has_metrics:
             return None
         number = 1
@@ -144,9 +191,18 @@ class RunDirectory:
 def _with_defaults(content: Any) -> Any:
     """A recipe as it was written, with the keys that have come since; as it is, where it is none of this version."""
     try:
-        return yaml.safe_load(recipe_yaml(Recipe.model_validate(content)))
+        return parse_yaml(recipe_yaml(Recipe.model_validate(content)))
     except ValidationError:
         return content
+
+
+def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value of every path that a recipe reads from."""
+    for key, value in enumerate(content) if isinstance(content, list) else content.items():
+        if isinstance(value, dict | list):
+            yield from _paths(value, f"{above}{key}.")
+        elif key in ("path", "replay") and isinstance(value, str):
+            yield f"{above}{key}", value
 
 
 def _at(content: Any, key: str) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megarl.disk import LineFile, parse_lines, read_lines
 from megarl.telemetry.clock import WAIT, StepTimes
 from megarl.telemetry.engine_trace import FOLDER, SCALE, engine_events
 
@@ -25,14 +26,9 @@ class TraceWriter:
 
     def __init__(self, run: Path, rank: int, host: str, offset_s: float) -> None:
         """`offset_s`: how far this rank's clock is ahead of rank 0's."""
-        path = run / FOLDER / f"rank-{rank:05d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._offset_s = offset_s
         self._whose = {"rank": rank, "host": host, "offset_s": offset_s}
-        is_torn = _is_torn(path)
-        self._file = path.open("a", encoding="utf-8")
-        if is_torn:
-            self._file.write("\n")
+        self._file = LineFile(run / FOLDER / f"rank-{rank:05d}.jsonl")
         self._write(self._whose)
 
     def write(self, step: int, times: StepTimes) -> None:
@@ -54,17 +50,7 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether a kill cut the last line short."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+        self._file.append(json.dumps(line))
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
@@ -93,11 +79,7 @@ def read_ranks(run: str | Path, last: int | None = None, most: int | None = None
         steps: dict[int, dict[str, Any]] = {}
         parts: list[dict[str, Any]] = []
         whose: dict[str, Any] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if last is None else _ends(path, last):
-            try:
-                content = json.loads(line)
-            except ValueError:  # cut short by a kill
-                continue
+        for content in read_lines(path) if last is None else _ends(path, last):
             if "step" in content:
                 steps = {step: known for step, known in steps.items() if step < content["step"]}
                 steps[content["step"]] = content
@@ -111,7 +93,7 @@ def read_ranks(run: str | Path, last: int | None = None, most: int | None = None
     return found, len(paths)
 
 
-def _ends(path: Path, last: int) -> list[str]:
+def _ends(path: Path, last: int) -> list[dict[str, Any]]:
     """The first line of a file and at least its `last` ones, with some more before them, as a kill may have torn one; the
     first of those is cut anywhere, and no JSON then."""
     with path.open("rb") as file:
@@ -122,7 +104,7 @@ def _ends(path: Path, last: int) -> list[str]:
             position = max(len(first), start - max(BLOCK, 2 * (start - position)))
             file.seek(position)
             text = file.read(start - position)
-    return [line.decode("utf-8", "replace") for line in [first, *text.splitlines()]]
+    return parse_lines(first + text)
 
 
 def merge(run: str | Path) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 import signal
 import sys
 
+from megarl.output import endure_output
 from megarl.watchdog.settings import WatcherSettings
 from megarl.watchdog.watcher import Watcher
 
 if __name__ == "__main__":
+    endure_output()
     # It ends with the ranks: what ends these must not end it before.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -139,7 +139,7 @@ def read_stacks(processes: Mapping[int, int], deadline_s: float) -> dict[int, st
 
 def _answers(pid: int) -> bool:
     """Whether the process would answer the signal: it does not end it, and it is not stopped."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     words = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("State:", "SigCgt:"))}
     return words["State"] not in ("T", "t") and bool(int(words["SigCgt"], 16) >> (ASK - 1) & 1)
 

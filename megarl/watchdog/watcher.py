@@ -211,13 +211,13 @@ class Watcher:
         end_at_once([*(rank.process for rank in self._ranks), *family])
 
     def _write(self, dump: Dump, folder: Path, verdict: Verdict, says: bool) -> None:
+        starts.record_end(self._run, starts.HUNG, verdict.lines[0], verdict.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in dump.texts.items():
-                (folder / name).write_text(text)
+                (folder / name).write_text(text, encoding="utf-8")
             if says:
-                (folder / "verdict.txt").write_text("\n".join(verdict.lines) + "\n")
-            starts.record_end(self._run, starts.HUNG, verdict.lines[0], verdict.rank)
+                (folder / "verdict.txt").write_text("\n".join(verdict.lines) + "\n", encoding="utf-8")
         except OSError as error:
             _say(f"{folder} is not whole: {error}")
 
@@ -286,7 +286,7 @@ def _page(title: str, pid: int, state: str, text: str) -> str:
 def _kernel_function(pid: int) -> str:
     """What the process waits for in the kernel."""
     try:
-        return Path(f"/proc/{pid}/wchan").read_text() or "none"
+        return Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8") or "none"
     except OSError:
         return "unknown"
 

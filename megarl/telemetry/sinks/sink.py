@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -50,7 +51,8 @@ class Memory:
         self._path = path
         known: dict[str, Any] = {"id": None, "step": 0}
         if path.is_file() and not new:
-            known = json.loads(path.read_text(encoding="utf-8"))
+            with contextlib.suppress(ValueError):  # torn by a node that died: the sink begins another run
+                known |= json.loads(path.read_bytes())
         self.id: str | None = known["id"]
         self.step: int = known["step"]
 
