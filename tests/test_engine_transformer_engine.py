@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine's, built and run by megatron-core's wrappers over a stand-in for it (transformer_engine_stub)."""
+"""Layers of Transformer Engine's, built and run by megatron-core over a stand-in for it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_both_layer_specs_give_one_model(directories: dict[str, Path]) -> None:
-    """The same log-probabilities, updates, names of shards and keys in a checkpoint; under Transformer Engine with fused norms
-    and gradient accumulation, and with one grouped matrix product for the experts."""
+    """The same log-probabilities, updates, names of shards and keys in a checkpoint; under Transformer Engine with fused
+    norms and gradient accumulation, and with one grouped matrix product for the experts."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_stub", *map(str, directories.values())]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}

@@ -100,9 +100,14 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: Any, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
-        query, key, value = self._queries_keys_values(hidden_states.squeeze(1), rotary_pos_emb, packed_seq_params)
         config = self.config
-        if self.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+        again = config.recompute_modules if self.training and config.recompute_granularity == "selective" else ()
+        project = partial(self._queries_keys_values, packing=packed_seq_params)
+        if "mla_up_proj" in again:
+            query, key, value = tensor_parallel.checkpoint(project, False, hidden_states.squeeze(1), rotary_pos_emb)
+        else:
+            query, key, value = project(hidden_states.squeeze(1), rotary_pos_emb)
+        if "core_attn" in again:
             attend = partial(self._attend, packed_seq_params)
             attended = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:

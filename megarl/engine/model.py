@@ -103,12 +103,15 @@ def transformer_config(
         | _UNINITIALISED
         | fusion_settings(shape, spec, router_replay)
     )
-    if not options:
-        return TransformerConfig(**settings)
     try:
-        return TransformerConfig(**settings | dict(options))
+        config = TransformerConfig(**settings | dict(options or {}))
     except (TypeError, ValueError, AssertionError) as error:
+        if not options:
+            raise
         raise ValueError(f"trainer.megatron = {dict(options)}: megatron-core refuses it: {error}") from error
+    if memory is not None and memory.recompute == "selective" and "mla_up_proj" in memory.recompute_modules:
+        config.recompute_modules.append("mla_up_proj")  # for megarl's latent attention
+    return config
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:

@@ -38,12 +38,13 @@ def precision_settings(precision: str, fp8: str | None) -> dict[str, Any]:
 
 
 def recompute_settings(memory: MemorySection) -> dict[str, Any]:
-    """Fields of a TransformerConfig, whose names and values are the recipe's."""
+    """Fields of a TransformerConfig, whose names and values are the recipe's. Without `mla_up_proj`, which megatron-core takes
+    for its own latent attention alone."""
     if memory.recompute == "none":
         return {}
     settings: dict[str, Any] = {"recompute_granularity": memory.recompute}
     if memory.recompute == "selective":
-        return settings | {"recompute_modules": list(memory.recompute_modules)}
+        return settings | {"recompute_modules": [name for name in memory.recompute_modules if name != "mla_up_proj"]}
     return settings | {"recompute_method": memory.recompute_method, "recompute_num_layers": memory.recompute_num_layers}
 
 
