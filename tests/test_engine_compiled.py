@@ -104,7 +104,11 @@ def test_the_first_call_runs_on_the_device_of_its_arguments(monkeypatch: pytest.
     seen = []
 
     def watched(plain: Any) -> Any:
-        return lambda *arguments: seen.append(getattr(current, "device", "device 0")) or plain(*arguments)
+        def call(*arguments: Any) -> Any:
+            seen.append(getattr(current, "device", "device 0"))
+            return plain(*arguments)
+
+        return call
 
     Compiled(sums, 60.0, watched)(*_arguments(ROWS, False, False))
     assert seen == [torch.device("cpu")]

@@ -140,9 +140,9 @@ def test_no_option_overrides_what_megarl_sets(family: str, tmp_path: Path, monke
     given: dict[str, Any] = {}
     monkeypatch.setattr(model, "TransformerConfig", lambda **settings: given.update(settings))
     shape = ModelShape.from_directory(save_tiny_model(tmp_path, family, tied=family == "gemma3"))
-    for memory in (SELECTIVE, {"recompute": "full"}):
+    for memory in (MemorySection(recompute="selective"), MemorySection(recompute="full")):
         layout = Layout(tensor=2, pipeline=2, sequence_parallel=True)
-        model.transformer_config(shape, layout, "bf16", "delayed", MemorySection(**memory))
+        model.transformer_config(shape, layout, "bf16", "delayed", memory)
     assert given.keys() - OWNER_OF.keys() - FIXED == set()
 
 

@@ -124,8 +124,8 @@ class DotProductAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
         sizes = cu_seqlens_q.diff().tolist()
         parts = zip(*(part.transpose(0, 1).split(sizes, 1) for part in (query, key, value)), strict=True)
-        attend = F.scaled_dot_product_attention
-        outputs = [attend(*part, is_causal=True, scale=self.scale, enable_gqa=True) for part in parts]
+        how: dict[str, Any] = {"is_causal": True, "scale": self.scale, "enable_gqa": True}
+        outputs = [F.scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts]
         return torch.cat(outputs, 1).transpose(0, 1).flatten(1)
 
 

@@ -38,8 +38,8 @@ def precision_settings(precision: str, fp8: str | None) -> dict[str, Any]:
 
 
 def recompute_settings(memory: MemorySection) -> dict[str, Any]:
-    """Fields of a TransformerConfig, whose names and values are the recipe's. Without `mla_up_proj`, which megatron-core takes
-    for its own latent attention alone."""
+    """Fields of a TransformerConfig, whose names and values are the recipe's. Without `mla_up_proj`, which megatron-core
+    takes for its own latent attention alone."""
     if memory.recompute == "none":
         return {}
     settings: dict[str, Any] = {"recompute_granularity": memory.recompute}
@@ -72,7 +72,7 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def data_parallel_config(optimizer: OptimizerSection, precision: str) -> DistributedDataParallelConfig:

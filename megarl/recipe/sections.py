@@ -169,7 +169,7 @@ class MemorySection(Section):
     `full` whole layers, of which only the input is kept."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] = ("core_attn",)
     """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names.
-    `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine's layers."""
+    `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
     `block` recomputes the first `recompute_num_layers` layers of each pipeline stage and keeps the others."""
