@@ -16,10 +16,13 @@ from typing import Any
 import ray
 import torch
 
-# Every rank would print them, and none is the user's to mend.
+# Every rank would print them, and none is the user's to mend but those about the options of a TransformerConfig.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
+if os.environ.get("RANK", "0") == "0":
+    warnings.filterwarnings("default", module=r"megatron\.core\.transformer\.transformer_config")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
+logging.getLogger("megatron.core.transformer.transformer_config").setLevel(logging.WARNING)
 
 from megarl.algorithm.estimate import check_advantage  # noqa: E402
 from megarl.algorithm.policy import load_policy_loss  # noqa: E402
@@ -33,7 +36,7 @@ from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E
 from megarl.engine.collectives import timed_waits  # noqa: E402
 from megarl.engine.engine import Engine  # noqa: E402
 from megarl.engine.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
-from megarl.engine.model import spec_name  # noqa: E402
+from megarl.engine.model import has_own_attention, spec_name  # noqa: E402
 from megarl.engine.parallel import Place, start_parallel  # noqa: E402
 from megarl.engine.peers import watch_peers  # noqa: E402
 from megarl.engine.settings import DTYPES  # noqa: E402
@@ -48,6 +51,8 @@ from megarl.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption  # noqa: E402
 from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe.feature_rules import trained_sections  # noqa: E402
+from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
@@ -194,9 +199,21 @@ def check_models(recipe: Recipe) -> None:
     found += refusals(recipe, platform.kind)
     for phase, role in ROLE_OF.items():
         section, own = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
-        if section is not None and section.share_prompts and own is not None and spec_name(own) != "local":
+        if (
+            section is not None
+            and section.share_prompts
+            and own is not None
+            and not has_own_attention(own, recipe.trainer.precision)
+        ):
             rule = f"the {role}'s layers are Transformer Engine's here, whose attention knows no shared prompt"
             found.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
+    if spec_name(recipe.trainer.precision) == "local":
+        for role, trained in trained_sections(recipe):
+            if trained.memory.recompute == "selective":
+                found += without_transformer_engine(recipe, role)
+        if recipe.trainer.fp8 is not None:
+            rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
+            found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
     if found:
         raise RecipeError(found)
 
@@ -222,6 +239,7 @@ def build_parts(
         Engine,
         precision=recipe.trainer.precision,
         fp8=recipe.trainer.fp8,
+        megatron=recipe.trainer.megatron,
         initial_loss_scale=recipe.trainer.initial_loss_scale,
         temperature=recipe.rollout.temperature,
         compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,

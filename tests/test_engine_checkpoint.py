@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from megarl.reshard.boxes import Layout
-from tests.engine_cases import start, train_with_checkpoints
-from tests.feature_cases import Feature, build
+from tests.engine_cases import engine, objective_of, small_batch, start, train_with_checkpoints
+from tests.feature_cases import Feature, build, cut
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -93,3 +93,34 @@ def present_roles(directory, folder):
 def test_offloaded_roles_come_to_the_device_one_after_the_other(tmp_path):
     directory, folder = str(save_tiny_model(tmp_path / "model")), str(tmp_path / "checkpoints")
     assert run_ranks(present_roles, 1, directory, folder) == [[["actor"], ["critic"]] * 2]
+
+
+def held_states(directory):
+    """Of Adam's first moments: how many numbers this rank holds to save them, writes, and asks for to load them, and how
+    many there are."""
+    from megarl.engine import checkpoint
+
+    layout = Layout(data=2)
+    actor = engine(directory, start(layout), lr=1e-2)
+    batch = small_batch(actor.shape.vocab)
+    actor.update(batch, cut(batch, layout, None), objective_of("actor", 100))
+    parts, asked = (
+        [part for part in checkpoint._tensors(checkpoint._sharded(actor, loading)["optimizer"]) if ".exp_avg." in part.key]
+        for loading in (False, True)
+    )
+    return (
+        sum(int((part.data != 0).sum()) for part in parts),
+        sum(part.data.numel() for part in parts if not any(part.replica_id)),
+        sum(part.data.numel() for part in asked),
+        sum(part.data.numel() for part in parts),
+    )
+
+
+def test_a_rank_saves_its_share_of_the_moments_and_loads_what_it_updates(tmp_path):
+    """megatron-core's own way is every state on every data-parallel rank's host."""
+    directory = str(save_tiny_model(tmp_path / "model", tied=True))
+    ranks = run_ranks(held_states, 2, directory)
+    total = ranks[0][-1]
+    assert sum(written for _, written, _, _ in ranks) == total
+    for held, written, asked, _ in ranks:
+        assert held <= written < 0.7 * total and asked < 0.8 * total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl import platform
 from megarl.engine.compiled import Compiled
 from megarl.engine.logprobs import slopes, slopes_with_entropy, sums, sums_with_entropy
+from megarl.platform import cuda_stub
 from tests.logprobs_cases import Case, run_head
 from tests.ranks import run_ranks
 
@@ -84,6 +87,31 @@ def test_a_failing_compiler_is_named_and_done_without(compile: Any, caplog: pyte
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "rank 0" in warning and "trainer.compile = true" in warning and "sums_with_entropy" in warning
     assert ("no C++ compiler" in warning) or ("g++ not found" in warning)
+
+
+def test_the_first_call_runs_on_the_device_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is one of a thread, and the first call has a thread of its own."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def device(of: torch.device) -> Any:
+        current.device = of
+        yield
+
+    monkeypatch.setattr(cuda_stub, "device", device)
+    monkeypatch.setattr(platform.torch, "cuda", cuda_stub)
+    monkeypatch.setattr(platform, "current", platform.Platform("cuda", "gloo", "local"))
+    seen = []
+
+    def watched(plain: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            seen.append(getattr(current, "device", "device 0"))
+            return plain(*arguments)
+
+        return call
+
+    Compiled(sums, 60.0, watched)(*_arguments(ROWS, False, False))
+    assert seen == [torch.device("cpu")]
 
 
 def test_a_hanging_compiler_is_left_at_its_deadline(caplog: pytest.LogCaptureFixture) -> None:

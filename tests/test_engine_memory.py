@@ -15,10 +15,12 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
 PLAIN = Feature()
-SELECTIVE, FULL = Feature(memory={"recompute": "selective"}), Feature(memory={"recompute": "full"})
+SELECTIVE = Feature(memory={"recompute": "selective", "recompute_modules": ("core_attn", "mlp")})
+FULL = Feature(memory={"recompute": "full"})
+BLOCK = Feature(memory={"recompute": "full", "recompute_method": "block"})
 ACTIVATIONS = Feature(memory={"offload_activations": True})
 OPTIMIZER, ALL = Feature(memory={"offload": "optimizer"}), Feature(memory={"offload": "all"})
-EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "offload": "all"})
+EVERYTHING = Feature(memory={"recompute": "full", "recompute_num_layers": 2, "offload_activations": True, "offload": "all"})
 
 
 @pytest.mark.layout
@@ -33,7 +35,7 @@ EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "
 )
 def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
-    features = [PLAIN, SELECTIVE, FULL, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
+    features = [PLAIN, SELECTIVE, FULL, BLOCK, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
     for found in run_ranks(train_with, layout.ranks, directory, layout, features):
         plain, *exact, activations = found
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
@@ -52,7 +54,9 @@ def test_families_with_modules_of_their_own_recompute_and_freeze(tmp_path: Path,
     layout, freeze = Layout(tensor=2, sequence_parallel=True), {"embedding": True, "layers": 2}
     frozen, frozen_full = Feature(freeze=freeze), Feature(freeze=freeze, memory={"recompute": "full"})
     (whole,) = run_ranks(train_with, 1, directory, Layout(), [frozen])
-    features = [PLAIN, SELECTIVE, FULL, frozen, frozen_full]
+    modules = ("core_attn", "mla_up_proj", "shared_experts") if family == "deepseek_v3" else ("mlp",)
+    selective_parts = Feature(memory={"recompute": "selective", "recompute_modules": modules})
+    features = [PLAIN, selective_parts, FULL, frozen, frozen_full]
     for plain, selective, full, part, part_full in run_ranks(train_with, layout.ranks, directory, layout, features):
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
         assert selective == plain and full == plain and part_full == part

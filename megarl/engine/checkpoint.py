@@ -37,6 +37,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 _DENSE, _EXPERTS = "dense", "experts"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
+_STATES = ("param", "exp_avg", "exp_avg_sq")  # of a parameter: the names that megatron-core gives its fp32 copy and moments
+
 _STATE = "state.pt"  # in a checkpoint, beside its roles
 _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alone
 
@@ -258,13 +260,18 @@ def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
             return {"model": model}
         for one in _optimizers(engine):
             _make_states(one)
-            one.get_parameter_state_dp_zero = partial(_states_at_their_places, one)
+            one.get_parameter_state_dp_zero = partial(_states_of_owned, one)
         # Part by part, and not the chain of both: it numbers its parts, and a layout that does not cut experts has one.
         with _step_everywhere(engine):
             optimizer = {
-                _part(part): part.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING)
+                _part(part): part.sharded_state_dict(_owned(part, model), is_loading=is_loading, metadata=_SHARDING)
                 for part in _optimizers(engine)
             }
+        for part in _optimizers(engine) if is_loading else ():
+            states = optimizer[_part(part)]["param_state"]
+            for number, has_part in enumerate(_has_part(part)):
+                if not has_part:
+                    states[number] = {}
     for part in _tensors(optimizer):
         if not part.key.startswith(f"{engine.role}/"):
             part.key = f"{engine.role}/{part.key}"
@@ -301,26 +308,70 @@ def _step_everywhere(engine: Engine) -> Iterator[None]:
             optimizer.optimizer.state.pop(_BORROWED, None)
 
 
-def _states_at_their_places(optimizer: Any, *arguments: Any, **settings: Any) -> dict[Any, Any] | None:
-    """megarl's stand-in for the method `get_parameter_state_dp_zero`, whose caller looks a parameter's states up by its
-    place in the gradient buffer. megatron-core (0.16 and 0.19, its issue 504) lays buckets end to end without the padding
-    behind each, so that of several buckets all but the first are cut off the mark, silently: the padding comes back here."""
-    found: dict[Any, Any] | None = type(optimizer).get_parameter_state_dp_zero(optimizer, *arguments, **settings)
-    for number, buffer in enumerate(optimizer.buffers if found is not None else ()):
-        for tensors in (found or {})[number].values():
-            for name, packed in tensors.items():
-                if isinstance(packed, torch.Tensor) and packed.numel() == buffer.numel_unpadded:
-                    tensors[name] = _with_padding(packed, buffer)
+def _owners(optimizer: Any) -> dict[torch.nn.Parameter, int]:
+    """The data-parallel rank that writes a parameter's states: the one that updates its middle, so that all write about as
+    much. In the order of `param_state`."""
+    owners = {}
+    for buffer in optimizer.buffers:
+        for parameter, (start, stop, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // optimizer.data_parallel_group.size()
+            owners[parameter] = ((start + stop - 1) // 2 - bucket.offset) // share
+    return owners
+
+
+def _has_part(optimizer: Any) -> list[bool]:
+    """Of each entry of `param_state`, whether this rank updates a part of the parameter. Owners do."""
+    own = {
+        parameter
+        for by_type in optimizer.gbuf_ranges
+        for buckets in by_type.values()
+        for bucket in buckets
+        for parameter in bucket["param_map"]
+    }
+    return [parameter in own for parameter in _owners(optimizer)]
+
+
+def _owned(optimizer: Any, model: Any) -> dict[int, Any]:
+    """What megatron-core describes the states by: the model's shards, each of which its owner writes."""
+    owners, group = _owners(optimizer), optimizer.data_parallel_group
+    size, rank = group.size(), group.rank()
+    shards = [part for part in nested_values(model) if isinstance(part, ShardedTensor | ShardedTensorFactory)]
+    return {
+        number: replace(part, replica_id=(*part.replica_id[:-1], (rank - owners[part.data]) % size))
+        for number, part in enumerate(shards)
+        if part.data in owners
+    }
+
+
+@torch.no_grad()
+def _states_of_owned(optimizer: Any, *arguments: Any, empty_data: bool = False, **settings: Any) -> dict[Any, Any]:
+    """megarl's stand-in for the method `get_parameter_state_dp_zero`, which gathers the states of all parameters on every
+    data-parallel rank's host (megatron-core 0.16 and 0.19). Here a parameter's states go to the rank that writes them; the
+    rest of the returned tensors is memory that is never touched, which the system does not back. Collective.
+
+    The caller looks states up by the parameter's place in the gradient buffer. megatron-core lays buckets end to end without
+    the padding behind each (its issue 504), so that all but the first are off the mark, silently; here padding is kept.
+    """
+    found: dict[Any, Any] = {"buckets_coalesced": True}
+    owners, group = _owners(optimizer), optimizer.data_parallel_group
+    for number, (buffer, by_type) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+        ((dtype, buckets),) = by_type.items()
+        tensors = {name: torch.from_numpy(np.zeros(buffer.numel, np.float32)) for name in _STATES}
+        own = {parameter: part["param"] for bucket in buckets for parameter, part in bucket["param_map"].items()}
+        for parameter, (start, stop, _) in buffer.param_index_map.items() if not empty_data else ():
+            whole = torch.zeros(len(_STATES), stop - start, device=parameter.device)
+            if parameter in own:
+                states = optimizer._get_main_param_and_optimizer_states(parameter)
+                for row, name in zip(whole, _STATES, strict=True):
+                    row[own[parameter].start : own[parameter].end] = states[name].flatten()
+            # As bits, so that a sum with zeros changes none.
+            dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, owners[parameter]), group=group)
+            if owners[parameter] == group.rank():
+                for row, name in zip(whole, _STATES, strict=True):
+                    tensors[name][start:stop] = row.cpu()
+        found[number] = {dtype: {**tensors, "numel_unpadded": buffer.numel_unpadded}}
     return found
-
-
-def _with_padding(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
-    # [weights of all buckets] -> [weights and padding of all buckets]
-    whole, start = packed.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = packed[start : start + bucket.numel_unpadded]
-        start += bucket.numel_unpadded
-    return whole
 
 
 def _set_states(optimizer: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

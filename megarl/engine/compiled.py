@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl import platform
 from megarl.telemetry.clock import span
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,14 @@ class Compiled:
     def _first(self, arguments: tuple[Any, ...]) -> Tensor:
         # Copies: a thread past its deadline goes on, and the function may overwrite what it is given.
         copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
+        device = next((part.device for part in copies if isinstance(part, Tensor)), torch.device("cpu"))
         found: list[tuple[Function, Tensor]] = []
         failures: list[Exception] = []
 
         def call() -> None:
             try:
-                # A new thread starts with gradients on, and code compiled for that does not fit calls without.
-                with torch.no_grad():
+                # A new thread starts with gradients on and on device 0, and code compiled for that does not fit the calls.
+                with torch.no_grad(), platform.current.on(device):
                     compiled = self._compile(self.function)
                     found.append((compiled, compiled(*copies)))
             except Exception as failure:  # whatever the compiler raises: the plain function does the same

@@ -32,12 +32,12 @@ from megarl.engine.finite import (
 from megarl.engine.freeze import freeze, keep_gradients_through_recompute
 from megarl.engine.logprobs import LogProbabilities
 from megarl.engine.lora import Adapter, attach, switched_off
-from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, merged_shards, named_shards, spec_name
+from megarl.engine.model import SCALAR_ROLES, DecoderModel, build_model, has_own_attention, merged_shards, named_shards
 from megarl.engine.offload import ActivationOffload, Residence
 from megarl.engine.overlap import finish_gather, gather_all
 from megarl.engine.parallel import Place
 from megarl.engine.router_replay import RouterReplay
-from megarl.engine.settings import data_parallel_config, fuse, optimizer_config
+from megarl.engine.settings import data_parallel_config, fuse, fuse_gradient_accumulation, optimizer_config
 from megarl.engine.timers import MegatronTimers
 from megarl.engine.weights import load_score_head, load_shards
 from megarl.family import ModelShape
@@ -85,7 +85,8 @@ class Engine:
 
     `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
     trains adapters alone. `steps` and
-    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`.
+    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`;
+    `megatron` holds further options of Megatron's TransformerConfig (`trainer.megatron`).
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Engine:
         frozen: FreezeSection | None = None,
         router_replay: bool = False,
         follows: bool = False,
+        megatron: Mapping[str, Any] | None = None,
     ) -> None:
         self.role, self.shape, self.place = role, shape, place
+        self._has_own_attention = has_own_attention(shape, precision)
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
         self.models: list[DecoderModel]
         self.chunks: list[Any]
@@ -121,7 +124,8 @@ class Engine:
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
         with place.active():
-            self._build(directory, precision, seed, fp8, features)
+            options = {"fp8": fp8, "memory": features, "options": megatron, "router_replay": router_replay}
+            self._build(directory, precision, seed, options)
             if lora is not None:
                 self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
             self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
@@ -139,9 +143,9 @@ class Engine:
         self.residence = Residence(offload, self.models, self.chunks, self.optimizer, constant)
         self.residence.leave()
 
-    def _build(self, directory: str | Path, precision: str, seed: int, fp8: str | None, memory: MemorySection) -> None:
+    def _build(self, directory: str | Path, precision: str, seed: int, options: Mapping[str, Any]) -> None:
         shape, place, role = self.shape, self.place, self.role
-        self.models = build_model(shape, place.layout, precision, role, place.device, fp8, memory)
+        self.models = build_model(shape, place.layout, precision, role, place.device, **options)
         self.chunks = list(self.models)
         self.config = self.models[0].config
         self.config.timers = MegatronTimers()
@@ -170,6 +174,8 @@ class Engine:
     ) -> None:
         data = data_parallel_config(settings, precision)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
+        for model in self.models:
+            fuse_gradient_accumulation(model)
         self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
         fuse(self.optimizer)
         warmup_updates = settings.warmup_steps * updates_per_step
@@ -417,7 +423,7 @@ class Engine:
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
         """A micro-batch as the attention of this role's layers wants it described."""
-        own = spec_name(self.shape) == "local" and micro.context == 1
+        own = self._has_own_attention and micro.context == 1
         if micro.continues and not own:
             raise ValueError(
                 f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "

@@ -24,17 +24,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 class SandwichLayer(TransformerLayer):
     """A layer that norms what attention and the feed-forward network return, before the residual is added."""
 
-    def __init__(self, config: Any, *args: Any, **more: Any) -> None:
+    def __init__(self, config: Any, *args: Any, norm: type[nn.Module] = RMSNorm, **more: Any) -> None:
         super().__init__(config, *args, **more)
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_self_attn_layernorm = RMSNorm(config, **sizes)
-        self.post_mlp_layernorm = RMSNorm(config, **sizes)
+        self.post_self_attn_layernorm = norm(config, **sizes)
+        self.post_mlp_layernorm = norm(config, **sizes)
         # The two places where megatron-core (0.16 and 0.19) adds the residual, whatever made the output.
         self.self_attn_bda: Any = _normed(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda: Any = _normed(self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _normed(norm: RMSNorm, make_add: Callable[..., Any]) -> Callable[..., Any]:
+def _normed(norm: nn.Module, make_add: Callable[..., Any]) -> Callable[..., Any]:
     """megatron-core's bias-dropout-add, with a norm before it."""
 
     def make(training: bool, fused: bool) -> Callable[..., Tensor]:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
-from megarl.engine.layers import ReplicatedLinear, RMSNorm
+from megarl.engine.layers import ReplicatedLinear
 from megarl.family import LatentAttention, ModelShape
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # isort: skip
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
-from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # isort: skip
 
 # Of the norms inside, in DeepSeek's own model and in Hugging Face's, whatever rms_norm_eps says.
@@ -33,6 +33,7 @@ class LatentAttentionSubmodules:
     core_attention: ModuleSpec | type
     column_parallel_linear: ModuleSpec | type
     row_parallel_linear: ModuleSpec | type
+    norm: ModuleSpec | type
 
 
 class LatentSelfAttention(MegatronModule):
@@ -60,12 +61,12 @@ class LatentSelfAttention(MegatronModule):
         queries = config.num_attention_heads * latent.key_dim
         if latent.query_rank:
             self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, latent.query_rank)
-            self.q_layernorm = RMSNorm(config, latent.query_rank, EPSILON)
+            self.q_layernorm = build_module(submodules.norm, config, latent.query_rank, EPSILON)
             self.linear_q_up_proj = build_module(submodules.column_parallel_linear, latent.query_rank, queries, **column)
         else:
             self.linear_q_proj = build_module(submodules.column_parallel_linear, config.hidden_size, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, latent.key_value_rank + latent.rotary_dim)
-        self.kv_layernorm = RMSNorm(config, latent.key_value_rank, EPSILON)
+        self.kv_layernorm = build_module(submodules.norm, config, latent.key_value_rank, EPSILON)
         self.linear_kv_up_proj = build_module(
             submodules.column_parallel_linear,
             latent.key_value_rank,
@@ -99,9 +100,14 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: Any, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
-        query, key, value = self._queries_keys_values(hidden_states.squeeze(1), rotary_pos_emb, packed_seq_params)
         config = self.config
-        if self.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+        again = config.recompute_modules if self.training and config.recompute_granularity == "selective" else ()
+        project = partial(self._queries_keys_values, packing=packed_seq_params)
+        if "mla_up_proj" in again:
+            query, key, value = tensor_parallel.checkpoint(project, False, hidden_states.squeeze(1), rotary_pos_emb)
+        else:
+            query, key, value = project(hidden_states.squeeze(1), rotary_pos_emb)
+        if "core_attn" in again:
             attend = partial(self._attend, packed_seq_params)
             attended = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
@@ -144,11 +150,11 @@ class LatentSelfAttention(MegatronModule):
         )
 
 
-def latent_attention(shape: ModelShape, plain: SelfAttentionSubmodules) -> ModuleSpec:
-    """The self-attention of a layer, from the parts of plain self-attention.
+def latent_attention(shape: ModelShape, parts: MLASelfAttentionSubmodules, norm: type) -> ModuleSpec:
+    """The self-attention of a layer, from the parts of megatron-core's latent attention and the class of its norms.
 
     Not megatron-core's MLASelfAttention: it cannot be built where Transformer Engine is absent (0.16.1: it asks whether its
     output layer is one of Transformer Engine's, a class that is then None).
     """
-    parts = LatentAttentionSubmodules(plain.core_attention, plain.linear_qkv, plain.linear_proj)
-    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=parts)
+    own = LatentAttentionSubmodules(parts.core_attention, parts.linear_q_up_proj, parts.linear_proj, norm)
+    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=own)

@@ -18,7 +18,7 @@ from megarl.engine.layers import RMSNorm, ValueHead
 from megarl.engine.lora import CHILD, Adapter, MergedShards
 from megarl.engine.parallel import virtual_pipeline
 from megarl.engine.rotary import inverse_frequencies
-from megarl.engine.settings import precision_settings, recompute_settings
+from megarl.engine.settings import fusion_settings, precision_settings, recompute_settings
 from megarl.family import ModelShape
 from megarl.recipe.sections import MemorySection
 from megarl.reshard.boxes import Layout
@@ -83,18 +83,35 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, precision: str, fp8: str | None = None, memory: MemorySection | None = None
+    shape: ModelShape,
+    layout: Layout,
+    precision: str,
+    fp8: str | None = None,
+    memory: MemorySection | None = None,
+    options: Mapping[str, Any] | None = None,
+    router_replay: bool = False,
 ) -> TransformerConfig:
-    """megatron-core's configuration of a decoder. `precision` and `fp8` are as `precision_settings` takes them."""
-    return TransformerConfig(
-        **_sizes(shape),
-        **_experts(shape),
-        **_cuts(shape, layout),
-        **precision_settings(precision, fp8),
-        **recompute_settings(memory or MemorySection(), has_experts=shape.experts is not None),
-        **_UNFUSED,
-        **_UNINITIALISED,
+    """megatron-core's configuration of a decoder. `precision` and `fp8` are as `precision_settings` takes them, `options` is
+    `trainer.megatron`. Raises ValueError where megatron-core refuses the options."""
+    spec = spec_name(precision)
+    settings = (
+        _sizes(shape)
+        | _experts(shape, spec)
+        | _cuts(shape, layout)
+        | precision_settings(precision, fp8)
+        | recompute_settings(memory or MemorySection())
+        | _UNINITIALISED
+        | fusion_settings(shape, spec, router_replay)
     )
+    try:
+        config = TransformerConfig(**settings | dict(options or {}))
+    except (TypeError, ValueError, AssertionError) as error:
+        if not options:
+            raise
+        raise ValueError(f"trainer.megatron = {dict(options)}: megatron-core refuses it: {error}") from error
+    if memory is not None and memory.recompute == "selective" and "mla_up_proj" in memory.recompute_modules:
+        config.recompute_modules.append("mla_up_proj")  # for megarl's latent attention
+    return config
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
@@ -121,7 +138,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _experts(shape: ModelShape) -> dict[str, Any]:
+def _experts(shape: ModelShape, spec: str) -> dict[str, Any]:
     """Routing and experts. Every token reaches all the experts it chose: none has a capacity, none is dropped.
 
     There is no auxiliary loss: it balances the experts of a model in pretraining, and would pull a policy away from what its
@@ -138,7 +155,7 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         moe_ffn_hidden_size=experts.ffn,
         moe_shared_expert_intermediate_size=experts.shared_ffn or None,
         moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
-        moe_grouped_gemm=spec_name(shape) == "transformer_engine",
+        moe_grouped_gemm=spec == "transformer_engine",
         moe_router_topk=experts.per_token,
         moe_router_score_function=experts.scoring,
         # The softmax of the chosen scores alone is the softmax of all of them, normalised over the chosen: what Qwen3-MoE
@@ -172,6 +189,8 @@ def _cuts(shape: ModelShape, layout: Layout) -> dict[str, Any]:
         # Of one tensor rank megatron-core refuses it; there it has nothing to split.
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
+        # A stage keeps the graph of what it sent to the next one, and not its content.
+        deallocate_pipeline_outputs=layout.pipeline > 1,
     )
 
 
@@ -181,23 +200,28 @@ def _uneven_chunks(stages: Sequence[int]) -> list[list[str]]:
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-_UNFUSED: dict[str, Any] = dict(
-    bias_dropout_fusion=False,
-    bias_activation_fusion=False,
-    masked_softmax_fusion=False,
-    gradient_accumulation_fusion=False,
-    apply_rope_fusion=False,
-    persist_layer_norm=False,
-)
 # Every weight is read from the checkpoint. Not perform_initialization=False: that leaves out the attributes which tell a
 # tensor-parallel shard from a replica, and the gradient norm then counts one rank's shards only.
 _UNINITIALISED: dict[str, Any] = dict(init_method=_leave, output_layer_init_method=_leave)
 
 
-def spec_name(shape: ModelShape) -> str:
-    """Which modules a model is built of. On a GPU, too, megarl's own where megarl has not fitted Transformer Engine's to the
-    family: windows, norms behind attention and feed-forward network, latent attention. Not yet run on a GPU."""
-    return "local" if shape.has_own_modules else platform.current.layer_spec
+# Transformer Engine's attention over packed sequences (2.20) is cuDNN's, for GPUs from this compute capability on and 16-bit
+# formats. Elsewhere it writes out the square of all sequences together, and with context parallelism does nothing at all.
+PACKED_ATTENTION_CAPABILITY = (9, 0)
+
+
+def spec_name(precision: str) -> str:
+    """Which layer spec models of this process are built by: "transformer_engine", or "local" for megatron-core's own layers
+    with megarl's norm and attention."""
+    capability = platform.current.capability
+    if platform.current.layer_spec == "local" or precision == "fp32" or capability is None:
+        return "local"
+    return "transformer_engine" if capability >= PACKED_ATTENTION_CAPABILITY else "local"
+
+
+def has_own_attention(shape: ModelShape, precision: str) -> bool:
+    """Whether a model's core attention is megarl's `PackedAttention`."""
+    return shape.has_own_attention or spec_name(precision) == "local"
 
 
 def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: int | None) -> TransformerBlockSubmodules:
@@ -207,28 +231,47 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: i
     if spec == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm  # absent without Transformer Engine
 
-        return TransformerBlockSubmodules([_transformer_engine_layer(shape, layer) for layer in layers], TENorm)
+        return TransformerBlockSubmodules([_transformer_engine_layer(shape, layer, TENorm) for layer in layers], TENorm)
     return TransformerBlockSubmodules([_local_layer(shape, layer) for layer in layers], RMSNorm)
 
 
-def _transformer_engine_layer(shape: ModelShape, layer: int) -> ModuleSpec:
-    """A layer of Transformer Engine's modules; its experts in one grouped matrix product. Not yet run on a GPU."""
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=_count_experts(shape, layer), moe_grouped_gemm=shape.has_experts(layer), qk_layernorm=shape.qk_norm
+# A norm that Transformer Engine fuses into the next linear layer has the local spec's key in a checkpoint, so that models of
+# either spec read it.
+_CHECKPOINT_KEYS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def _transformer_engine_layer(shape: ModelShape, layer: int, norm: Any) -> ModuleSpec:
+    """A layer of Transformer Engine's modules, its experts in one grouped matrix product; its core attention is megarl's
+    where megarl has not fitted Transformer Engine's to the family (windows, latent attention)."""
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=_count_experts(shape, layer),
+        moe_grouped_gemm=shape.has_experts(layer),
+        qk_layernorm=shape.qk_norm,
+        multi_latent_attention=shape.latent is not None,
     )
+    if shape.has_own_attention:
+        _adapt_layer(shape, spec, norm)
+    spec.submodules.sharded_state_dict_keys_map = _CHECKPOINT_KEYS
+    return spec
 
 
 def _local_layer(shape: ModelShape, layer: int) -> ModuleSpec:
     """A layer of megatron-core's own modules, with megarl's norm and attention; its experts one after the other."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=_count_experts(shape, layer), qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        num_experts=_count_experts(shape, layer),
+        qk_layernorm=shape.qk_norm,
+        multi_latent_attention=shape.latent is not None,
+        normalization="RMSNorm",
     )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention
-    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
     if shape.qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    _adapt_layer(shape, spec)
+    _adapt_layer(shape, spec, RMSNorm)
+    spec.submodules.sharded_state_dict_keys_map = _CHECKPOINT_KEYS
     return spec
 
 
@@ -237,15 +280,17 @@ def _count_experts(shape: ModelShape, layer: int) -> int | None:
     return shape.experts.count if shape.experts is not None and shape.has_experts(layer) else None
 
 
-def _adapt_layer(shape: ModelShape, layer: ModuleSpec) -> None:
-    """Put the modules of families that differ in a layer's parts into its spec."""
+def _adapt_layer(shape: ModelShape, layer: ModuleSpec, norm: Any) -> None:
+    """Put megarl's core attention into a layer's spec, and the modules of families that differ in a layer's parts; `norm` is
+    the class of the norms that are no part of a linear layer."""
     attention = layer.submodules.self_attention
+    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
     if shape.latent is not None:
-        layer.submodules.self_attention = latent_attention(shape, attention.submodules)
+        layer.submodules.self_attention = latent_attention(shape, attention.submodules, norm)
     elif shape.local_rope_theta is not None:
         attention.module, attention.params = WindowedSelfAttention, attention.params | {"windows": shape.windows}
     if shape.sandwich_norms:
-        layer.module = SandwichLayer
+        layer.module, layer.params = SandwichLayer, {"norm": norm}
 
 
 def build_model(
@@ -256,14 +301,17 @@ def build_model(
     device: torch.device,
     fp8: str | None = None,
     memory: MemorySection | None = None,
+    options: Mapping[str, Any] | None = None,
+    router_replay: bool = False,
 ) -> list[DecoderModel]:
     """This rank's stage of a role, weights not read yet: its model chunks, one without a virtual pipeline. They share one
     configuration, where megatron-core's schedules look up what holds for all of them.
 
     To be called inside the layout's place.
     """
-    config = transformer_config(shape, layout, precision, fp8, memory)
-    return [_build_chunk(shape, config, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
+    config = transformer_config(shape, layout, precision, fp8, memory, options, router_replay)
+    spec = spec_name(precision)
+    return [_build_chunk(shape, config, spec, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
 
 
 class WithoutContent(TorchFunctionMode):
@@ -277,7 +325,9 @@ class WithoutContent(TorchFunctionMode):
         return func(*args, **{**(kwargs or {}), **more})
 
 
-def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role: str, device: torch.device) -> DecoderModel:
+def _build_chunk(
+    shape: ModelShape, config: TransformerConfig, spec: str, chunk: int, role: str, device: torch.device
+) -> DecoderModel:
     """A critic's or reward model's last chunk gets a value head in place of the vocabulary."""
     number = chunk if config.virtual_pipeline_model_parallel_size is not None else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
@@ -285,7 +335,7 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int, role:
     critic = role in SCALAR_ROLES
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(shape, config, spec_name(shape), number),
+        transformer_layer_spec=layer_spec(shape, config, spec, number),
         vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
         pre_process=first,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.family import ModelShape
 from megarl.recipe.sections import MemorySection, OptimizerSection
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
@@ -35,15 +37,42 @@ def precision_settings(precision: str, fp8: str | None) -> dict[str, Any]:
     return {**settings, "fp8": _FP8_FORMAT[fp8], "fp8_recipe": fp8, **history}
 
 
-def recompute_settings(memory: MemorySection, has_experts: bool) -> dict[str, Any]:
-    """Fields of a TransformerConfig. Norms are not recomputed by `selective`: megatron-core then wants Transformer
-    Engine's."""
+def recompute_settings(memory: MemorySection) -> dict[str, Any]:
+    """Fields of a TransformerConfig, whose names and values are the recipe's. Without `mla_up_proj`, which megatron-core
+    takes for its own latent attention alone."""
     if memory.recompute == "none":
         return {}
-    if memory.recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
-    return dict(recompute_granularity="selective", recompute_modules=modules)
+    settings: dict[str, Any] = {"recompute_granularity": memory.recompute}
+    if memory.recompute == "selective":
+        return settings | {"recompute_modules": [name for name in memory.recompute_modules if name != "mla_up_proj"]}
+    return settings | {"recompute_method": memory.recompute_method, "recompute_num_layers": memory.recompute_num_layers}
+
+
+def fusion_settings(shape: ModelShape, spec: str, router_replay: bool) -> dict[str, bool]:
+    """Fields of a TransformerConfig that fuse operations of a layer. Their kernels are Transformer Engine's (all since 2.7;
+    megarl's lock has 2.20) or compiled by Triton, so the local spec takes none."""
+    if spec == "local":
+        return {}
+    has_experts = shape.experts is not None
+    return dict(
+        # megarl's own attention rotates by per-token angles, and Megatron's fused rotation drops YaRN's factor.
+        apply_rope_fusion=not shape.has_own_attention,
+        bias_activation_fusion=shape.activation == "silu",  # the only gate that megatron-core and megarl share
+        moe_permute_fusion=has_experts,
+        # The fused router asks nobody for the experts that the rollout engine chose (megatron-core 0.16 and 0.19).
+        moe_router_fusion=has_experts and not router_replay,
+    )
+
+
+def fuse_gradient_accumulation(model: nn.Module) -> None:
+    """Let Transformer Engine's linear layers add their gradients to the fp32 gradient buffer inside the matrix product.
+
+    Call this when the gradient buffers exist. The TransformerConfig field `gradient_accumulation_fusion` would ask for Apex:
+    the vocabulary's output layer, which megarl never calls, is megatron-core's own (0.16 and 0.19).
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def data_parallel_config(optimizer: OptimizerSection, precision: str) -> DistributedDataParallelConfig:

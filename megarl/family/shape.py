@@ -75,9 +75,10 @@ class ModelShape:
     local_rope_theta: float | None = None  # of the layers with a window, where not rope_theta
 
     @property
-    def has_own_modules(self) -> bool:
-        """Built of megarl's modules on a GPU, too, as Transformer Engine's are not fitted to the family."""
-        return self.latent is not None or self.sandwich_norms
+    def has_own_attention(self) -> bool:
+        """Its core attention is megarl's on a GPU, too, as Transformer Engine's is not fitted to the family (windows, latent
+        attention)."""
+        return self.latent is not None or bool(self.windows)
 
     def has_experts(self, layer: int) -> bool:
         """A layer, counted from 0, has experts in place of one feed-forward network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -37,8 +38,17 @@ class Platform:
         """The environment variable that lists the devices a process may see, numbered anew from 0 in its order."""
         return "CUDA_VISIBLE_DEVICES" if self.kind == "cuda" else None
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of this process's GPU, as (9, 0); None on a CPU."""
+        return torch.cuda.get_device_capability() if self.kind == "cuda" else None
+
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, this thread's kernels go to the device; a new thread's would go to device 0."""
+        return torch.cuda.device(device) if self.kind == "cuda" else nullcontext()
 
     def synchronize(self) -> None:
         """Wait until the device has finished, so that a phase's seconds are its own."""

@@ -53,13 +53,9 @@ def device_transport(recipe: Recipe) -> Violations:
 
 
 def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """The sizes that a tensor rank multiplies. A family of megarl's own modules has no FP8 products."""
+    """The sizes that a tensor rank multiplies."""
     name = recipe.trainer.fp8
     if name is None:
-        return
-    if shape.has_own_modules:
-        rule = f"a {shape.family} {role} is built without Transformer Engine, and FP8 is its own"
-        yield Violation("trainer.fp8", name, rule, "remove trainer.fp8")
         return
     tensor = recipe.layout_section(role).tensor
     sizes = {
@@ -67,6 +63,12 @@ def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
         "attention width": shape.heads * shape.head_dim // tensor,
         "feed-forward rows": shape.ffn // tensor,
     }
+    if shape.latent is not None:
+        latent = shape.latent
+        sizes["attention width"] = shape.heads * latent.value_dim // tensor
+        sizes["rows of queries"] = shape.heads * latent.key_dim // tensor
+        sizes["rows of keys and values"] = shape.heads * (latent.plain_dim + latent.value_dim) // tensor
+        sizes |= {"query rank": latent.query_rank, "key-value rank": latent.key_value_rank}
     if shape.experts is not None:
         sizes["rows of an expert"] = shape.experts.ffn // recipe.layout(role).expert_tensor_size
     odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]

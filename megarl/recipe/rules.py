@@ -25,6 +25,7 @@ from megarl.recipe import (
     evaluation_rules,
     feature_rules,
     layout_rules,
+    megatron_rules,
     reward_rules,
     rollout_rules,
     telemetry_rules,
@@ -363,7 +364,8 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     roles = _roles_of_model(recipe) if role == "model" else (role,)
     on_layout = (_tensor, layout_rules.pipeline, layout_rules.experts, feature_rules.fp8_sizes)
     checks = [rule(recipe, shape, role) for role in roles for rule in on_layout]
-    checks += [feature_rules.frozen(recipe, shape, role) for role in _trained_from(recipe, key)]
+    on_trained = (feature_rules.frozen, megatron_rules.recomputed)
+    checks += [rule(recipe, shape, role) for role in _trained_from(recipe, key) for rule in on_trained]
     checks.append(_positions(recipe, shape, "" if role == "model" else f"{role}'s "))
     if key == "model.path":
         on_actor = (
@@ -535,6 +537,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     feature_rules.overlap,
     feature_rules.frozen_head,
     feature_rules.adapters,
+    megatron_rules.options,
+    megatron_rules.recompute,
     wire_rules.delta,
     rollout_rules.concurrent,
     rollout_rules.routed_experts,

@@ -107,7 +107,8 @@ class TrainerSection(Section):
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
     megatron: dict[str, Any] = {}
-    """Further options of Megatron's `TransformerConfig`, under Megatron's names."""
+    """Further options of Megatron's `TransformerConfig`, under Megatron's names, for every role. Fields that megarl sets
+    itself are refused, except the fusions."""
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
@@ -182,10 +183,11 @@ class OptimizerSection(Section):
 
 class MemorySection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
-    """What a forward pass does not keep and the backward pass runs again: `selective` the core attention and the
-    feed-forward part of each layer, `full` whole layers, of which only the input is kept."""
+    """What a forward pass does not keep and the backward pass runs again: `selective` the `recompute_modules` of each layer,
+    `full` whole layers, of which only the input is kept."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] = ("core_attn",)
-    """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names."""
+    """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names.
+    `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
     `block` recomputes the first `recompute_num_layers` layers of each pipeline stage and keeps the others."""
@@ -372,7 +374,7 @@ class ForwardPhaseSection(Section):
     """How the batch is cut into forward passes."""
     share_prompts: bool = False
     """Run a prompt once for the completions of its group that lie in one micro-batch, not once for each. On engines of
-    megarl's own attention: on CPUs, and on GPUs for the families that Transformer Engine has no layers for."""
+    megarl's own attention: on CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
 
 
 class UpdatePhaseSection(Section):
