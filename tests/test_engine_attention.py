@@ -1,18 +1,18 @@
 """Packed attention against the plain formula: windows, values narrower than keys, the last rows of a sequence; with a call a
 sequence, and with a stand-in for the varlen kernel of a GPU."""
 
-import inspect
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from megarl.engine import attention as engine_attention
 from megarl.engine.attention import BLOCK, PackedAttention, Packing
 from megarl.engine.batch import own_slots, parts_of
 from megarl.platform import Platform
-from megarl.platform.transfers import has_varlen_attention
+from megarl.platform.transfers import has_varlen_attention, varlen_attention
 
 
 class _OneRank:
@@ -171,7 +171,7 @@ def test_context_ranks_together_compute_whole_sequences(kernel, monkeypatch, win
         packing = Packing(parts=parts, query_bounds=bounds[0], key_bounds=bounds[1])
         outputs = outputs.index_copy(0, own, module(*(part[own] for part in whole), packed_seq_params=packing))
     rows = zip(*(part.split(lengths) for part in whole), strict=True)
-    expected = torch.cat([plain(*one, window) for one in rows]).flatten(1)
+    expected = torch.cat([plain(query, key, value, window) for query, key, value in rows]).flatten(1)
     assert_close(outputs, expected)
     weights = torch.randn_like(outputs)
     gradients = [torch.autograd.grad((one * weights).sum(), whole) for one in (outputs, expected)]
@@ -188,19 +188,25 @@ def test_varlen_kernels_run_where_torch_has_them():
         assert not has_varlen_attention(capability, dtype, head_dim)
 
 
-def test_the_varlen_kernel_of_torch_takes_what_the_stand_in_takes():
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters
-    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size", "enable_gqa"} < parameters.keys()
+@pytest.mark.parametrize(("window", "value_dim"), [(0, 128), (512, 192)])
+def test_the_varlen_kernel_of_torch_takes_the_call(monkeypatch, window, value_dim):
+    """Its operator's schema and its formula of shapes, forward and backward; nothing is computed."""
+    monkeypatch.setattr(Platform, "varlen_attention", lambda self, dtype, head_dim: varlen_attention())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sizes = ((15, 4, 192), (15, 2, 192), (15, 2, value_dim))
+        parts = [torch.empty(*size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+        packing = packing_of([7, 3, 4, 1], ((0, 0), (0, 7), (0, 7), (0, 0)))
+        found = attention(window)(*parts, packed_seq_params=packing)
+        gradients = torch.autograd.grad(found.sum(), parts)
+    assert found.shape == (15, 4 * value_dim)
+    assert [one.shape for one in gradients] == [torch.Size(size) for size in sizes]
 
 
 def test_without_heads_that_share_keys_each_gets_its_own(monkeypatch):
     """On a GPU's kernels for fp32."""
     monkeypatch.setattr(Platform, "attention_shares_keys", False)
-    parts = random_parts(9, 9)
-    assert_close(attention(0)._attend(*parts), plain(*parts, 0))
+    query, key, value = random_parts(9, 9)
+    assert_close(attention(0)._attend(query, key, value), plain(query, key, value, 0))
 
 
 def test_no_mask_where_the_window_is_not_exceeded():

@@ -218,7 +218,12 @@ def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPa
 
 def test_arrays_travel_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
-    arrays = [np.arange(5, dtype=np.int32), np.zeros((0, 2), np.int16), np.arange(6.0).reshape(2, 3), np.array([True])]
+    arrays: list[np.ndarray] = [
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 2), np.int16),
+        np.arange(6.0).reshape(2, 3),
+        np.array([True]),
+    ]
     placed = transfers.upload(arrays, torch.device("cpu"))
     assert all(np.array_equal(one.numpy(), array) for one, array in zip(placed, arrays, strict=True))
     assert [one.numpy().dtype for one in placed] == [array.dtype for array in arrays]

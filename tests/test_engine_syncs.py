@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ class _Copies(TorchFunctionMode):
 
 def _place(what):
     """The operation and the line that asked for it, torch's own aside."""
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return what, frame.f_code.co_filename, frame.f_lineno
@@ -86,7 +87,7 @@ def waits(directory, role, layout, options, algorithm, share):
         batch.fields[name] = [torch.zeros(completion) for _, completion in LENGTHS]
     settings = AlgorithmSection(group_size=4, **algorithm)
     groups, prompts = batch.groups.tolist(), [prompt for prompt, _ in LENGTHS]
-    counts = []
+    counts: list[tuple[Counter, Counter]] = []
     for number in (1, 1, 3):  # the first one makes what is made once, such as masks
         schedule = Schedule("update", sequences=len(LENGTHS) // number, mini_batch=len(LENGTHS), share_prompts=share)
         plan = plan_phase(schedule, batch.lengths.tolist(), layout, 0, groups=groups, prompts=prompts)

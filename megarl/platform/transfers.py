@@ -66,7 +66,7 @@ def has_varlen_attention(capability: tuple[int, int] | None, dtype: torch.dtype,
     return head_dim <= 256 and head_dim % 8 == 0
 
 
-def varlen_attention() -> Callable[..., Tensor]:
+def varlen_attention() -> Callable[..., Any]:
     """torch's own; the flash-attn package has the same kernels."""
     from torch.nn.attention.varlen import varlen_attn  # here: it registers operators, which a CPU has no use for
 
