@@ -122,6 +122,8 @@ class PackedAttention(nn.Module):
         # Not is_causal for the last rows of a sequence: torch aligns that mask to the first key.
         if rows == length:
             first = min(rows, self.window or rows)
+            if first == rows:  # whole: a slice's backward pass would copy
+                return self._product(query, key, value, is_causal=True)
             blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
         for start_row in range(first, rows, BLOCK):
             last = min(start_row + BLOCK, rows)
@@ -129,7 +131,7 @@ class PackedAttention(nn.Module):
             start = max(0, stop - (self.window + last - start_row - 1)) if self.window else 0
             mask = seen_keys(last - start_row, stop - start, self.window, query.dtype, query.device)
             blocks.append(self._product(query[start_row:last], key[start:stop], value[start:stop], attn_mask=mask))
-        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        return torch.cat(blocks)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
         if not platform.current.attention_shares_keys:
