@@ -11,7 +11,6 @@ import torch
 
 from megarl.engine import offload
 from megarl.engine.offload import Shelf, storages_of
-from megarl.estimate.offload import pinned_bytes
 from megarl.platform import Platform, cuda_stub, transfers
 from megarl.reshard.boxes import Layout
 from tests.feature_cases import Feature, build, cut, train_with
@@ -228,7 +227,3 @@ def test_arrays_travel_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(np.array_equal(one.numpy(), array) for one, array in zip(placed, arrays, strict=True))
     assert [one.numpy().dtype for one in placed] == [array.dtype for array in arrays]
     assert len({one.untyped_storage().data_ptr() for one in placed}) == 1
-
-
-def test_pinned_memory_comes_in_powers_of_two() -> None:
-    assert [pinned_bytes(size) for size in (0, 1, 2, 3, 4096, 4097, (1 << 30) + 1)] == [0, 1, 2, 4, 4096, 8192, 1 << 31]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megarl.estimate.offload import PREFETCH_BYTES
+from megarl.estimate.activations import PREFETCH_BYTES
 from megarl.platform import current as platform
 from megarl.telemetry.clock import span
 
