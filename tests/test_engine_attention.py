@@ -210,7 +210,7 @@ def test_without_heads_that_share_keys_each_gets_its_own(monkeypatch):
 
 
 def test_no_mask_where_the_window_is_not_exceeded():
-    """Nor for the first rows of a sequence that exceeds it: torch's own causal mask skips what nobody sees."""
+    """torch's own causal mask skips what nobody sees."""
     for length, window in ((40, 0), (40, 40), (300, 300)):
         parts = random_parts(length, length)
         assert kept_bytes(lambda parts=parts, window=window: attention(window)._attend(*parts)) < 8 * (
