@@ -114,7 +114,7 @@ def pad_to_the_longest() -> None:
     import torch
 
     from megarl.engine import engine
-    from megarl.engine.batch import PackedMicroBatch
+    from megarl.engine.batch import PackedMicroBatch, parts_of
     from megarl.schedule import plan
 
     class Padded(PackedMicroBatch):
@@ -133,6 +133,7 @@ def pad_to_the_longest() -> None:
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
         values = vars(packed) | {"bounds": bounds, "position_ids": positions, "longest": longest}
+        values["parts"] = parts_of(bounds.tolist())
         return Padded(**values)
 
     plan._micro_batch = partial(static, plan._micro_batch)

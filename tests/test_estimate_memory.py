@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.estimate import Memory, Role, Savings, largest_cap, micro_batches_held, peak, resident, stage_weights, working
+from megarl.estimate import (
+    Memory,
+    Role,
+    Savings,
+    activations,
+    largest_cap,
+    micro_batches_held,
+    peak,
+    resident,
+    stage_weights,
+    working,
+)
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, rank_segments
@@ -159,6 +170,19 @@ def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> Non
     assert [micro_batches_held(role, stage, 8, None) for stage in range(4)] == [4, 3, 2, 1]
     assert [micro_batches_held(role, stage, 2, None) for stage in range(4)] == [2, 2, 2, 1]
     assert [micro_batches_held(role, stage, 8, 1) for stage in range(4)] == [1, 1, 1, 1]
+
+
+def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as they may take, and never more than there are."""
+    role = Role("critic", SHAPE, Layout(), "bf16", True, savings=Savings(offload_activations=True))
+
+    def found(on_cpu: bool, early: int) -> int:
+        monkeypatch.setattr(activations, "PREFETCH_BYTES", early)
+        return working(replace(role, on_cpu=on_cpu), 0, update=True, slots=1000, **FULL).activations
+
+    host = peak([role], role, update=True, slots=1000, **FULL).host
+    assert found(False, 5000) - found(False, 0) == 5000 and found(False, 1 << 40) - found(False, 0) == host > 5000
+    assert found(True, 5000) == found(True, 0)
 
 
 def test_a_drained_pipeline_holds_less() -> None:

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, through torch's scaled-dot-product attention."""
+"""Causal attention over packed sequences: one call of a varlen kernel where the device has one, else a call a sequence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.engine.batch import Parts
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
@@ -20,12 +20,19 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 
 @dataclass
 class Packing(PackedSeqParams):
-    """What megarl's own attention is told of a micro-batch. To megatron-core it is one sequence, whose every token has an
-    angle of its own (`DecoderModel._preprocess`): its rotation would go through sequence after sequence in Python."""
+    """What megarl's own attention is told of a micro-batch.
 
-    bounds: tuple[int, ...] = ()
-    # Of each part between bounds the rows that it sees in front of its own; empty where each part is a whole sequence.
-    continues: tuple[tuple[int, int], ...] = ()
+    megatron-core is told no bounds (`cu_seqlens_q`): its rotation would loop over the sequences in Python, twice a layer.
+    Without bounds it rotates all rows at once, by the angle that each token has of its own (`DecoderModel._preprocess`).
+    """
+
+    parts: Parts | None = None
+    query_bounds: Tensor | None = None  # [parts + 1] int32 on the device, cumulative lengths
+    key_bounds: Tensor | None = None  # [parts + 1] int32
+
+    def __post_init__(self) -> None:
+        # megatron-core makes a table of this many angles; the tokens' own take its place.
+        self.qkv_format, self.max_seqlen_q, self.max_seqlen_kv = "thd", 1, 1
 
 
 # Queries that share one mask. More of them cost memory, fewer cost calls.
@@ -41,7 +48,7 @@ class PackedAttention(nn.Module):
 
     Under context parallelism a rank has two chunks of each sequence, its own from the front and its own from the back, so
     that every rank has the same work under a causal mask. Keys and values of all ranks are gathered, and their gradient is
-    summed and scattered. Bounds are those of the whole sequences.
+    summed and scattered.
     """
 
     def __init__(
@@ -75,68 +82,78 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         # query [tokens, heads, head_dim], key [tokens, groups, head_dim], value [tokens, groups, value_dim]
         # -> [tokens, heads * value_dim]
-        assert packed_seq_params is not None, "every micro-batch of megarl is packed"
-        own = isinstance(packed_seq_params, Packing)
-        bounds = packed_seq_params.bounds if own else packed_seq_params.cu_seqlens_q.tolist()
-        value_dim = value.shape[-1]
+        packing = packed_seq_params
+        assert isinstance(packing, Packing) and packing.parts is not None, "every micro-batch of megarl is packed"
+        parts, value_dim = packing.parts, value.shape[-1]
         if value_dim < query.shape[-1]:
-            # torch's blocked attention wants one width; any other would write out the square of each sequence.
+            # Kernels that work in blocks want one width; any other would write out the square of each sequence.
             value = F.pad(value, (0, query.shape[-1] - value_dim))
         if self.context_group.size() > 1:
-            outputs = self._over_context(query, key, value, bounds)
-        else:
+            key, value = (
+                gather_from_sequence_parallel_region(rows.contiguous(), group=self.context_group) for rows in (key, value)
+            )
+        attend = platform.current.varlen_attention(query.dtype, query.shape[-1])
+        if attend is None:
             # Not slice by slice: each slice's backward pass would write zeros for all other tokens of the micro-batch.
-            queries, keys, values = (part.split(np.diff(bounds).tolist()) for part in (query, key, value))
-            if own and packed_seq_params.continues:
-                keys, values = (_behind_prompts(parts, bounds, packed_seq_params.continues) for parts in (keys, values))
-            outputs = [self._attend(*parts) for parts in zip(queries, keys, values, strict=True)]
-        return torch.cat(outputs)[..., :value_dim].flatten(1)
-
-    def _over_context(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Tensor]:
-        # query [tokens / context, heads, head_dim], key and value alike
-        size, rank = self.context_group.size(), self.context_group.rank()
-        everyone = [
-            gather_from_sequence_parallel_region(part.contiguous(), group=self.context_group).unflatten(0, (size, -1))
-            for part in (key, value)
-        ]
-        outputs = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
-            own = slice(start // size, stop // size)
-            k, v = (in_order(part[:, own]) for part in everyone)
-            chunk = (stop - start) // (2 * size)
-            for number, q in zip((rank, 2 * size - 1 - rank), query[own].split(chunk), strict=True):
-                seen = (number + 1) * chunk
-                outputs.append(self._attend(q, k[:seen], v[:seen]))
-        return outputs
+            queries, keys, values = query.split(parts.query_lengths), _seen(key, parts), _seen(value, parts)
+            output = torch.cat([self._attend(*rows) for rows in zip(queries, keys, values, strict=True)])
+        else:
+            if parts.order:
+                key, value = (torch.cat(_pieces(rows, parts)) for rows in (key, value))
+            output = attend(
+                query,
+                key,
+                value,
+                packing.query_bounds,
+                packing.key_bounds,
+                max(parts.query_lengths),
+                max(parts.key_lengths),
+                scale=self.scale,
+                # Keys to the left of a query's own and to its right; -1 for all.
+                window_size=(self.window - 1, 0),
+                enable_gqa=True,
+            )
+        return output[..., :value_dim].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries [rows, heads, head_dim] of the last rows of one sequence, whose keys and values are given."""
         rows, length = len(query), len(key)
-        # Not is_causal for the last rows: torch aligns that mask to the first key.
-        if rows == length and (self.window == 0 or length <= self.window):
-            return self._product(query, key, value, is_causal=True)
-        blocks = []
-        for first in range(0, rows, BLOCK):
-            last = min(first + BLOCK, rows)
+        blocks, first = [], 0
+        # Not is_causal for the last rows of a sequence: torch aligns that mask to the first key.
+        if rows == length:
+            first = min(rows, self.window or rows)
+            if first == rows:  # whole: a slice's backward pass would copy
+                return self._product(query, key, value, is_causal=True)
+            blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
+        for start_row in range(first, rows, BLOCK):
+            last = min(start_row + BLOCK, rows)
             stop = length - rows + last
-            start = max(0, stop - (self.window + last - first - 1)) if self.window else 0
-            mask = seen_keys(last - first, stop - start, self.window, query.dtype, query.device)
-            blocks.append(self._product(query[first:last], key[start:stop], value[start:stop], attn_mask=mask))
+            start = max(0, stop - (self.window + last - start_row - 1)) if self.window else 0
+            mask = seen_keys(last - start_row, stop - start, self.window, query.dtype, query.device)
+            blocks.append(self._product(query[start_row:last], key[start:stop], value[start:stop], attn_mask=mask))
         return torch.cat(blocks)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+        if not platform.current.attention_shares_keys:
+            key, value = (rows.repeat_interleave(query.shape[1] // rows.shape[1], 1) for rows in (key, value))
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask)
+        shared = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=shared, **mask)
         return out.squeeze(0).transpose(0, 1)
 
 
-def _behind_prompts(parts: Sequence[Tensor], bounds: Sequence[int], continues: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Rows of keys or values that each part sees: those of the prompt that it continues, and its own."""
-    by_start = dict(zip(bounds, parts, strict=False))
-    return [
-        torch.cat([by_start[start], part]) if stop > start else part
-        for part, (start, stop) in zip(parts, continues, strict=True)
-    ]
+def _pieces(rows: Tensor, parts: Parts) -> list[Tensor]:
+    """The pieces of keys or values that the parts see, part by part."""
+    pieces = rows.split(parts.pieces)
+    return [pieces[number] for seen in parts.order for number in seen]
+
+
+def _seen(rows: Tensor, parts: Parts) -> Sequence[Tensor]:
+    """The keys or values that each part sees."""
+    if not parts.order:
+        return rows.split(parts.key_lengths)
+    pieces = rows.split(parts.pieces)
+    return [torch.cat([pieces[number] for number in seen]) if len(seen) > 1 else pieces[seen[0]] for seen in parts.order]
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -157,9 +174,3 @@ def _last_rows(keys: int, window: int, dtype: torch.dtype, device: torch.device)
     if window:
         seen &= key > token - window
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-
-
-def in_order(parts: Tensor) -> Tensor:
-    """One sequence from the two chunks that each context rank has of it: [context, 2 chunks, ...] -> [tokens, ...]."""
-    front, back = parts.chunk(2, dim=1)
-    return torch.cat([front.flatten(0, 1), back.flip(0).flatten(0, 1)])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.data.sample import Sample
+from megarl.platform import current as platform
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch
 from megarl.schedule.schedule import padded
@@ -58,6 +61,58 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Which keys the queries of a micro-batch see, on the host.
+
+    A part is a run of this rank's rows that belong to one sequence. Its queries are the last rows of the keys that it sees.
+    `order` lists the pieces of all ranks' keys that each part sees; it is empty where each part sees its own rows alone.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    pieces: tuple[int, ...] = ()  # lengths into which the keys are cut
+    order: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def query_bounds(self) -> list[int]:
+        return list(accumulate(self.query_lengths, initial=0))
+
+    @property
+    def key_bounds(self) -> list[int]:
+        return list(accumulate(self.key_lengths, initial=0))
+
+
+def parts_of(
+    bounds: Sequence[int], continues: Sequence[tuple[int, int]] = (), context: int = 1, context_rank: int = 0
+) -> Parts:
+    """The parts of sequences between `bounds`, which are those of all context ranks.
+
+    `continues` gives the rows of the prompt that each sequence continues, (0, 0) for none. Under context parallelism a rank
+    has two chunks of each sequence, `context_rank` from the front and from the back (`own_slots`), and each is a part.
+    """
+    lengths = tuple(int(stop - start) for start, stop in zip(bounds, bounds[1:], strict=False))
+    if context > 1:
+        chunks = tuple(length // (2 * context) for length in lengths)
+        order: list[tuple[int, ...]] = []
+        for sequence in range(len(lengths)):
+            # The gathered keys are cut into [context rank, sequence, front or back].
+            front = [2 * (rank * len(lengths) + sequence) for rank in range(context)]
+            whole = [*front, *(piece + 1 for piece in reversed(front))]
+            order += [tuple(whole[: context_rank + 1]), tuple(whole[: 2 * context - context_rank])]
+        own = tuple(chunk for chunk in chunks for _ in range(2))
+        seen = tuple(chunk * len(part) for chunk, part in zip(own, order, strict=True))
+        return Parts(own, seen, own * context, tuple(order))
+    if not any(stop > start for start, stop in continues):
+        return Parts(lengths, lengths)
+    by_start = {start: number for number, start in enumerate(bounds[:-1])}
+    shared = tuple(
+        (by_start[start], number) if stop > start else (number,) for number, (start, stop) in enumerate(continues)
+    )
+    seen = tuple(sum(lengths[piece] for piece in part) for part in shared)
+    return Parts(lengths, seen, lengths, shared)
+
+
+@dataclass(frozen=True)
 class PackedMicroBatch:
     """Sequences laid end to end, on the device; behind them, where the layout pads, a sequence of dummy tokens.
 
@@ -79,6 +134,10 @@ class PackedMicroBatch:
     heads: Tensor  # [own tokens that this context rank predicts], which of all own tokens they are
     targets: Tensor  # [own tokens]
     own_lengths: tuple[int, ...]
+    # For megarl's own attention, with the bounds of the parts as the varlen kernel reads them.
+    parts: Parts
+    query_bounds: Tensor  # [parts + 1] int32
+    key_bounds: Tensor  # [parts + 1] int32
     # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
     routing: Tensor | None = None
     # Of each part between bounds the rows of the prompt that it continues, (0, 0) for none; empty where none is shared.
@@ -152,23 +211,35 @@ def pack(
     row[own] = np.arange(len(own))
     rows = row[np.concatenate(heads)]  # of each own token; -1 on another context rank
 
-    def on_device(part: np.ndarray) -> Tensor:
-        return torch.from_numpy(part.astype(np.int64)).to(device)
-
+    placed = _on_device(
+        device,
+        parts_of(lengths, (), layout.context, context_rank),
+        bounds=lengths,
+        input_ids=np.concatenate(tokens)[own],
+        position_ids=np.concatenate(positions)[own],
+        head_positions=rows[rows >= 0],
+        heads=np.flatnonzero(rows >= 0),
+        targets=np.concatenate(targets),
+    )
     return PackedMicroBatch(
+        **placed,
         samples=micro_batch.samples,
-        input_ids=on_device(np.concatenate(tokens)[own]).unsqueeze(0),
-        position_ids=on_device(np.concatenate(positions)[own]).unsqueeze(0),
-        bounds=torch.tensor(lengths, dtype=torch.int32, device=device),
         padding=micro_batch.slots - micro_batch.tokens,
         context=layout.context,
         longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
-        head_positions=on_device(rows[rows >= 0]),
-        heads=on_device(np.flatnonzero(rows >= 0)),
-        targets=on_device(np.concatenate(targets)),
         own_lengths=tuple(len(part) for part in targets),
         routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
     )
+
+
+def _on_device(device: torch.device, parts: Parts, **columns: Any) -> dict[str, Any]:
+    """The tensors of a micro-batch on the device, all in one transfer, and its parts."""
+    columns |= {"query_bounds": parts.query_bounds, "key_bounds": parts.key_bounds}
+    arrays = [np.asarray(one, np.int32 if name.endswith("bounds") else np.int64) for name, one in columns.items()]
+    placed: dict[str, Any] = dict(zip(columns, platform.upload(arrays, device), strict=True))
+    for name in ("input_ids", "position_ids"):
+        placed[name] = placed[name].unsqueeze(0)
+    return placed | {"parts": parts}
 
 
 def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
@@ -210,21 +281,22 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
         lengths.append(micro_batch.slots)
         continues.append((0, 0))
 
-    def on_device(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-
-    head_positions = on_device(heads)
+    placed = _on_device(
+        device,
+        parts_of(lengths, continues),
+        bounds=lengths,
+        input_ids=np.concatenate(tokens),
+        position_ids=np.concatenate(positions),
+        head_positions=np.concatenate(heads),
+        heads=np.arange(sum(map(len, heads))),
+        targets=np.concatenate(targets),
+    )
     return PackedMicroBatch(
+        **placed,
         samples=micro_batch.samples,
-        input_ids=on_device(tokens).unsqueeze(0),
-        position_ids=on_device(positions).unsqueeze(0),
-        bounds=torch.tensor(lengths, dtype=torch.int32, device=device),
         padding=behind,
         context=1,
         longest=max(longest, behind),
-        head_positions=head_positions,
-        heads=torch.arange(len(head_positions), device=device),
-        targets=on_device(targets),
         own_lengths=tuple(len(part) for part in targets),
         continues=tuple(continues),
     )

@@ -238,10 +238,11 @@ class Engine:
                 replay=self.router_replay if adapted else None,  # the base model chooses its experts itself
             )
         results: dict[str, dict[int, Tensor]] = {}
-        for micro, outputs in stored:
-            for name, flat in outputs.items():
-                parts = flat.float().cpu().split(micro.own_lengths)
-                results.setdefault(name, {}).update(zip(micro.samples, parts, strict=True))
+        samples = [sample for micro, _ in stored for sample in micro.samples]
+        lengths = [length for micro, _ in stored for length in micro.own_lengths]
+        for name in stored[0][1] if stored else ():
+            flat = torch.cat([outputs[name] for _, outputs in stored]).float().cpu()  # the host waits here alone
+            results[name] = dict(zip(samples, flat.split(lengths), strict=True))
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
@@ -278,10 +279,11 @@ class Engine:
         if succeeded:
             self.scheduler.step(1)
         sums: dict[str, float] = {}
-        for _, part in stored:
-            for name, value in part.items():
-                merged = (sums[name], float(value)) if name in sums else (float(value),)
-                sums[name] = max(merged) if name.endswith("_max") else sum(merged)
+        named = [(name, value) for _, part in stored for name, value in part.items()]
+        values = torch.stack([value for _, value in named]).tolist() if named else []  # the host waits here alone
+        for (name, _), value in zip(named, values, strict=True):
+            merged = (sums[name], value) if name in sums else (value,)
+            sums[name] = max(merged) if name.endswith("_max") else sum(merged)
         skipped = not succeeded and refused is None
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
@@ -423,18 +425,16 @@ class Engine:
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
         """A micro-batch as the attention of this role's layers wants it described."""
-        own = self._has_own_attention and micro.context == 1
+        own = self._has_own_attention
         if micro.continues and not own:
             raise ValueError(
                 f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
                 "phases.*.share_prompts to false"
             )
-        bounds = micro.bounds[[0, -1]] if own else micro.bounds
-        sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        sizes |= dict(max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
         if own:
-            return Packing(**sizes, bounds=tuple(micro.bounds.tolist()), continues=micro.continues)
-        return PackedSeqParams(**sizes)
+            return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
+        sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
+        return PackedSeqParams(**sizes, max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
 
     def gather_weights(self) -> None:
         """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next

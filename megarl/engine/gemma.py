@@ -63,11 +63,12 @@ class WindowedSelfAttention(SelfAttention):
         )
 
 
-def scale_embedding(embedding: nn.Module, scale: float) -> None:
+def scale_embedding(embedding: nn.Module, scale: float, dtype: torch.dtype) -> None:
     """Multiply what the embedding returns. In its own type: rounded to bf16 the factor is another one, and the model was
     trained with that."""
+    rounded = float(torch.tensor(scale, dtype=dtype))
 
     def scaled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
+        return output * rounded
 
     embedding.register_forward_hook(scaled)

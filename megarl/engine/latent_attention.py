@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.engine.layers import ReplicatedLinear
+from megarl.engine.rotary import rotate
 from megarl.family import LatentAttention, ModelShape
 
 from megatron.core import tensor_parallel  # isort: skip
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # isort: skip
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
@@ -100,13 +100,15 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: Any, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
+
         config = self.config
         again = config.recompute_modules if self.training and config.recompute_granularity == "selective" else ()
-        project = partial(self._queries_keys_values, packing=packed_seq_params)
         if "mla_up_proj" in again:
-            query, key, value = tensor_parallel.checkpoint(project, False, hidden_states.squeeze(1), rotary_pos_emb)
+            query, key, value = tensor_parallel.checkpoint(
+                self._queries_keys_values, False, hidden_states.squeeze(1), rotary_pos_emb
+            )
         else:
-            query, key, value = project(hidden_states.squeeze(1), rotary_pos_emb)
+            query, key, value = self._queries_keys_values(hidden_states.squeeze(1), rotary_pos_emb)
         if "core_attn" in again:
             attend = partial(self._attend, packed_seq_params)
             attended = tensor_parallel.checkpoint(attend, False, query, key, value)
@@ -120,8 +122,9 @@ class LatentSelfAttention(MegatronModule):
         )
         return attended.reshape(len(query), -1)  # [tokens, own heads * value_dim]
 
-    def _queries_keys_values(self, hidden: Tensor, angles: Tensor, packing: Any) -> tuple[Tensor, Tensor, Tensor]:
-        # hidden [own rows, hidden] -> query and key [tokens, own heads, key_dim], value [tokens, own heads, value_dim]
+    def _queries_keys_values(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # hidden [own rows, hidden], angles [tokens, 1, rotary_dim] ->
+        # query and key [tokens, own heads, key_dim], value [tokens, own heads, value_dim]
         latent = self.latent
         if latent.query_rank:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
@@ -137,17 +140,14 @@ class LatentSelfAttention(MegatronModule):
 
         plain_query, rotary_query = query.unflatten(-1, (self.heads, -1)).split([latent.plain_dim, latent.rotary_dim], -1)
         plain_key, value = key_value.unflatten(-1, (self.heads, -1)).split([latent.plain_dim, latent.value_dim], -1)
-        rotary_query = self._rotate(rotary_query, angles, packing)
-        rotary_key = self._rotate(rotary_key.unsqueeze(1), angles, packing).expand(-1, self.heads, -1)
+        turns = [(latent.rotary_scale * part).to(hidden.dtype) for part in (angles.cos(), angles.sin())]
+        rotary_query = rotate(self._apart(rotary_query), *turns)
+        rotary_key = rotate(self._apart(rotary_key.unsqueeze(1)), *turns).expand(-1, self.heads, -1)
         return torch.cat([plain_query, rotary_query], -1), torch.cat([plain_key, rotary_key], -1), value.contiguous()
 
-    def _rotate(self, part: Tensor, angles: Tensor, packing: Any) -> Tensor:
+    def _apart(self, part: Tensor) -> Tensor:
         # part [tokens, heads, rotary_dim]. Pairs come out apart, in queries as in keys: their products are the same.
-        if self.latent.interleaved:
-            part = torch.cat([part[..., 0::2], part[..., 1::2]], -1)
-        return apply_rotary_pos_emb(
-            part, angles, self.config, packing.cu_seqlens_q, mscale=self.latent.rotary_scale, cp_group=self.groups.cp
-        )
+        return torch.cat([part[..., 0::2], part[..., 1::2]], -1) if self.latent.interleaved else part
 
 
 def latent_attention(shape: ModelShape, parts: MLASelfAttentionSubmodules, norm: type) -> ModuleSpec:

@@ -17,7 +17,7 @@ from megarl.engine.latent_attention import latent_attention
 from megarl.engine.layers import RMSNorm, ValueHead
 from megarl.engine.lora import CHILD, Adapter, MergedShards
 from megarl.engine.parallel import virtual_pipeline
-from megarl.engine.rotary import inverse_frequencies
+from megarl.engine.rotary import inverse_frequencies, token_angles
 from megarl.engine.settings import fusion_settings, precision_settings, recompute_settings
 from megarl.family import ModelShape
 from megarl.recipe.sections import MemorySection
@@ -55,8 +55,8 @@ class DecoderModel(GPTModel):
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if not isinstance(packed_seq_params, Packing):
             return found
-        embedded, angles, *more = found
-        return embedded, angles[kwargs["position_ids"][0]], *more
+        embedded, _, *more = found
+        return embedded, token_angles(self.rotary_pos_emb.inv_freq, kwargs["position_ids"][0]), *more
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # hidden_states [slots, 1, hidden], of sequence parallelism [slots / tensor, 1, hidden]
@@ -349,7 +349,7 @@ def _build_chunk(
     if critic and last:
         model.output_layer = ValueHead(config)
     if first and shape.embedding_scale != 1.0:
-        scale_embedding(model.embedding, shape.embedding_scale)
+        scale_embedding(model.embedding, shape.embedding_scale, config.params_dtype)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     model = model.to(device=device, dtype=config.params_dtype)
     _mark_experts(model, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from megarl.algorithm.loss import loss_weights, value_loss
 from megarl.algorithm.mismatch import mismatch_weights
 from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
 from megarl.engine.batch import Batch, PackedMicroBatch
+from megarl.platform import current as platform
 from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.schedule import MiniBatch
 
@@ -41,18 +43,13 @@ class PolicyObjective:
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
-        device = logprobs.device
-        weight = _spread(self.weights, micro, device)
-        fields = {
-            name: self.batch.gather(name, micro.samples).to(device)
-            for name in ("advantages", "logprobs", "reference_logprobs")
-            if name in self.batch.fields
-        }
-        kept = _counted(self.batch, micro, device)
+        names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
+        sampled = [self.batch.samples[sample].completion for sample in micro.samples]
+        from_engine = np.concatenate([one.logprobs[one.own] for one in sampled])
+        weight, kept, rollout, *columns = _columns(self, micro, names, logprobs.device, from_engine)
+        fields = dict(zip(names, columns, strict=True))
         # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
         old = fields.get("logprobs", logprobs.detach())
-        sampled = [self.batch.samples[sample].completion for sample in micro.samples]
-        rollout = torch.from_numpy(np.concatenate([one.logprobs[one.own] for one in sampled])).to(device)
         tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
         losses, clipped = self._loss(tokens)
         correction: Sums = {}
@@ -102,22 +99,27 @@ class ValueObjective:
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         values = outputs["values"]  # [own tokens]
-        weight = _spread(self.weights, micro, values.device)
-        old, returns = (self.batch.gather(name, micro.samples).to(values.device) for name in ("values", "returns"))
+        weight, kept, old, returns = _columns(self, micro, ("values", "returns"), values.device)
         assert self.settings.value_loss is not None
         losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
         loss = (weight * losses).sum()
-        kept = _counted(self.batch, micro, values.device)
         return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
 
 
-def _counted(batch: Batch, micro: PackedMicroBatch, device: torch.device) -> Tensor:
-    """1 for each token of a sequence that counts, else 0: [own tokens]. What gives no gradient is in no figure either, so
-    that KL and early stop are steered by what is trained on; and a sample whose results are not finite has dummy tokens."""
-    return _spread({sample: float(batch.valid[sample]) for sample in micro.samples}, micro, device)
+def _columns(
+    objective: PolicyObjective | ValueObjective,
+    micro: PackedMicroBatch,
+    names: Sequence[str],
+    device: torch.device,
+    *more: np.ndarray,
+) -> list[Tensor]:
+    """What the host knows of the own tokens of a micro-batch, [own tokens] each, in one transfer: the weight of each token
+    in the loss, whether it counts, `more`, and the batch's fields of these names.
 
-
-def _spread(weights: dict[int, float], micro: PackedMicroBatch, device: torch.device) -> Tensor:
-    """Per-sequence weights, one a token: [own tokens]."""
-    per_sequence = torch.tensor([weights[sample] for sample in micro.samples], device=device)
-    return per_sequence.repeat_interleave(torch.tensor(micro.own_lengths, device=device))
+    A token of a sequence that gives no gradient counts in no metric either, so that KL and early stop are steered by what is
+    trained on; and a sample whose results are not finite has dummy tokens.
+    """
+    batch, samples = objective.batch, list(micro.samples)
+    per_sequence = np.array([[objective.weights[one] for one in samples], batch.valid[samples]], np.float32)
+    weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
+    return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)

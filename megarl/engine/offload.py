@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megarl.estimate.activations import PREFETCH_BYTES
 from megarl.platform import current as platform
 from megarl.telemetry.clock import span
 
@@ -152,22 +153,50 @@ class _HostCopy:
     """A saved tensor on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
+        self.device, self.nbytes = tensor.device, tensor.nbytes
         self.copy, self.event = platform.to_host(tensor)
 
-    def on_device(self) -> Tensor:
-        return platform.to_device(self.copy, self.device, self.event)
+
+class _Saved:
+    """What an operation has saved: a copy on the host, and its place in the order in which the forward pass saved."""
+
+    def __init__(self, copy: _HostCopy, order: list[ref[_Saved]]) -> None:
+        self.copy, self.order, self.number = copy, order, len(order)
+        self._arriving: tuple[Tensor, Any] | None = None
+        order.append(ref(self))
+
+    def prefetch(self) -> None:
+        """Start to bring the tensor back."""
+        if self._arriving is None:
+            self._arriving = platform.to_device(self.copy.copy, self.copy.device, self.copy.event)
+
+    def take(self) -> Tensor:
+        """The tensor on the device, for the computation that is queued next."""
+        self.prefetch()
+        assert self._arriving is not None
+        (tensor, event), self._arriving = self._arriving, None
+        if event is not None:
+            event.wait()
+        return tensor
+
+    def __del__(self) -> None:
+        if self._arriving is not None:  # asked for by nobody: its memory must not be used again before the copy has ended
+            self.take()
 
 
 class ActivationOffload:
-    """Moves what a forward pass saves for its backward pass to the host, and back when the backward pass asks for it.
+    """Moves what a forward pass saves for its backward pass to the host, and back before the backward pass asks for it.
 
     Weights and views of them stay, and what lies in less than LEAST_ACTIVATION_BYTES. What two operations save of one tensor
     is copied once. Copies have no gaps where views had some, so that a kernel may round a last digit unlike.
+
+    A backward pass asks in about the reverse order. With each tensor that it takes, those before it start to come back, as
+    many as `ahead_bytes` hold and at least one; 0 brings back only what is asked for.
     """
 
-    def __init__(self, models: list[Any]) -> None:
+    def __init__(self, models: list[Any], ahead_bytes: int | None = None) -> None:
         self._models = models
+        self._ahead_bytes = ahead_bytes if ahead_bytes is not None else PREFETCH_BYTES if platform.prefetches else 0
         self._copies: WeakValueDictionary[Any, _HostCopy] = WeakValueDictionary()
         self.moved_bytes = 0  # in all
 
@@ -179,8 +208,9 @@ class ActivationOffload:
             for model in self._models
             for parameter in (*model.parameters(), *model.buffers())
         }
+        order: list[ref[_Saved]] = []
 
-        def pack(tensor: Tensor) -> Tensor | _HostCopy:
+        def pack(tensor: Tensor) -> Tensor | _Saved:
             storage = tensor.untyped_storage()
             # The storage's size counts: a small view that stays keeps all of it.
             small = storage.nbytes() < LEAST_ACTIVATION_BYTES
@@ -194,10 +224,26 @@ class ActivationOffload:
             if found is None:
                 found = self._copies[place] = _HostCopy(tensor)
                 self.moved_bytes += tensor.nbytes
-            return found
+            return _Saved(found, order)
 
-        def unpack(saved: Tensor | _HostCopy) -> Tensor:
-            return saved if isinstance(saved, Tensor) else saved.on_device()
+        def unpack(saved: Tensor | _Saved) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            tensor = saved.take()
+            self._prefetch_before(saved)
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def _prefetch_before(self, saved: _Saved) -> None:
+        """Start to bring back what was saved just before, as far as `ahead_bytes` go."""
+        coming_bytes = 0
+        for reference in reversed(saved.order[: saved.number]) if self._ahead_bytes else ():
+            earlier = reference()
+            if earlier is None:  # its operation has run backward
+                continue
+            coming_bytes += earlier.copy.nbytes
+            if coming_bytes > self._ahead_bytes and coming_bytes > earlier.copy.nbytes:
+                return
+            earlier.prefetch()

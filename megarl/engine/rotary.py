@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each family."""
+"""Rotary position embedding: the frequencies of each family, the angles of each token and the rotation by them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,21 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
     return torch.cat([inverse, _plain(shape.head_dim, shape.local_rope_theta)])
 
 
-def own_angles(angles: Tensor, local: bool) -> Tensor:
-    """A layer's angles [positions, 1, 1, head_dim] of those that two kinds of layer share.
+def token_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """The angles of each token, [tokens, 1, 2 x frequencies], from its position [tokens]."""
+    return torch.outer(positions.to(frequencies.dtype), frequencies).repeat(1, 2).unsqueeze(1)
 
-    megatron-core has repeated all frequencies once: [positions, 1, 1, 2 x (everything, local) x head_dim / 2].
+
+def rotate(rows: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (i, i + dim / 2) of the rows [tokens, heads, dim] by its angle; cosines and sines [tokens, 1, dim]."""
+    front, back = rows.chunk(2, -1)
+    return rows * cosines + torch.cat([-back, front], -1) * sines
+
+
+def own_angles(angles: Tensor, local: bool) -> Tensor:
+    """A layer's angles [tokens, 1, head_dim] of those that two kinds of layer share.
+
+    `token_angles` has repeated all frequencies once: [tokens, 1, 2 x (everything, local) x head_dim / 2].
     """
     return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megarl.engine.batch import PADDING
 from megarl.engine.parallel import Place
 from megarl.family import ModelShape
+from megarl.platform import current as platform
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
@@ -103,9 +104,12 @@ class RouterReplay:
         layout = self._place.layout
         if layout.sequence_parallel:  # a router sees this tensor rank's slots alone
             routing = routing.chunk(layout.tensor)[self._place.tensor_rank]
-        training = torch.is_grad_enabled()
-        for router in self._chunks[chunk]:
-            router.expect(routing[:, router.column].to(self._place.device, non_blocking=True), training)
+        training, routers = torch.is_grad_enabled(), self._chunks[chunk]
+        # One transfer for all layers of the chunk: [layers, own slots, experts a token].
+        columns = routing[:, [router.column for router in routers]].transpose(0, 1).contiguous()
+        (placed,) = platform.upload([columns.numpy()], self._place.device)
+        for router, chosen in zip(routers, placed, strict=True):
+            router.expect(chosen, training)
 
     def finish(self) -> None:
         """To be called behind a pipeline run: nothing is left for the next one."""

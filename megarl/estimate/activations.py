@@ -38,6 +38,9 @@ from megarl.schedule.blocks import bytes_of, largest_block
 _FP32 = 4
 # `BLOCK` of `engine/attention.py`, whose imports are no business of an estimate; a test keeps them equal.
 MASK_ROWS = 256
+# On a GPU, offloaded activations that come back before the backward pass asks for them (`engine/offload.py`) take at most
+# this much; one tensor may be larger.
+PREFETCH_BYTES = 256 << 20
 
 
 def saved_by_stage(role: Role, pipeline_rank: int) -> int:

@@ -183,6 +183,7 @@ def _update_moments(
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
     saved = int(held * tokens * per_token) + tokens * beside
     host = int(held * tokens * kept) if offloads else 0
+    saved += 0 if role.on_cpu else min(activations.PREFETCH_BYTES, host)
     copies = int(held * copied_rows * activations.copied_by_stage(role, pipeline_rank))
     saved, host = (saved, host + copies) if offloads else (saved + copies, host)
     weights, routed = trained_weights(role, pipeline_rank), trained_expert_weights(role, pipeline_rank)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.platform import cpu_megatron, device_memory, profiling
+from megarl.platform import cpu_megatron, device_memory, profiling, transfers
 from megarl.platform.messages import GlooMessages, NcclMessages
 from megarl.platform.peaks import peak_of
 
@@ -75,13 +75,13 @@ class Platform:
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start a copy of a tensor to the host; the copy, and the event that it is complete at (None on a CPU).
 
-        On a GPU it runs on a stream of its own, beside the computation. Not yet run on a GPU.
+        On a GPU it runs on a stream of its own, beside the computation.
         """
         strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, without gaps
         copy = self.host_bytes(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
         if self.kind != "cuda":
             return copy.copy_(tensor), None
-        stream = _offload_stream(tensor.device)
+        stream = transfers.stream_of(tensor.device, "out")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             copy.copy_(tensor, non_blocking=True)
@@ -89,11 +89,32 @@ class Platform:
         tensor.record_stream(stream)  # its memory is not given away before the copy is made
         return copy, event
 
-    def to_device(self, copy: torch.Tensor, device: torch.device, event: Any) -> torch.Tensor:
-        """A copy that `to_host` made, on the device again."""
-        if event is not None:
-            event.wait()
-        return torch.empty_like(copy, device=device, pin_memory=False).copy_(copy, non_blocking=True)
+    def to_device(self, copy: torch.Tensor, device: torch.device, event: Any) -> tuple[torch.Tensor, Any]:
+        """Start to bring a copy that `to_host` made back to the device; the tensor, and the event that it is complete at
+        (None on a CPU). On a GPU it runs on a stream of its own, beside the computation."""
+        if self.kind == "cuda":
+            return transfers.start_to_device(copy, device, event)
+        return torch.empty_like(copy, device=device).copy_(copy), None
+
+    def upload(self, arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, all in one transfer that the host does not wait for."""
+        return transfers.upload(arrays, device) if self.kind == "cuda" else [torch.from_numpy(one) for one in arrays]
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether copies between host and device run beside the computation."""
+        return self.kind == "cuda"
+
+    @property
+    def attention_shares_keys(self) -> bool:
+        """Whether `scaled_dot_product_attention` takes one head of keys for several of queries in every precision; else it
+        writes out the square of each sequence."""
+        return self.kind == "cpu"
+
+    def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor] | None:
+        """`torch.nn.attention.varlen.varlen_attn` where this device runs it for such heads, else None."""
+        capability = torch.cuda.get_device_capability() if self.kind == "cuda" else None
+        return transfers.varlen_attention() if transfers.has_varlen_attention(capability, dtype, head_dim) else None
 
     def device_bytes(self, size: int) -> torch.Tensor:
         """Zeroed memory of this process's device, uint8 [size]."""
@@ -172,11 +193,6 @@ class Platform:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         own = dist.PrefixStore(f"start {start}", store)
         dist.init_process_group(self.backend, store=own, rank=rank, world_size=size, timeout=deadline)
-
-
-@cache
-def _offload_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _detect() -> Platform:
