@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.platform import current as platform
 from megarl.telemetry.clock import span
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,13 @@ class Compiled:
     def _first(self, arguments: tuple[Any, ...]) -> Tensor:
         # Copies: a thread past its deadline goes on, and the function may overwrite what it is given.
         copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
+        device = next(part.device for part in copies if isinstance(part, Tensor))
         found: list[tuple[Function, Tensor]] = []
         failures: list[Exception] = []
 
         def call() -> None:
             try:
+                platform.set_thread_device(device)
                 # A new thread starts with gradients on, and code compiled for that does not fit calls without.
                 with torch.no_grad():
                     compiled = self._compile(self.function)
