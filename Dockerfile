@@ -12,7 +12,9 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update \
     && apt-get install -y --no-install-recommends git libnuma1 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
-ENV VIRTUAL_ENV=/opt/megarl PATH=/opt/megarl/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# CUDA_HOME: else a build takes the lock's nvcc, which is newer than the CUDA of torch and of the headers.
+ENV VIRTUAL_ENV=/opt/megarl PATH=/opt/megarl/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    CUDA_HOME=/usr/local/cuda
 
 WORKDIR /megarl
 COPY locks/gpu-py312.txt locks/
@@ -24,9 +26,10 @@ RUN grep -E '^(torch|triton|nvidia-.*|cuda-.*)==' locks/gpu-py312.txt >/tmp/pack
     && pip install --no-deps --requirement /tmp/packages
 RUN grep -v '^transformer-engine' locks/gpu-py312.txt >/tmp/packages \
     && pip install --no-deps --no-build-isolation --requirement /tmp/packages
-# Transformer Engine compiles its torch extension against the torch above.
+# Transformer Engine compiles its torch extension against the torch above; without its NCCL kernels for experts, which want
+# a newer NCCL than torch has, and which megarl does not use.
 RUN grep '^transformer-engine' locks/gpu-py312.txt >/tmp/packages \
-    && NVTE_FRAMEWORK=pytorch pip install --no-deps --no-build-isolation --requirement /tmp/packages
+    && NVTE_FRAMEWORK=pytorch NVTE_WITH_NCCL_EP=0 pip install --no-deps --no-build-isolation --requirement /tmp/packages
 
 COPY . .
 RUN pip install --no-deps --no-build-isolation --editable .

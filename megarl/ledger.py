@@ -11,6 +11,7 @@ from typing import Any
 from megarl.engine.exchange import gather_to_all
 from megarl.evaluation.held_out import Evaluation
 from megarl.pipeline import Pipeline
+from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.rollout.pool import EngineReport
 from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
@@ -80,11 +81,14 @@ class Ledger:
     def step(self, number: int, times: StepTimes, engines: Sequence[EngineReport], figures: dict[str, Any]) -> None:
         """What this step took, and on rank 0 what the engines did in it, and its `figures`. Collective."""
         parts = self._pipeline.parts
-        ranks = gather_to_all(times.by_span())
+        everyone = gather_to_all((times.by_span(), platform.take_peak_reserved_bytes()))
+        ranks, peaks = [spans for spans, _ in everyone], [peak for _, peak in everyone if peak is not None]
         if self._metrics is not None:
             busy_s = [one.busy_s for one in engines]
             figures = figures | parts.prompts.figures() | self._start
             figures |= self._measures.of(times, ranks, self._pipeline.sizes, busy_s, figures)
+            if peaks:
+                figures["memory/reserved"] = max(peaks)
             self._start = {}
             if self._engine_traces is not None:
                 self._engine_traces.write(number, times.start, engines)

@@ -23,6 +23,7 @@ from megarl.engine.parallel import Place, reduce_scalars
 from megarl.evaluation.held_out import Judged
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.finite_guard import FiniteGuard
+from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.algorithm_sections import OverlongSection
 from megarl.reward.workers import add_episodes
@@ -510,7 +511,10 @@ class Pipeline:
 
     def _publish(self, version: int, engines: Sequence[int] | None) -> Figures:
         with self.parts.actor.present():
-            return self.parts.weights.publish(version, self.parts.actor.shards(), self.parts.rollouts, engines)
+            shards = self.parts.actor.shards()
+            if self.parts.engines_sleep:  # they wake when every rank has come to the sync, and map what is free by then
+                platform.release_memory()
+            return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -272,11 +272,13 @@ def build_parts(
         judge = model_directory(recipe.path("reward_model"))
         reward_model = engine("reward_model", ModelShape.from_directory(judge), judge, places["reward_model"])
     replayed = recipe.rollout.replay is not None
+    if takes_turns(recipe) and not replayed:  # before all ranks meet below, and rank 0 then starts the engines
+        platform.release_memory()
     weights = None
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
-                                section.bucket_bytes, section.timeout_s, section.mode,
+                                section.bucket_bytes or platform.bucket_bytes, section.timeout_s, section.mode,
                                 stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
                                 recipe.rollout.quantization, recipe.actor.lora is not None)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:

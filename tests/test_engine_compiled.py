@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from typing import Any
@@ -93,14 +92,9 @@ def test_the_first_call_runs_on_the_device_of_its_arguments(monkeypatch: pytest.
     """CUDA's current device is one of a thread, and the first call has a thread of its own."""
     current = threading.local()
 
-    @contextlib.contextmanager
-    def device(of: torch.device) -> Any:
-        current.device = of
-        yield
-
-    monkeypatch.setattr(cuda_stub, "device", device)
+    monkeypatch.setattr(cuda_stub, "set_device", lambda device: setattr(current, "device", device))
     monkeypatch.setattr(platform.torch, "cuda", cuda_stub)
-    monkeypatch.setattr(platform, "current", platform.Platform("cuda", "gloo", "local"))
+    monkeypatch.setattr("megarl.engine.compiled.platform", platform.Platform("cuda", "nccl", "local"))
     seen = []
 
     def watched(plain: Any) -> Any:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import megarl
 from megarl.exit_status import BAD_INPUT
@@ -104,6 +106,28 @@ def test_dockerfile_installs_the_gpu_lock_and_names_no_version_of_its_own() -> N
         "transformer-engine-torch",
     }
     assert sorted(others + engine) == sorted(locked_lines(GPU_LOCK)), "every line is installed"
+
+
+def test_image_builds_transformer_engine_with_the_cuda_that_torch_has() -> None:
+    """Its setup takes CUDA_HOME first and the wheels' nvcc second; its NCCL kernels want NCCL 2.30.4 (2.20.2)."""
+    lines = commands_of("Dockerfile")
+    (cuda,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-cudnn-devel-", "\n".join(lines), flags=re.MULTILINE)
+    locked = requirements(locked_lines(GPU_LOCK))
+    assert str(locked["nvidia-cuda-runtime"].specifier).startswith(f"=={cuda}.")
+    environment = next(number for number, line in enumerate(lines) if "CUDA_HOME=/usr/local/cuda" in line.split())
+    (build,) = [number for number, line in enumerate(lines) if "NVTE_FRAMEWORK=pytorch" in line]
+    assert lines[environment].startswith("ENV ") and environment < build
+    nccl = Version(str(locked["nvidia-nccl-cu13"].specifier).removeprefix("=="))
+    assert nccl >= Version("2.30.4") or "NVTE_WITH_NCCL_EP=0" in lines[build].split()
+
+
+def test_gpu_lock_has_the_files_of_the_cuda_bindings_once() -> None:
+    """cuda-python before 12.8 is itself the bindings; from then on it asks for the cuda-bindings of its own minor version,
+    and torch for those of its CUDA."""
+    locked = requirements(locked_lines(GPU_LOCK))
+    python, bindings = (Version(str(locked[name].specifier).removeprefix("==")) for name in ("cuda-python", "cuda-bindings"))
+    assert python.release[:2] == bindings.release[:2] and python <= bindings
+    assert SpecifierSet(">=13.0.3,<14").contains(bindings)
 
 
 def test_cpu_dockerfile_runs_what_set_up_runs_and_nothing_else() -> None:

@@ -27,10 +27,18 @@ def started(ranks: int, each: int, address: str | None = None, master: str = "no
     return said if address is None else said | {"MEGARL_RAY_ADDRESS": address}
 
 
-def have(monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, num_nodes: int = 1) -> None:
-    """Ray nodes with so many GPUs, or without any; rank 0 sees those of the first."""
+def have(monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, num_nodes: int = 1, are_peers: bool = True) -> None:
+    """Ray nodes with so many GPUs, or without any; rank 0 sees those of the first, the last two of which may be no peers."""
     known = [{"Resources": {"GPU": float(count)}} for count in gpus or [0] * num_nodes]
-    device = SimpleNamespace(kind="cuda" if gpus else "cpu", num_devices=gpus[0] if gpus else None)
+
+    def pair_without_peer_access(devices: set[int]) -> tuple[int, int] | None:
+        return None if are_peers or len(devices) < 2 else (max(devices) - 1, max(devices))
+
+    device = SimpleNamespace(
+        kind="cuda" if gpus else "cpu",
+        num_devices=gpus[0] if gpus else None,
+        pair_without_peer_access=pair_without_peer_access,
+    )
     monkeypatch.setattr(nodes, "platform", device)
     monkeypatch.setattr(nodes, "ray_nodes", lambda address: known)
 
@@ -45,6 +53,10 @@ def test_engines_and_transport_follow_the_nodes(monkeypatch: pytest.MonkeyPatch)
     assert nodes.set_stage(of(2, "separate"), started(2, 2, ADDRESS)) == ((second,), "gloo")
     have(monkeypatch, [4])
     assert nodes.set_stage(of(2, "separate", tensor=2), started(2, 2)) == ((EnginePlace(0, (2, 3)),), "cuda_ipc")
+    have(monkeypatch, [4], are_peers=False)  # of the devices of ranks and engines, no others
+    assert nodes.set_stage(of(2, "separate", tensor=2), started(2, 2))[1] == "nccl"
+    assert nodes.set_stage(of(2, engines=2), started(2, 2))[1] == "shared_memory"
+    assert nodes.set_stage(of(1, engines=1), started(1, 1))[1] == "cuda_ipc"
     have(monkeypatch, [4, 8])  # the fewest count
     assert nodes.set_stage(of(8, tensor=4), started(8, 4, ADDRESS)) == ((EnginePlace(0, (0, 1, 2, 3)),), "gloo")
     assert nodes.set_stage(of(4, "separate", tensor=4), started(4, 4, ADDRESS)) == ((EnginePlace(1, (0, 1, 2, 3)),), "nccl")

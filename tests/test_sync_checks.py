@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
+import numpy as np
 import pytest
 import torch
 
+from megarl.platform import cuda_stub
 from megarl.sync import checks
-from megarl.sync.checks import SAMPLE, DeviceChecks, HostChecks
-from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece
+from megarl.sync.checks import SAMPLE, DeviceChecks, HostChecks, mixed_words
+from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece, Stream
 
 pytestmark = pytest.mark.sync
 
 VERSION, BUCKET = 7, 3
 SIZES = [[640, 128, 3008, 64], [2, 1000, 126] + [192] * 60]  # bytes of the pieces of two parts
-KINDS: dict[str, Callable[..., HostChecks | DeviceChecks]] = {
-    "host": HostChecks,
-    "device": partial(DeviceChecks, sampled=False),
-    "sampled": partial(DeviceChecks, sampled=True),
-}
+KINDS = ("host", "device", "sampled")
 Parts = list[list[Piece]]
 
 
@@ -41,12 +36,32 @@ def parts_of_a_bucket() -> tuple[Parts, int]:
     return parts, end
 
 
+def on_device(
+    sampled: bool, version: int, bucket: int = BUCKET, source: int | None = None, num: int = 1, where: str = "cpu"
+) -> DeviceChecks:
+    """Of a stream whose only pieces are those of `num` buckets, from `bucket` on, each with both parts."""
+    parts, size = parts_of_a_bucket()
+    pieces = [piece for part in parts for piece in part]
+    none = np.zeros(num * len(pieces), dtype=np.int64)
+    rank = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    columns = [np.array(column) for column in zip(*((p.start, p.end - p.start, p.check) for p in pieces), strict=True)]
+    offset, sizes, check, source_rank = (np.tile(column, num) for column in (*columns, rank))
+    buckets = np.repeat(np.arange(bucket, bucket + num), len(pieces))
+    stream = Stream(none, none, none, source_rank, buckets, offset, sizes, check, none, bucket + num, size)
+    found = DeviceChecks(stream, torch.device(where), sampled, source)
+    found.begin(version)
+    return found
+
+
 def written(kind: str, version: int = VERSION, bucket: int = BUCKET) -> tuple[torch.Tensor, Parts]:
     """A bucket of random bytes with its checksums."""
     parts, size = parts_of_a_bucket()
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    for part in parts:
-        seal = KINDS[kind](memory, version, bucket)
+    for rank, part in enumerate(parts):
+        if kind != "host":
+            on_device(kind == "sampled", version, bucket, rank).write(bucket, memory)
+            continue
+        seal = HostChecks(memory, version, bucket)
         for piece in part:
             seal.add(piece)
         seal.close()
@@ -55,11 +70,13 @@ def written(kind: str, version: int = VERSION, bucket: int = BUCKET) -> tuple[to
 
 def wrong(kind: str, memory: torch.Tensor, parts: Parts, version: int = VERSION, bucket: int = BUCKET) -> list[int]:
     """Numbers of the pieces that a reader finds wrong."""
-    check = KINDS[kind](memory, version, bucket)
-    pieces = [piece for part in reversed(parts) for piece in part]
-    check.expect(pieces)
-    found = [check.wrong([piece]) for piece in pieces]
-    return sorted(piece.number for piece in found if piece is not None)
+    if kind != "host":
+        found = on_device(kind == "sampled", version, bucket, where=memory.device.type)
+        found.compare(bucket, memory)
+        return found.wrong()
+    check = HostChecks(memory, version, bucket)
+    one_by_one = [check.wrong([piece]) for part in parts for piece in part]
+    return sorted(piece.number for piece in one_by_one if piece is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,17 +149,34 @@ def test_two_pieces_that_changed_places_with_their_checksums_are_found_on_a_devi
 
 
 def test_a_sample_is_one_of_sixteen_another_one_in_each_version_and_both_ends_choose_alike() -> None:
-    memory, parts = written("sampled")
+    parts, _ = parts_of_a_bucket()
+    ends = [on_device(True, 0), *(on_device(True, 0, source=rank) for rank in range(len(parts)))]
     chosen = []
     for version in range(1, 201):
-        check = DeviceChecks(memory, version, BUCKET, sampled=True)
-        at_reader = check._chosen(sorted((piece for part in parts for piece in part), key=lambda piece: piece.start))
-        assert at_reader == [piece for part in parts for piece in check._chosen(part)]
-        chosen.append({piece.number for piece in at_reader})
+        for end in ends:
+            end.begin(version)
+        at_reader, *at_ranks = (end._chosen.tolist() for end in ends)
+        assert at_reader == [piece for rank in at_ranks for piece in rank]
+        chosen.append(set(at_reader))
     others = len(parts[0]) + len(parts[1]) - len(parts)
     share = sum(len(one) - len(parts) for one in chosen) / (others * len(chosen))
     assert 0.8 / SAMPLE < share < 1.2 / SAMPLE
     assert set.union(*chosen) == {piece.number for part in parts for piece in part}
+
+
+@pytest.mark.parametrize(("sampled", "uploads"), [(False, 0), (True, 1)])
+def test_a_version_waits_once_for_the_device_however_many_buckets_it_has(sampled: bool, uploads: int) -> None:
+    memory, _ = written("sampled" if sampled else "device")
+    writer, reader = (on_device(sampled, VERSION - 1, source=rank, num=20) for rank in (0, None))
+    with cuda_stub.HostWaits() as waits:
+        for end in (writer, reader):
+            end.begin(VERSION)
+        for bucket in range(BUCKET, BUCKET + 20):
+            writer.write(bucket, memory)
+            reader.compare(bucket, memory)
+        assert waits.calls == ["to"] * 2 * uploads
+        reader.wrong()
+    assert waits.calls[2 * uploads :] == ["cpu", "numpy"]
 
 
 def test_a_sum_does_not_depend_on_how_the_words_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +196,14 @@ def test_a_gpu_adds_up_as_a_cpu_does() -> None:
 
 def test_a_word_is_mixed_one_to_one() -> None:
     """In the last step too: a shift that repeats the sign would make one word of two."""
-    memory = torch.zeros(16, dtype=torch.uint8)
-    check = DeviceChecks(memory, VERSION, BUCKET, sampled=False)
-    words = memory.view(torch.int64)
-    seen = set()
-    for value in [*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))]:
+    words = torch.zeros(2, dtype=torch.int64)
+    seed, seen = checks._seed(VERSION, BUCKET), set()
+    values = {*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))}
+    for value in values:
         words[1] = value
-        seen.add(int(check._mixed(0, 2)[1]))
-        assert int(check._mixed(0, 2)[1]) == _by_hand(value, check._seed)
-    assert len(seen) == len({*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))})
+        seen.add(int(mixed_words(words, 0, seed)[1]))
+        assert int(mixed_words(words, 0, seed)[1]) == _by_hand(value, seed)
+    assert len(seen) == len(values)
 
 
 def _by_hand(value: int, seed: int) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.family import ModelShape
-from megarl.platform import NcclMessages, messages
+from megarl.platform import NcclMessages, cuda_stub, messages
 from megarl.platform import current as platform
 from megarl.recipe.feature_rules import DEVICE_TRANSPORTS
 from megarl.recipe.sections import WeightSyncSection
@@ -54,6 +54,19 @@ def test_each_engine_can_lead_and_its_buckets_serve_the_others(publisher: Publis
             assert engines.versions[engine] == version
             for worker in (0, 1):
                 assert_has_shard(engines.taken[engine, worker], shape, model, RolloutLayout(2), worker, torch.float32)
+    engines.close()
+
+
+def test_a_rank_reads_nothing_of_its_device_however_many_buckets_it_fills(publisher: Publisher, models: list[Path]) -> None:
+    shape = ModelShape.from_directory(models[0])
+    engines = ThreadEngines(shape, RolloutLayout(2), engines=2)
+    shards = publisher.shards(models[0])
+    for version in (1, 2):
+        with cuda_stub.HostWaits() as waits:
+            publisher.sync.publish(version, shards, engines)
+        assert len(publisher.sync._sequence) > 10
+        # At the first sync where the pieces of each stream lie goes there.
+        assert waits.calls == (["to", "to"] if version == 1 else [])
     engines.close()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl import platform
+from megarl.platform import current as platform
 from megarl.telemetry.clock import span
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,15 @@ class Compiled:
     def _first(self, arguments: tuple[Any, ...]) -> Tensor:
         # Copies: a thread past its deadline goes on, and the function may overwrite what it is given.
         copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
-        device = next((part.device for part in copies if isinstance(part, Tensor)), torch.device("cpu"))
+        device = next(part.device for part in copies if isinstance(part, Tensor))
         found: list[tuple[Function, Tensor]] = []
         failures: list[Exception] = []
 
         def call() -> None:
             try:
-                # A new thread starts with gradients on and on device 0, and code compiled for that does not fit the calls.
-                with torch.no_grad(), platform.current.on(device):
+                platform.set_thread_device(device)
+                # A new thread starts with gradients on, and code compiled for that does not fit calls without.
+                with torch.no_grad():
                     compiled = self._compile(self.function)
                     found.append((compiled, compiled(*copies)))
             except Exception as failure:  # whatever the compiler raises: the plain function does the same

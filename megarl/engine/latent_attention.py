@@ -100,7 +100,6 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: Any, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
-
         config = self.config
         again = config.recompute_modules if self.training and config.recompute_granularity == "selective" else ()
         if "mla_up_proj" in again:

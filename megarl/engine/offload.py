@@ -100,7 +100,9 @@ class Residence:
         return not self._weights_away and not (training and self._training_away)
 
     def leave(self) -> None:
-        """Put away what is on the device and goes away."""
+        """Put away what is on the device and goes away. The memory goes back to the driver, whole: left with the allocator,
+        smaller tensors would take parts of it, and nothing as large would find room there again."""
+        away = self._weights_away, self._training_away
         # fp32 main parameters share the weights' memory; they go with them.
         weights = [parameter.data for model in self._models for parameter in model.parameters()]
         if self._moves_training and not self._training_away:
@@ -110,6 +112,8 @@ class Residence:
         if self.moves_weights and not self._weights_away:
             self._weights.put_away(storages_of(weights))
             self._weights_away = True
+        if away != (self._weights_away, self._training_away):
+            platform.empty_cache()
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:

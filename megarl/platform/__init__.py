@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from megarl.platform import cpu_megatron, device_memory, profiling, transfers
 from megarl.platform.messages import GlooMessages, NcclMessages
 from megarl.platform.peaks import peak_of
 
+# Of a weight sync's bucket: on a CPU two fit its cache; on a GPU the host waits for the device once a bucket.
+BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
+
 
 @dataclass(frozen=True)
 class Platform:
     """What the rest of megarl may know about the device."""
 
     kind: str  # "cuda" or "cpu"
-    backend: str  # torch.distributed backend of the collectives on tensors of this device
+    backend: str  # torch.distributed backend of the default group, and of all that are made without naming another
     layer_spec: str  # "transformer_engine" or "local": which megatron-core layer specs run here
 
     @property
@@ -46,14 +50,51 @@ class Platform:
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
 
-    def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Inside, this thread's kernels go to the device; a new thread's would go to device 0."""
-        return torch.cuda.device(device) if self.kind == "cuda" else nullcontext()
-
     def synchronize(self) -> None:
         """Wait until the device has finished, so that a phase's seconds are its own."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
+
+    def current_device(self) -> torch.device:
+        """The device that this thread computes on."""
+        return self.device(torch.cuda.current_device() if self.kind == "cuda" else 0)
+
+    def set_thread_device(self, device: torch.device) -> None:
+        """Make `device` the current one of the calling thread: on a GPU a new thread starts on device 0."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(device)
+
+    def empty_cache(self) -> None:
+        """Give the device's memory that torch's allocator keeps for later back to the driver: other processes of the device
+        map theirs from there."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def release_memory(self) -> None:
+        """The same, of all memory that no live tensor uses: also what only reference cycles hold, and what queued kernels
+        still read."""
+        if self.kind == "cuda":
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def take_peak_reserved_bytes(self) -> int | None:
+        """The most that torch's allocator has held of the device since this was last called; None on a CPU."""
+        if self.kind != "cuda":
+            return None
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket of the weight sync where the recipe gives none."""
+        return BUCKET_BYTES[self.kind]
+
+    def pair_without_peer_access(self, devices: Iterable[int]) -> tuple[int, int] | None:
+        """The first two of these devices of which one cannot reach the other's memory; None where all can, and on a CPU."""
+        pairs = permutations(sorted(set(devices)), 2) if self.kind == "cuda" else ()
+        return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
     def has_avx(self) -> bool:
         """Whether the host's CPU is one whose kernels torch runs with AVX: an x86."""
@@ -113,8 +154,8 @@ class Platform:
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor] | None:
         """`torch.nn.attention.varlen.varlen_attn` where this device runs it for such heads, else None."""
-        capability = torch.cuda.get_device_capability() if self.kind == "cuda" else None
-        return transfers.varlen_attention() if transfers.has_varlen_attention(capability, dtype, head_dim) else None
+        has = transfers.has_varlen_attention(self.capability, dtype, head_dim)
+        return transfers.varlen_attention() if has else None
 
     def device_bytes(self, size: int) -> torch.Tensor:
         """Zeroed memory of this process's device, uint8 [size]."""
@@ -122,12 +163,16 @@ class Platform:
 
     def shared_device_bytes(self, size: int) -> tuple[torch.Tensor, bytes]:
         """The same, and a handle by which other processes of this machine reach it, with `reach_device_bytes`. On a CPU a
-        file without a name stands in. Not yet run on a GPU."""
-        return device_memory.share_on_cuda(size) if self.kind == "cuda" else device_memory.share_on_cpu(size)
+        file without a name stands in."""
+        if self.kind == "cuda":
+            return device_memory.share_on_cuda(size, self.current_device())
+        return device_memory.share_on_cpu(size)
 
     def reach_device_bytes(self, handle: bytes) -> torch.Tensor:
         """Memory that another process shares. Raises RuntimeError where it cannot be reached."""
-        return device_memory.reach_on_cuda(handle) if self.kind == "cuda" else device_memory.reach_on_cpu(handle)
+        if self.kind == "cuda":
+            return device_memory.reach_on_cuda(handle, self.current_device())
+        return device_memory.reach_on_cpu(handle)
 
     def settle(self) -> None:
         """Wait until what this process has the device do, in its current stream, is done and seen by every process."""
@@ -198,9 +243,11 @@ class Platform:
 def _detect() -> Platform:
     if torch.cuda.is_available():
         # Without Transformer Engine a GPU takes the modules of the CPU path: torch's fused attention runs on both.
-        spec = "local" if importlib.util.find_spec("transformer_engine") is None else "transformer_engine"
-        # gloo beside NCCL: metadata and checkpoints exchange CPU tensors.
-        return Platform("cuda", "cpu:gloo,cuda:nccl", spec)
+        # The compiled part: the wheel of `transformer_engine` alone has none.
+        spec = "local" if importlib.util.find_spec("transformer_engine_torch") is None else "transformer_engine"
+        # No gloo in it: every group of a layout would be a mesh of sockets too. What has only CPU tensors to exchange takes
+        # a gloo group of its own: megarl's metadata (`engine/exchange.py`), megatron-core's optimizer states.
+        return Platform("cuda", "nccl", spec)
     return Platform("cpu", "gloo", "local")
 
 

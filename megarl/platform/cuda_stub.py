@@ -2,18 +2,63 @@
 
 The device is the CPU, streams and events run in program order, so waiting is a no-op. A name that is not here is
 recorded in `missed` (a test reads it) and raises AttributeError.
+
+Tests put it in the place of `torch.cuda` and see what a GPU would have been asked: `recorded` and `HostWaits`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401  # noqa: F401
 
 missed: set[str] = set()
+_records: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The calls that wait for the device, choose it, or give its memory back, by name in their order, as long as this is
+    entered; `set_device` with the thread's name and the device."""
+    calls: list[str] = []
+    _records.append(calls)
+    try:
+        yield calls
+    finally:
+        _records[:] = [other for other in _records if other is not calls]
+
+
+def _record(call: str) -> None:
+    for calls in _records:
+        calls.append(call)
+
+
+class HostWaits(torch.overrides.TorchFunctionMode):
+    """Counts in `calls`, by name, what makes the host wait for a GPU, where this thread does it to tensors of the CPU that
+    stand for a GPU's: values that are read (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...), and tensors
+    that are made of Python's values or numpy's on a device, from pageable memory."""
+
+    READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
+             "masked_select")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
+        moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
+        if name in self.READS or made or moved:
+            self.calls.append(name)
+        return func(*args, **kwargs)
+
 
 # Asked for by `hasattr` or behind a version test: absent is the right answer.
 _ABSENT_IS_FINE = {"MemPool"}
@@ -31,7 +76,8 @@ class Stream:
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _record("stream.synchronize")
 
     def query(self) -> bool:
         return True
@@ -117,13 +163,24 @@ def get_device_name(device: object = None) -> str:
     return "cpu"
 
 
-def synchronize(device: object = None) -> None: ...
+def synchronize(device: object = None) -> None:
+    _record("synchronize")
 
 
-def empty_cache() -> None: ...
+def empty_cache() -> None:
+    _record("empty_cache")
 
 
-def set_device(device: object) -> None: ...
+def set_device(device: object) -> None:
+    _record(f"set_device {threading.current_thread().name} {device}")
+
+
+def can_device_access_peer(device: int, peer: int) -> bool:
+    return True
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    _record("reset_peak_memory_stats")
 
 
 def memory_allocated(device: object = None) -> int:

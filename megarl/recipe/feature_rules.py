@@ -34,7 +34,7 @@ def fp8(recipe: Recipe) -> Violations:
     if recipe.trainer.precision != "bf16":
         rule = f"FP8 products work on bf16 weights, and trainer.precision is {recipe.trainer.precision}"
         yield Violation("trainer.fp8", name, rule, "trainer.precision: bf16, or remove trainer.fp8")
-    elif importlib.util.find_spec("transformer_engine") is None:
+    elif importlib.util.find_spec("transformer_engine_torch") is None:
         rule = "FP8 needs Transformer Engine, which is not installed here"
         yield Violation("trainer.fp8", name, rule, "pip install transformer-engine[pytorch], or remove trainer.fp8")
 

@@ -169,6 +169,6 @@ def bucket(recipe: Recipe, shape: ModelShape) -> Violations:
         sizes = {name: size for one in stages for name, size in one.items()}
     name = max(sizes, key=lambda parameter: sizes[parameter][1])
     needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
-    if recipe.weight_sync.bucket_bytes < needed:
+    if (given := recipe.weight_sync.bucket_bytes) is not None and given < needed:
         rule = f"must hold a row of {name}, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", recipe.weight_sync.bucket_bytes, rule, str(needed))
+        yield Violation("weight_sync.bucket_bytes", given, rule, str(needed))

@@ -433,7 +433,8 @@ class WeightSyncSection(Section):
     write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
     `nccl` from GPU to GPU, where `rollout.placement: separate` gives each trainer rank and each worker a GPU of its own.
     `auto` takes `shared_memory` or `cuda_ipc` where trainer ranks and engines are on one machine, else `nccl` between GPUs
-    that are apart, else `gloo`. `cuda_ipc` and `nccl` were not yet run on a GPU."""
+    that are apart, else `gloo`. Where two GPUs of the machine cannot reach each other's memory it takes `nccl` or
+    `shared_memory` in the place of `cuda_ipc`. `cuda_ipc` and `nccl` were not yet run on a GPU."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
@@ -444,9 +445,10 @@ class WeightSyncSection(Section):
     verify: Literal["all", "sampled"] = "all"
     """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
     version others, and always the first of what one rank wrote into a bucket. Elsewhere all are. Not yet run on a GPU."""
-    bucket_bytes: Positive = 4194304
+    bucket_bytes: Positive | None = None
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
-    shared memory must have room for. A row of the largest matrix must fit; on a CPU, both should fit its cache."""
+    shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB on CPUs, of
+    which both fit the cache; 128 MiB on GPUs, where the host waits for the device once a bucket."""
     timeout_s: Seconds = 120.0
     """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
     longer for a rank. Other waits of a sync are multiples of it, too, which errors name; what vLLM does with the weights

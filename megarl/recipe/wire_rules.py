@@ -67,6 +67,6 @@ def blocks(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("rollout.quantization", name, str(error), way_out)
     widest = max(box.col1 - box.col0 for box in destinations if box.name in quantised)
     needed = block_bytes(BLOCK, widest) + BESIDE_ROW_BYTES
-    if recipe.weight_sync.bucket_bytes < needed:
+    if (given := recipe.weight_sync.bucket_bytes) is not None and given < needed:
         rule = f"must hold a row of FP8 blocks of {widest} columns, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", recipe.weight_sync.bucket_bytes, rule, str(needed))
+        yield Violation("weight_sync.bucket_bytes", given, rule, str(needed))

@@ -38,7 +38,9 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
         return Stage(places, "")
     one_node = int(variables["WORLD_SIZE"]) == cluster.ranks_per_node and all(place.node == 0 for place in places)
     separate = recipe.rollout.placement == "separate"
-    transport = choose_transport(recipe.weight_sync.transport, platform.kind, one_node, separate)
+    devices = {*range(cluster.ranks_per_node), *(device for place in places for device in place.devices)}
+    no_peer_access = platform.pair_without_peer_access(devices) if one_node else None
+    transport = choose_transport(recipe.weight_sync.transport, platform.kind, one_node, separate, no_peer_access)
     _check_master(variables["MASTER_ADDR"], places)
     return Stage(places, transport)
 

@@ -1,7 +1,8 @@
-"""Checksums of the pieces in one bucket, made where they are written and compared where they are read.
+"""Checksums of the pieces in buckets, made where they are written and compared where they are read.
 
-On a host every piece is hashed whole, by xxh3. On a device the pieces are added up there, word by word, all of them or a
-sample: their bytes never come to the host. Both know what the bytes are for: those of another version or bucket do not pass.
+On a host every piece is hashed whole, by xxh3, and compared before it is handed out. On a device the pieces are added up
+there, word by word, all of them or a sample: their bytes never come to the host, and what was compared is read once, when a
+whole version has come. Both know what the bytes are for: those of another version or bucket do not pass.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece, checksum
-from megarl.sync.transport import TRANSPORTS
+from megarl.sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece, Stream, checksum
 
 SAMPLE = 16  # of so many pieces one is checked, in every version others
 WORD_BYTES = 8
 # Words that are mixed at a time: what a check needs beside the buckets is a few times 4 MiB.
 CHUNK_WORDS = 1 << 19
-# The constants of splitmix64 (Steele, Lea and Flood 2014, fig. 16), as signed numbers; odd, so that no word is lost.
-GOLDEN, FIRST, SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# The constants of splitmix64 (Steele, Lea and Flood 2014, fig. 16).
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class HostChecks:
@@ -42,9 +41,6 @@ class HostChecks:
         table = self._content[self._table : self._table + CHECKSUM_BYTES * len(self._sums)]
         table.view(np.uint64)[:] = self._sums
 
-    def expect(self, pieces: Sequence[Piece]) -> None:
-        """All pieces of the bucket are there."""
-
     def wrong(self, pieces: Sequence[Piece]) -> Piece | None:
         """The first of some pieces whose bytes are not what was written."""
         for piece in pieces:
@@ -55,7 +51,7 @@ class HostChecks:
 
 
 class DeviceChecks:
-    """Of a bucket in the memory of a device. Not yet run on a GPU.
+    """Of the buckets of one stream, in the memory of a device, at one end.
 
     A word is mixed with its place in the bucket, the version and the bucket's number, one to one, and the sum modulo 2**64
     is the piece's. So whatever happens to one word alone is found for certain, a flipped bit as well; anything else, words
@@ -64,82 +60,85 @@ class DeviceChecks:
 
     A sample has the first piece of every part, so that a part that did not come is found, and one of `SAMPLE` of the
     others. An error in a piece that is not in it is not found.
+
+    Nothing in `write` and `compare` waits for the device: where pieces lie goes there once, of a sample once a version.
     """
 
-    def __init__(self, memory: torch.Tensor, version: int, bucket: int, sampled: bool) -> None:
-        self._memory, self._sampled = memory, sampled
-        self._seed = _mixed_int(version << 32 | bucket)
-        self._pieces: list[Piece] = []
-        self._wrong: set[int] = set()
+    def __init__(self, stream: Stream, device: torch.device, sampled: bool, source: int | None = None) -> None:
+        """`source` is the trainer rank whose parts are written; without, all pieces are read."""
+        own = np.arange(len(stream.copy)) if source is None else np.flatnonzero(stream.source == source)
+        self._pieces = own[np.lexsort((stream.offset[own], stream.bucket[own]))]  # positions in the stream
+        self._bucket, rank = stream.bucket[self._pieces], stream.source[self._pieces]
+        new_part = (np.diff(self._bucket) != 0) | (np.diff(rank) != 0)
+        self._is_first = np.r_[True, new_part][: len(own)]
+        start, end = stream.offset[self._pieces], stream.offset[self._pieces] + stream.size[self._pieces]
+        # What lies between a piece's end and the next cache line belongs to it: it travels with it.
+        end = -(-end // ALIGNMENT) * ALIGNMENT
+        self._words = np.stack([start, end, stream.check[self._pieces]]) // WORD_BYTES  # [3, pieces]
+        self._num_buckets, self._device, self._sampled = stream.num_buckets, device, sampled
+        self._version = 0
+        if not sampled:
+            self._choose(np.arange(len(own)))
 
-    def add(self, piece: Piece) -> None:
-        """As in `HostChecks`."""
-        self._pieces.append(piece)
+    def begin(self, version: int) -> None:
+        """A version begins."""
+        self._version = version
+        if self._sampled:
+            seeds = np.array([_seed(version, bucket) for bucket in range(self._num_buckets)], dtype=np.uint64)
+            numbers = seeds[self._bucket] + self._pieces.astype(np.uint64)
+            self._choose(np.flatnonzero(self._is_first | (_mixed_numbers(numbers) % SAMPLE == 0)))
+        self._differs.zero_()
 
-    def close(self) -> None:
-        chosen = self._chosen(self._pieces)
-        if chosen:
-            self._words()[self._places(chosen)] = self._sums(chosen)
+    def write(self, bucket: int, memory: torch.Tensor) -> None:
+        """The checksums of a bucket's pieces, which are all written, into its `memory`, uint8 [bytes]."""
+        chosen = self._of(bucket)
+        memory.view(torch.int64)[self._places[2, chosen]] = self._sums(chosen, bucket, memory)
 
-    def expect(self, pieces: Sequence[Piece]) -> None:
-        chosen = self._chosen(sorted(pieces, key=lambda piece: piece.start))
-        if chosen:
-            differs = self._sums(chosen) != self._words()[self._places(chosen)]
-            self._wrong = {chosen[position].number for position in differs.nonzero()[:, 0].tolist()}
+    def compare(self, bucket: int, memory: torch.Tensor) -> None:
+        """Compare a bucket's pieces with their checksums; `wrong` says what was found."""
+        chosen = self._of(bucket)
+        self._differs[chosen] = self._sums(chosen, bucket, memory) != memory.view(torch.int64)[self._places[2, chosen]]
 
-    def wrong(self, pieces: Sequence[Piece]) -> Piece | None:
-        return next((piece for piece in pieces if piece.number in self._wrong), None)
+    def wrong(self) -> list[int]:
+        """Positions in the stream of the pieces whose bytes are not what was written, of all buckets compared since `begin`.
+        Waits for the device."""
+        return self._chosen[self._differs.cpu().numpy()].tolist()
 
-    def _chosen(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those that are checked, of pieces in the order of their bytes; the same at both ends. The sums of a part lie one
-        behind the other, so that a piece whose sum does not follow is the first of its part."""
-        if not self._sampled:
-            return list(pieces)
-        chosen, last = [], -1
-        for piece in pieces:
-            if piece.check != last + CHECKSUM_BYTES or _mixed_int(self._seed + piece.number) % SAMPLE == 0:
-                chosen.append(piece)
-            last = piece.check
-        return chosen
+    def _choose(self, order: np.ndarray) -> None:
+        """Check these of the end's pieces."""
+        self._chosen, self._host_places = self._pieces[order], self._words[:, order]
+        self._starts = np.searchsorted(self._bucket[order], np.arange(self._num_buckets + 1))
+        self._places = torch.from_numpy(self._host_places).to(self._device)
+        self._differs = torch.zeros(len(order), dtype=torch.bool, device=self._device)
 
-    def _words(self) -> torch.Tensor:
-        return self._memory.view(torch.int64)
+    def _of(self, bucket: int) -> slice:
+        """A bucket's pieces among those chosen."""
+        return slice(int(self._starts[bucket]), int(self._starts[bucket + 1]))
 
-    def _places(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        places = [piece.check // CHECKSUM_BYTES for piece in pieces]
-        return torch.tensor(places, device=self._memory.device)
-
-    def _sums(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The sum of each piece, int64 [pieces]. What lies between a piece's end and the next cache line belongs to it: it
-        travels with it."""
-        starts = [piece.start // WORD_BYTES for piece in pieces]
-        ends = [-(-piece.end // ALIGNMENT) * ALIGNMENT // WORD_BYTES for piece in pieces]
-        sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._memory.device)
-        first, last = (torch.tensor(column, device=self._memory.device) for column in (starts, ends))
+    def _sums(self, chosen: slice, bucket: int, memory: torch.Tensor) -> torch.Tensor:
+        """The sum of each piece, int64 [pieces]."""
+        first, last, _ = self._places[:, chosen]
+        starts, ends, _ = self._host_places[:, chosen].tolist()
+        words, seed = memory.view(torch.int64), _seed(self._version, bucket)
+        sums = torch.zeros_like(first)
         for low, high in _runs(starts, ends):
             for begin in range(low, high, CHUNK_WORDS):
                 end = min(begin + CHUNK_WORDS, high)
-                added = torch.zeros(end - begin + 1, dtype=torch.int64, device=self._memory.device)
-                torch.cumsum(self._mixed(begin, end), 0, out=added[1:])
+                added = torch.zeros(end - begin + 1, dtype=torch.int64, device=memory.device)
+                torch.cumsum(mixed_words(words[begin:end], begin, seed), 0, out=added[1:])
                 sums += added[last.clamp(begin, end) - begin] - added[first.clamp(begin, end) - begin]
         return sums
 
-    def _mixed(self, begin: int, end: int) -> torch.Tensor:
-        """Words of the bucket, each with its place: a step of splitmix64."""
-        mixed = torch.arange(begin, end, device=self._memory.device).mul_(GOLDEN).add_(_signed(self._seed))
-        mixed ^= self._words()[begin:end]
-        for shift, factor in ((30, FIRST), (27, SECOND)):
-            mixed ^= _shifted(mixed, shift)
-            mixed *= factor
-        mixed ^= _shifted(mixed, 31)
-        return mixed
 
-
-def open_checks(memory: torch.Tensor, manifest: WeightManifest, bucket: int) -> HostChecks | DeviceChecks:
-    """The checks of a bucket of a version; the same kind at both ends."""
-    if TRANSPORTS[manifest.transport].on_device:
-        return DeviceChecks(memory, manifest.version, bucket, manifest.verify == "sampled")
-    return HostChecks(memory, manifest.version, bucket)
+def mixed_words(words: torch.Tensor, begin: int, seed: int) -> torch.Tensor:
+    """Words of a bucket, int64 [words], from place `begin` on, each mixed with its place: a step of splitmix64."""
+    mixed = torch.arange(begin, begin + len(words), device=words.device).mul_(_signed(GOLDEN)).add_(_signed(seed))
+    mixed ^= words
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        mixed ^= _shifted(mixed, shift)
+        mixed *= _signed(factor)
+    mixed ^= _shifted(mixed, 31)
+    return mixed
 
 
 def _runs(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
@@ -158,13 +157,17 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (words >> bits) & ((1 << 64 - bits) - 1)
 
 
-def _mixed_int(value: int) -> int:
-    """The same step of a number, in [0, 2**64)."""
-    mask = (1 << 64) - 1
-    value = (value + GOLDEN) & mask
+def _seed(version: int, bucket: int) -> int:
+    """What the words of a bucket of a version are mixed with, in [0, 2**64)."""
+    return int(_mixed_numbers(np.array([version << 32 | bucket], dtype=np.uint64))[0])
+
+
+def _mixed_numbers(values: np.ndarray) -> np.ndarray:
+    """The same step of numbers, uint64 [numbers]."""
+    values = values + np.uint64(GOLDEN)
     for shift, factor in ((30, FIRST), (27, SECOND)):
-        value = (value ^ value >> shift) * factor & mask
-    return value ^ value >> 31
+        values = (values ^ values >> np.uint64(shift)) * np.uint64(factor)
+    return values ^ values >> np.uint64(31)
 
 
 def _signed(value: int) -> int:

@@ -23,7 +23,7 @@ from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import chunk_prefix, parameter_sizes
 from megarl.reshard.sides import shard_bytes
 from megarl.reshard.vllm import is_mapped
-from megarl.sync.checks import open_checks
+from megarl.sync.checks import DeviceChecks, HostChecks
 from megarl.sync.codec import quantise_blocks, write_blocks
 from megarl.sync.delta import Bases, SentParts
 from megarl.sync.in_place import (
@@ -162,6 +162,8 @@ class WeightSync:
         self._last = last_pieces(self._plan, self._streams, self._sequence, rank)
         # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
+        # By stream, where buckets lie on a device; made at the first sync.
+        self._device_checks: list[DeviceChecks] = []
         # What workers read where it is: the pieces of each, and of this rank their numbers and places.
         self._in_place = [
             Pieces.of(self._plan, turn_order(self._plan, worker, turns[worker]), settings.dtype.itemsize)
@@ -401,6 +403,7 @@ class WeightSync:
         pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
+            self._begin_checks(manifest.version)
             for bucket, number in self._sequence:
                 part = self._streams[number].part(bucket, self._rank) if self._sender.serves(number) else None
                 if part is not None:
@@ -458,15 +461,27 @@ class WeightSync:
         if place != memory.data_ptr():
             pieces = self._pieces_in(memory, stream, part)
             self._pieces[stream, bucket] = memory.data_ptr(), pieces
-        checks = open_checks(memory, manifest, bucket)
+        checks = None if self._device_checks else HostChecks(memory, manifest.version, bucket)
         for piece, target in pieces:
             if piece.scale_bytes:
                 write_blocks(quantise_blocks(matrices.box(piece).to(self._settings.dtype)), target)
             else:
                 target.copy_(matrices.box(piece))
             matrices.packed(stream, piece)
-            checks.add(piece)
-        checks.close()
+            if checks is not None:
+                checks.add(piece)
+        if checks is not None:
+            checks.close()
+        else:
+            self._device_checks[stream].write(bucket, memory)
+
+    def _begin_checks(self, version: int) -> None:
+        """Have checksums made on the device where the buckets lie there."""
+        if TRANSPORTS[self._settings.transport].on_device and not self._device_checks:
+            where, sampled = self._sender.buckets.device, self._settings.verify == "sampled"
+            self._device_checks = [DeviceChecks(stream, where, sampled, self._rank) for stream in self._streams]
+        for checks in self._device_checks:
+            checks.begin(version)
 
     def _pieces_in(self, memory: torch.Tensor, stream: int, part: Part) -> list[tuple[Piece, torch.Tensor]]:
         """A part's pieces, each with where it goes in a bucket's memory: [rows, cols], or the bytes of FP8 blocks."""

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from megarl.family import ModelShape
+from megarl.platform import current as platform
 from megarl.reshard.plan import ReshardPlan
-from megarl.sync.checks import open_checks
+from megarl.sync.checks import DeviceChecks, HostChecks
 from megarl.sync.codec import read_blocks
 from megarl.sync.copies import RELEASE_PIECES, Copies, Works, num_copy_threads
 from megarl.sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
@@ -20,7 +21,7 @@ from megarl.sync.link import Link
 from megarl.sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
 from megarl.sync.ring import RingReceiver
 from megarl.sync.stream import Piece, Stream
-from megarl.sync.transport import Receiver
+from megarl.sync.transport import TRANSPORTS, Receiver
 
 
 class Box(NamedTuple):
@@ -92,6 +93,7 @@ class StreamReader:
         self._elements: dict[str, int] = {}
         # By bucket: where it lies in memory, and its boxes there with what each is made of.
         self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
+        self._checks: DeviceChecks | None = None  # of buckets on a device
         self._pieces: Pieces
         self._homes: list[Home] = []
         self._in_place: list[Box] = []  # what is read where it is
@@ -107,17 +109,19 @@ class StreamReader:
         works: FindWorks = no_works,
     ) -> Generator[Box, None, None]:
         """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
-        after the next one was asked for. What comes in buckets is verified before it is handed out, what is read in place at
-        the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place. Who asks
-        for no more boxes has to close it. Boxes that are read in place and belong to one of `works` are not handed out:
-        works are done before, and their boxes hashed where they were copied to. `works` is asked when memory was mapped, and
-        its works are done again in every version that is read there.
+        after the next one was asked for. What comes in buckets of the host is verified before it is handed out; what comes
+        in those of a device, or is read in place, at the end. `meanwhile` is called after the last box, while ranks make the
+        checksums of what was read in place. Who asks for no more boxes has to close it. Boxes that are read in place and
+        belong to one of `works` are not handed out: works are done before, and their boxes hashed where they were copied to.
+        `works` is asked when memory was mapped, and its works are done again in every version that is read there.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
         self.figures = ReadFigures()
         self._prepare(manifest, engine)
         end = self._link.open(manifest, self._stream, engine, self._worker)
+        if self._checks is not None:
+            self._checks.begin(manifest.version)
         complete = False
         try:
             if manifest.homes:
@@ -127,6 +131,7 @@ class StreamReader:
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
             if not manifest.homes:
+                self._refuse_wrong(manifest)
                 meanwhile()
             self._link.completed(manifest.version)
             complete = True
@@ -201,18 +206,31 @@ class StreamReader:
             boxes = self._boxes_in(memory, bucket, DTYPES[manifest.precision])
             self._boxes[bucket] = memory.data_ptr(), boxes
         begun = time.perf_counter()
-        checks = open_checks(memory, manifest, bucket)
-        checks.expect([piece for _, parts in boxes for piece in parts])
+        host = HostChecks(memory, manifest.version, bucket) if self._checks is None else None
+        if self._checks is not None:
+            self._checks.compare(bucket, memory)
         for box, parts in boxes:
-            wrong = checks.wrong(parts)
+            wrong = None if host is None else host.wrong(parts)
             if wrong is not None:
-                which = self._plan.describe(self._stream.copy[wrong.number])
-                where = f"bucket {bucket} of {self._stream.num_buckets}"
-                raise SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {which}")
+                raise self._wrong(manifest, wrong.number)
             figures.verify_s += time.perf_counter() - begun
             figures.received_bytes += sum(piece.end - piece.start for piece in parts)
             yield box
             begun = time.perf_counter()
+
+    def _refuse_wrong(self, manifest: WeightManifest) -> None:
+        """Raises SyncError where a bucket on a device had other bytes than were written; the only wait for the device that
+        verifying takes."""
+        begun = time.perf_counter()
+        wrong = [] if self._checks is None else self._checks.wrong()
+        self.figures.verify_s += time.perf_counter() - begun
+        if wrong:
+            raise self._wrong(manifest, wrong[0])
+
+    def _wrong(self, manifest: WeightManifest, piece: int) -> SyncError:
+        which = self._plan.describe(self._stream.copy[piece])
+        where = f"bucket {self._stream.bucket[piece]} of {self._stream.num_buckets}"
+        return SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {which}")
 
     def _boxes_in(self, memory: torch.Tensor, bucket: int, dtype: torch.dtype) -> list[tuple[Box, list[Piece]]]:
         """A bucket's boxes, whose contents are views of its memory, each with the pieces that it is made of."""
@@ -231,7 +249,9 @@ class StreamReader:
         workers = manifest.rollout.workers
         order = manifest.leaders[engine] if manifest.orders > 1 else 0  # who leads receives in its own
         turn = None if manifest.by_layer else (order * workers + self._worker, manifest.orders * workers)
-        key = (manifest.plan_hash, manifest.precision, manifest.bucket_bytes, manifest.quantization, turn)
+        on_device, sampled = TRANSPORTS[manifest.transport].on_device, manifest.verify == "sampled"
+        form = manifest.precision, manifest.bucket_bytes, manifest.quantization
+        key = (manifest.plan_hash, *form, turn, on_device, sampled)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -242,10 +262,11 @@ class StreamReader:
             )
         self._plan = plan
         copies = turn_order(plan, self._worker, turn)
-        form = DTYPES[manifest.precision], manifest.bucket_bytes, manifest.quantization
-        self._stream = sync_stream(self._shape, plan, self._worker, turn, *form)
+        dtype = DTYPES[manifest.precision]
+        self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self._let_go()
-        self._pieces = Pieces.of(plan, copies, form[0].itemsize)
+        self._pieces = Pieces.of(plan, copies, dtype.itemsize)
+        self._checks = DeviceChecks(self._stream, platform.current_device(), sampled) if on_device else None
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._key = key
