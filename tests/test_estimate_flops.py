@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.estimate import Adapters, forward_flops, update_flops
+from megarl.estimate import Adapters, Frozen, Role, Savings, executed_flops, forward_flops, update_flops
 from megarl.family import ModelShape
 from megarl.family.shape import Experts
 from megarl.reshard.boxes import Layout
@@ -80,7 +80,7 @@ def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
     linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
     assert forward_flops(shape, 3, 2) == linear + products + head
     assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
-    assert update_flops(shape, 3, 2, frozen_layers=1, frozen_head=True) == 2.5 * linear + 3 * products + 2 * head
+    assert update_flops(shape, 3, 2, frozen=Frozen(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
     adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
     found = update_flops(shape, 3, 2, adapters=Adapters(4, ("qkv", "proj")))
     assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters

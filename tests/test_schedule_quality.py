@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.estimate import sequence_cost
 from megarl.family import ModelShape
 from megarl.planner.distribution import DISTRIBUTIONS, draw
 from megarl.reshard.boxes import Layout
@@ -51,7 +52,7 @@ def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
 
 def test_the_cost_of_a_model_is_its_operations() -> None:
     """Qwen2.5-7B, counted matrix by matrix: (rows, columns) of a layer, 2 operations a weight and token."""
-    cost = Cost.of(ModelShape.from_config(QWEN_7B))
+    cost = sequence_cost(ModelShape.from_config(QWEN_7B))
     matrices = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
     per_token = sum(2 * rows * columns for rows, columns in matrices)
     length = 4096

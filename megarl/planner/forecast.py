@@ -7,11 +7,22 @@ fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tfl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 
-from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak, resting
+from megarl.estimate import (
+    Memory,
+    Role,
+    executed_flops,
+    forward_flops,
+    largest_cap,
+    most_held,
+    peak,
+    resting,
+    sequence_cost,
+)
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
-from megarl.schedule import Cost, Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
+from megarl.schedule import Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
 
 
 @dataclass(frozen=True)
@@ -120,16 +131,19 @@ def engine_room(job: Job, worst: list[Memory]) -> int | None:
 def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     """The forecast of one phase under `schedule`, which need not be the job's own."""
     role, lengths = job.role(schedule.phase), job.lengths.totals
-    cost = Cost.of(role.shape)
+    cost = sequence_cost(role.shape)
     plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, job.lengths.prompts)
     found = quality(plan, lengths, cost, job.lengths.prompts)
     pairs = zip(lengths, job.lengths.completions, strict=True)
-    once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
+
+    def operations(length: int, head_tokens: int) -> float:
+        if is_update(schedule):
+            return executed_flops(role, length, head_tokens)
+        return forward_flops(role.shape, length, head_tokens, role.critic)
+
     # Where prompts are shared, what sequences leave out.
     spared = [length for one in plan.micro_batches for length in one.spared(job.lengths.prompts)]
-    ran = once * schedule.epochs - sum(forward_flops(role.shape, length, 0) for length in spared)
-    # A backward pass takes twice the operations of a forward pass.
-    flops = ran * 3 if is_update(schedule) else ran
+    flops = schedule.epochs * sum(starmap(operations, pairs)) - sum(operations(length, 0) for length in spared)
     seconds = None
     if job.tflops is not None:
         seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
