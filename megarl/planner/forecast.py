@@ -1,7 +1,8 @@
 """What every phase of a step will run, hold and take, from its own plan: the numbers behind `megarl check --plan`.
 
 Time: with F operations of a phase, R ranks at `tflops` and the plan's efficiency e (padding, imbalance, bubble and the
-fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e).
+fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e). F of an update counts what it runs
+again for `recompute`.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     spared = [length for one in plan.micro_batches for length in one.spared(job.lengths.prompts)]
     flops = schedule.epochs * sum(starmap(operations, pairs)) - sum(operations(length, 0) for length in spared)
     seconds = None
-    if job.tflops is not None:
-        seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
+    if (rate := job.rate(schedule.phase)) is not None:
+        seconds = flops / (job.ranks * rate * found.efficiency)
     return PhaseForecast(
         schedule,
         role,
