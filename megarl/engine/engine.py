@@ -108,7 +108,10 @@ class Engine:
         frozen: FreezeSection | None = None,
         router_replay: bool = False,
         follows: bool = False,
+        max_sequence_tokens: int | None = None,
     ) -> None:
+        # Megatron keeps a rotary table for each of the last 32 lengths that it is told: it is told one.
+        self._max_sequence_tokens = max_sequence_tokens
         self.role, self.shape, self.place = role, shape, place
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
         self.models: list[DecoderModel]
@@ -425,7 +428,8 @@ class Engine:
             )
         bounds = micro.bounds[[0, -1]] if own else micro.bounds
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        sizes |= dict(max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
+        longest = self._max_sequence_tokens or micro.longest
+        sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
         if own:
             return Packing(**sizes, bounds=tuple(micro.bounds.tolist()), continues=micro.continues)
         return PackedSeqParams(**sizes)

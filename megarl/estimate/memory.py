@@ -30,7 +30,7 @@ Checked on the CPU path: `benchmarks/memory.py`, `tests/test_estimate_memory.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megarl.estimate import activations
 from megarl.estimate.roles import (
@@ -124,10 +124,10 @@ def working(
     """What a phase holds on top of what is resident, at its peak.
 
     `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
-    token, `longest` its longest sequence, `num_micro_batches` those of one data-parallel rank in one mini-batch,
-    `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are the rows of keys and values that stand
-    behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`). Raises ValueError for an
-    update of a role that is not trained.
+    token, `longest` the longest sequence, for which the rotary table is made, `num_micro_batches` those of one data-parallel
+    rank in one mini-batch, `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are rows of keys
+    and values that stand behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`).
+    Raises ValueError for an update of a role that is not trained.
     """
     if update and not role.trained:
         raise ValueError(f"the {role.name} is not trained: it has no update")
@@ -142,13 +142,14 @@ def working(
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
-    # Of the rotary embedding; twice where layers with a window have a base of their own.
+    # Of the rotary embedding, one table (`Engine._packing`); twice where layers with a window have a base of their own.
     angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
     shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
     held = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
     # A CPU's memory goes back to its allocator piece by piece.
     reserved = 0 if role.on_cpu else int(held.total * FRAGMENTATION / (1 - FRAGMENTATION))
-    return held + Memory(reserved=reserved)
+    # The host holds most at another moment, perhaps.
+    return replace(held, reserved=reserved, host=max(memory.host for memory in moments))
 
 
 def _forward_moments(

@@ -60,7 +60,7 @@ def _savings(job: Job, phase: PhaseForecast, before: int) -> Advice:
         after = worst_memory(saved, phase.schedule).total + saved.beside_bytes
         if after <= (job.usable_bytes or 0):
             again = ", and computes again what it does not keep" if any("recompute" in one for one in changes) else ""
-            text = f"or {shown(changes)} takes {gib(after)}{again}"
+            text = f"{shown(changes)} takes {gib(after)}{again}"
             return Advice("savings", phase.phase, text, changes, "device_bytes", before, after)
     text = "neither memory.recompute: full nor memory.offload: all of every role makes room"
     return Advice("savings", phase.phase, text, (), "device_bytes", before, None)

@@ -214,7 +214,7 @@ def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Mem
         schedule,
         max(one.slots for one in every),
         max(sum(completions[sample] for sample in one.samples) for one in every),
-        max(job.lengths.totals),
+        job.limits.longest,
         min(most_held(role.layout), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
         max(one.rows_behind_prompts(job.lengths.totals) for one in every),
     )

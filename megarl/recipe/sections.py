@@ -164,8 +164,8 @@ class OptimizerSection(Section):
 
 class MemorySection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
-    """What a forward pass does not keep and the backward pass runs again: `selective` the core attention and the
-    feed-forward part of each layer, `full` whole layers, of which only the input is kept."""
+    """What a forward pass does not keep and the backward pass runs again: `selective` the parts of each layer that
+    `recompute_modules` names, `full` whole layers, of which only the input is kept."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] = ("core_attn",)
     """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names."""
     recompute_method: Literal["uniform", "block"] = "uniform"
@@ -394,7 +394,8 @@ class DeviceSection(Section):
     """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
     their own; on CPUs all processes of a machine hold theirs at the same time."""
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one node's host in GiB; null leaves host memory unchecked."""
+    """Memory of one node's host in GiB, for all trainer ranks and engines on it: what `megarl check` estimates of offloaded
+    roles, checkpoints, the weight sync and processes must fit. null says the estimate and checks nothing."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""
