@@ -75,7 +75,7 @@ def count_updates(directory: str) -> list[int]:
     place, found = start(Layout()), []
     schedule = Schedule("actor_update", max_tokens=200, mini_batch=len(LENGTHS))
     for savings, frozen, lora in UPDATES:
-        memory = MemorySection(recompute=savings.recompute, recompute_modules=savings.modules)
+        memory = MemorySection.model_validate({"recompute": savings.recompute, "recompute_modules": savings.modules})
         trained = engine(
             directory, place, "actor", lr=1e-3, memory=memory, frozen=FreezeSection(**asdict(frozen)), lora=lora
         )

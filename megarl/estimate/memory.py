@@ -145,11 +145,11 @@ def working(
     # Of the rotary embedding, one table (`Engine._packing`); twice where layers with a window have a base of their own.
     angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
     shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
-    held = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
+    fullest = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
     # A CPU's memory goes back to its allocator piece by piece.
-    reserved = 0 if role.on_cpu else int(held.total * FRAGMENTATION / (1 - FRAGMENTATION))
+    reserved = 0 if role.on_cpu else int(fullest.total * FRAGMENTATION / (1 - FRAGMENTATION))
     # The host holds most at another moment, perhaps.
-    return replace(held, reserved=reserved, host=max(memory.host for memory in moments))
+    return replace(fullest, reserved=reserved, host=max(memory.host for memory in moments))
 
 
 def _forward_moments(

@@ -120,7 +120,7 @@ def _unlike(earlier: Recipe, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         key = "model.path" if role == "actor" else f"{role}.path"
         paths = [one.path("model" if role == "actor" else role) for one in (earlier, recipe)]
         if paths[0] != paths[1] and not _same_shape(*paths):
-            found.append((key, *paths))
+            found.append((key, paths[0], paths[1]))
     return found
 
 
