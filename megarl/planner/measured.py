@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megarl.planner.advice import gib
 from megarl.planner.forecast import Forecast, forecast
 from megarl.planner.job import job_of
 from megarl.recipe import ENGINE_PHASES, Recipe
@@ -67,10 +68,9 @@ class Measured:
         if self.peak_bytes is None:
             return f"{line}; it measured no {PEAK}"
         ratio = self.estimated_bytes / self.peak_bytes
-        gib = 2**30
         return (
-            f"{line}; its fullest trainer rank reserved {self.peak_bytes / gib:.1f} GiB, estimated at worst "
-            f"{self.estimated_bytes / gib:.1f} GiB ({ratio:.2f} of it)"
+            f"{line}; its fullest trainer rank reserved {gib(self.peak_bytes)}, estimated at worst "
+            f"{gib(self.estimated_bytes)} ({ratio:.2f} of it)"
         )
 
 
