@@ -56,8 +56,8 @@ from megarl.schedule.bound import RankModel, least_time
 from megarl.schedule.cost import run_times
 
 ROOT = Path(__file__).resolve().parent.parent
-# heads * head size / weights of a layer of Qwen2.5-7B, as Cost.of computes it
-COST = Cost(quadratic=3584 / (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944))
+# 2 * heads * head size / weights of a layer of Qwen2.5-7B, as estimate.sequence_cost computes it
+COST = Cost(per_pair=2 * 3584 / (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944))
 MOST_FOR_KARMARKAR_KARP = 40_000
 RESPECT_CAP = ("fixed", "first-fit")
 

@@ -63,6 +63,10 @@ def check(
     tflops: Annotated[
         float | None, typer.Option(help="Sustained 10**12 operations a second of one device; goes before device.tflops.")
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN_DIR", help="Take seconds and peaks that an earlier run measured, not tflops."),
+    ] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
     devices_per_node: Annotated[
@@ -82,16 +86,18 @@ def check(
     recipes, overrides = _recipes_and_overrides(arguments)
     if tflops is not None and not (0 < tflops < math.inf):
         _fail(f"--tflops = {tflops:g}: must be above 0, as --tflops 400")
-    for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops)):
+    for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops), ("--from", run)):
         if value is not None and not (plan or suggest or as_json):
             _fail(f"{name} = {value}: nothing reads it without --plan, --suggest or --json")
+    if run is not None and tflops is not None:
+        _fail(f"--tflops = {tflops:g} and --from = {run}: one of them says how long phases take")
     if not (plan or suggest or as_json):
         _check_each(recipes, overrides, devices_per_node, ranks_per_node)
         return
     from megarl.planner.check import Question, check_recipes
 
     question = Question(
-        plan, suggest, as_json, lengths, 1 if seed is None else seed, tflops, devices_per_node, ranks_per_node
+        plan, suggest, as_json, lengths, 1 if seed is None else seed, tflops, devices_per_node, ranks_per_node, run
     )
     status, document = check_recipes(recipes, overrides, question, _console(), _print_violations)
     if as_json:
@@ -147,12 +153,13 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
+    from megarl.recipe.checkpoint import fetch_config
     from megarl.slurm_job import check_time, describe, fill, fit_job, submit_job
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
     if not slurm:
         _fail("launch where? --slurm; on this machine alone, megarl train RECIPE")
-    loaded = _load(recipe, overrides or [])
+    loaded = _load(recipe, overrides or [], fetch=fetch_config)
     given = {"job-name": loaded.run.name, "partition": partition, "account": account, "time": time}
     options = {name: value for name, value in given.items() if value is not None}
     try:
@@ -362,12 +369,16 @@ def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int 
     from megarl.placement import PlacementError
     from megarl.planner.nodes import find_placement, placement_lines
     from megarl.recipe import RecipeError, load_recipe
+    from megarl.recipe.checkpoint import fetch_config
+    from megarl.recipe.rules import not_checked
 
     status = 0
     for path in recipes:
         try:
-            recipe = load_recipe(path, overrides)
+            recipe = load_recipe(path, overrides, fetch_config)
             _print_table(recipe)
+            for line in not_checked(recipe):
+                typer.echo(line)
             for line in placement_lines(recipe, find_placement(recipe, devices_per_node, ranks_per_node)):
                 typer.echo(line)
         except RecipeError as error:

@@ -20,6 +20,7 @@ from megarl.engine.engine import Engine, Update, share_results
 from megarl.engine.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.engine.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.engine.parallel import Place, reduce_scalars
+from megarl.estimate import sequence_cost
 from megarl.evaluation.held_out import Judged
 from megarl.figures import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.finite_guard import FiniteGuard
@@ -28,7 +29,7 @@ from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.algorithm_sections import OverlongSection
 from megarl.reward.workers import add_episodes
 from megarl.rounds import Rounds
-from megarl.schedule import Cost, Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.schedule import Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import span
 from megarl.telemetry.step_figures import Sizes
@@ -99,7 +100,7 @@ class Pipeline:
     ) -> None:
         """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
-        self.costs = {role: Cost.of(engine.shape) for role, engine in parts.engines.items()}
+        self.costs = {role: sequence_cost(engine.shape) for role, engine in parts.engines.items()}
         self.algorithm = recipe.algorithm  # with the KL coefficient of this step
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0

@@ -244,6 +244,7 @@ def build_parts(
         temperature=recipe.rollout.temperature,
         compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
         seed=recipe.run.seed,
+        max_sequence_tokens=recipe.max_sequence_tokens,
     )
     place = places["actor"]
     actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,

@@ -200,7 +200,7 @@ CASES = (
              savings={"actor": savings})
         for precision, layout in (("fp32", ONE), ("bf16", Layout(1, 2, 1)))
         for name, savings in {
-            f"selective recompute, {precision}": Savings("selective"),
+            f"selective recompute, {precision}": Savings("selective", modules=("core_attn", "mlp")),
             f"full recompute, {precision}": Savings("full"),
             f"activations on the host, {precision}": Savings(offload_activations=True),
             f"full recompute, inputs on the host, {precision}": Savings("full", True),
@@ -311,7 +311,9 @@ def _features(case: Case, name: str) -> dict[str, Any]:
     if name == "reference":
         return {"memory": ReferenceMemorySection.model_validate({"offload": savings.offload})}
     frozen = case.frozen if name == case.running else Frozen()
-    return {"memory": MemorySection(**asdict(savings)), "frozen": FreezeSection(**asdict(frozen))}
+    names = {name: f"recompute_{name}" for name in ("modules", "method", "num_layers")}
+    memory = {names.get(key, key): value for key, value in asdict(savings).items()}
+    return {"memory": MemorySection(**memory), "frozen": FreezeSection(**asdict(frozen))}
 
 
 def _take_small_update(engine: Engine, vocab: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.estimate import Adapters, forward_flops, update_flops
+from megarl.estimate import Adapters, Frozen, Role, Savings, executed_flops, forward_flops, update_flops
 from megarl.family import ModelShape
 from megarl.family.shape import Experts
+from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start
@@ -60,6 +61,95 @@ def test_operations_are_those_of_the_engine(tmp_path: Path, role: str) -> None:
     assert update == pytest.approx(3 * counted + again, rel=0.01)
 
 
+MODULES = ("core_attn", "mlp")
+UPDATES = (
+    (Savings("full"), Frozen(), None),
+    (Savings("selective", modules=MODULES), Frozen(), None),
+    (Savings(), Frozen(embedding=True, layers=2), None),
+    (Savings("full"), Frozen(), LoraSection(rank=8, alpha=8.0)),
+)
+
+
+def count_updates(directory: str) -> list[int]:
+    """Operations of an update by torch's counter, under each of UPDATES."""
+    place, found = start(Layout()), []
+    schedule = Schedule("actor_update", max_tokens=200, mini_batch=len(LENGTHS))
+    for savings, frozen, lora in UPDATES:
+        memory = MemorySection.model_validate({"recompute": savings.recompute, "recompute_modules": savings.modules})
+        trained = engine(
+            directory, place, "actor", lr=1e-3, memory=memory, frozen=FreezeSection(**asdict(frozen)), lora=lora
+        )
+        batch = random_batch(trained.shape.vocab, LENGTHS)
+        (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), Layout(), 0).mini_batches
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
+            trained.update(batch, mini_batch, objective_of("actor", 1))
+        found.append(update.get_total_flops())
+    return found
+
+
+def test_an_update_runs_what_recompute_adapters_and_frozen_layers_make_of_it(tmp_path: Path) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    (counted,) = run_ranks(count_updates, 1, str(tmp_path))
+    queries = SHAPE.heads * SHAPE.head_dim
+    masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS))  # of a layer's forward pass, in torch
+    passes = (4 * SHAPE.num_layers, 4 * SHAPE.num_layers, 3 * SHAPE.num_layers - 2 * 2, 4 * SHAPE.num_layers)
+    for (savings, frozen, lora), found, times in zip(UPDATES, counted, passes, strict=True):
+        adapters = None if lora is None else Adapters(lora.rank, lora.targets)
+        role = Role("actor", SHAPE, Layout(), "fp32", True, savings=savings, frozen=frozen, adapters=adapters)
+        expected = sum(executed_flops(role, sum(pair), pair[1]) for pair in LENGTHS) + times * masked
+        assert found == pytest.approx(expected, rel=0.01), (savings, frozen, lora)
+
+
+def rotary_tables(directory: str) -> int:
+    """Tables that Megatron keeps after forward passes of many lengths."""
+    role = engine(directory, start(Layout()), max_sequence_tokens=200)
+    for longest in range(20, 24):
+        batch = random_batch(role.shape.vocab, [(3, longest - 3)])
+        (mini_batch,) = plan_phase(Schedule("actor_logprob", sequences=1), [longest], Layout(), 0).mini_batches
+        role.forward(batch, mini_batch)
+    tables: int = type(role.models[0].rotary_pos_emb).forward.cache_info().currsize
+    return tables
+
+
+def test_one_rotary_table_is_kept_for_sequences_of_every_length(tmp_path: Path) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    assert run_ranks(rotary_tables, 1, str(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize(("savings", "parts"), [
+    (Savings("selective"), "products"), (Savings("selective", modules=("mlp", "layernorm")), "dense"),
+    (Savings("selective", modules=("moe",)), "experts"), (Savings("selective", modules=("shared_experts",)), "shared"),
+    (Savings("selective", modules=("moe_act",)), ""), (Savings("full"), "products dense experts attention"),
+    (Savings("full", method="block", num_layers=1), "dense products/3 attention/3"),
+])  # fmt: skip
+def test_each_module_of_recompute_costs_its_own_operations(savings: Savings, parts: str) -> None:
+    """Three layers, the first dense, counted matrix by matrix for one sequence of 10 tokens."""
+    experts = Experts(count=64, per_token=2, ffn=16, shared_ffn=32, first_dense=1)
+    shape = replace(SHAPE, num_layers=3, hidden=8, heads=2, groups=1, head_dim=4, ffn=48, vocab=10, experts=experts)
+    counts = {
+        "products": 3 * 2 * 2 * 8 * 55,
+        "attention": 3 * 2 * 10 * 8 * (8 + 4 + 4 + 8),
+        "dense": 2 * 10 * 3 * 8 * 48,
+        "experts": 2 * 2 * 10 * 8 * (64 + 3 * (2 * 16 + 32)),
+        "shared": 2 * 2 * 10 * 3 * 8 * 32,
+    }
+    again = sum(counts[name] // int(share or 1) for name, _, share in (part.partition("/") for part in parts.split()))
+    critic = Role("critic", shape, Layout(), "bf16", True)
+    assert executed_flops(critic, 10, 5) == update_flops(shape, 10, 5, critic=True)
+    assert executed_flops(replace(critic, savings=savings), 10, 5) == update_flops(shape, 10, 5, critic=True) + again
+
+
+def test_frozen_layers_behind_a_frozen_embedding_have_no_backward_pass() -> None:
+    """Two layers, of which the first goes forward alone; behind an embedding that is trained it passes a gradient on. The
+    head is the embedding."""
+    shape = replace(SHAPE, num_layers=2, tied=True)
+    layer = forward_flops(replace(shape, num_layers=1), 5, 0)
+    head = forward_flops(shape, 5, 2) - 2 * layer
+    linear = layer - SHAPE.heads * SHAPE.head_dim * 2 * 2 * 15
+    assert update_flops(shape, 5, 2, frozen=Frozen(layers=1)) == 6 * layer - linear + 3 * head
+    assert update_flops(shape, 5, 2, frozen=Frozen(embedding=True, layers=1)) == 4 * layer + 2 * head
+
+
 def test_one_long_sequence_costs_more_than_its_halves() -> None:
     whole, half = forward_flops(SHAPE, 4096, 0), forward_flops(SHAPE, 2048, 0)
     attention = SHAPE.num_layers * 2 * SHAPE.heads * SHAPE.head_dim * 2048**2 * 2
@@ -80,7 +170,7 @@ def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
     linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
     assert forward_flops(shape, 3, 2) == linear + products + head
     assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
-    assert update_flops(shape, 3, 2, frozen_layers=1, frozen_head=True) == 2.5 * linear + 3 * products + 2 * head
+    assert update_flops(shape, 3, 2, frozen=Frozen(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
     adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
     found = update_flops(shape, 3, 2, adapters=Adapters(4, ("qkv", "proj")))
     assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.estimate import (
+    Frozen,
     Memory,
     Role,
     Savings,
@@ -24,6 +25,8 @@ from megarl.estimate import (
     stage_weights,
     working,
 )
+from megarl.estimate.activations import backward_per_token, saved_by_stage, saved_per_token
+from megarl.estimate.memory import FRAGMENTATION
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 from megarl.reshard.megatron import padded_vocab, rank_segments
@@ -194,6 +197,54 @@ def test_a_drained_pipeline_holds_less() -> None:
     assert all(fewer < more for fewer, more in pairwise(totals))
 
 
+def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:
+    """An update of few tokens: what is largest then is the copy, of 4 bytes a weight, where there is one."""
+    role = Role("critic", SHAPE, Layout(), "fp32", True, frozen=Frozen(embedding=True))
+    held = {cpu: working(replace(role, on_cpu=cpu), 0, update=True, slots=8, **FULL) for cpu in (True, False)}
+    assert held[True].gradients == resident(role, 0).gradients and held[False].gradients == 0
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) -> None:
+    role = Role("critic", SHAPE, Layout(), "bf16", True)
+    held = working(role, 0, update=update, slots=1000, **FULL)
+    assert held.reserved == pytest.approx(FRAGMENTATION * held.total, abs=1)
+    assert working(replace(role, on_cpu=True), 0, update=False, slots=1000, **FULL).reserved == 0
+
+
+def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
+    """Of four layers: an input for each chunk of layers, or the first layers' inputs and all of the others."""
+    role = Role("actor", SHAPE, Layout(), "bf16", True)
+    layer, kept = saved_per_token(role, 0), SHAPE.hidden * 2
+
+    def saved(**values: Any) -> int:
+        return saved_by_stage(replace(role, savings=Savings("full", **values)), 0)
+
+    assert [saved(num_layers=count) for count in (1, 2, 3, 4)] == [4 * kept, 2 * kept, 2 * kept, kept]
+    assert [saved(method="block", num_layers=count) for count in (1, 3, 9)] == [kept + 3 * layer, 3 * kept + layer, 4 * kept]
+    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), savings=Savings("full", method="block"))
+    assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * kept, 2 * kept]
+    # The layers of one chunk are all there again when its backward pass begins.
+    held = [backward_per_token(replace(role, savings=Savings("full", num_layers=count)), 0) for count in (1, 2, 3)]
+    assert held[1] - held[0] == layer and held[2] == held[0]
+
+
+def test_each_recomputed_module_is_not_kept() -> None:
+    """One dense layer in bf16 with 4 heads of 32, 2 groups, hidden 128 and feed-forward 192, by the terms of
+    `activations.py`."""
+    role = Role("actor", SHAPE, Layout(), "bf16", True)
+
+    def spared(*modules: str) -> int:
+        kept = saved_by_stage(replace(role, savings=Savings("selective", modules=modules)), 0)
+        return (saved_by_stage(role, 0) - kept) // SHAPE.num_layers
+
+    assert spared("core_attn") == 128 * 2 + 4 * 4 == spared(*Savings().modules)
+    assert spared("mlp") == 5 * 192 * 2
+    assert spared("layernorm") == 2 * 128 * (4 + 2)
+    assert spared("core_attn", "mlp") == spared("core_attn") + spared("mlp")
+    assert spared("moe", "moe_act", "shared_experts", "mla_up_proj") == 0
+
+
 def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -> None:
     """Of 4 layers in two stages, with keys of 64 elements; a mask of 256 rows of 512 keys is there once."""
 
@@ -207,6 +258,7 @@ def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -
     row = 2 * 64 * 2
     assert added(Savings()) == 2 * 9000 * 2 * row
     assert added(Savings("full")) == added(Savings("selective")) == 9000 * row
+    assert added(Savings("selective", modules=("mlp",))) == added(Savings())
     # Attention, with its qkv, rotated queries and keys, output and copy, is now more than the rotation before it.
     assert added(Savings(), update=False) == 9000 * row - 1000 * 3 * 128 * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.placement import PlacementError
-from megarl.planner.nodes import NodeSize, node_size, own_devices, place, placement_lines
+from megarl.planner import host
+from megarl.planner.forecast import worst_memory
+from megarl.planner.job import job_of
+from megarl.planner.nodes import NodeSize, find_placement, node_size, own_devices, place, placement_lines
 from megarl.recipe import load_recipe
 from tests.planner_cases import write_qwen
 
@@ -107,7 +111,8 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
         assert status == 2 and "4 workers do not fit a node of 2 devices" in refusal
     status, said, _ = check("--json", "--devices-per-node", "4")
     (entry,) = json.loads(said)["recipes"]
-    assert status == 0 and entry["placement"] == {
+    assert status == 0 and entry["placement"].pop("host_memory")["total"] > 0
+    assert entry["placement"] == {
         "devices_per_node": 4,
         "ranks_per_node": 4,
         "trainer_nodes": 2,
@@ -115,3 +120,45 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
         "engines": [{"node": 0, "devices": [0, 1, 2, 3]}, {"node": 1, "devices": [0, 1, 2, 3]}],
     }
     assert check("--json", "--devices-per-node", "2")[0] == 2
+
+
+def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
+    from megarl.rollout.cluster import OBJECT_STORE_BYTES
+    from megarl.sync.transport import NUM_BUCKETS
+
+    assert (host.OBJECT_STORE_BYTES, host.NUM_BUCKETS) == (OBJECT_STORE_BYTES, NUM_BUCKETS)
+
+
+def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
+    """Qwen2.5-7B over four tensor ranks and two data ranks: bf16 weights, 12 bytes of optimizer states a weight of half of
+    them, pinned copies 1 / ln 2 as large on average; each rank gathers all states of its quarter to save them."""
+    file = write_qwen(tmp_path)
+    weights = 28 * (3584 * (3584 + 1024 + 3584 + 3 * 18944) + 4608 + 2 * 3584) + 3584 * (2 * 152064 + 1)
+
+    def held(*overrides: str) -> host.HostMemory:
+        recipe = load_recipe(file, ["reference.memory.offload=none", *overrides])
+        found = find_placement(recipe, 8, None).host
+        assert found is not None
+        return found
+
+    stay, optimizer, away = held(), held("actor.memory.offload=optimizer"), held("actor.memory.offload=all")
+    assert stay.offloaded == stay.activations == 0
+    assert stay.checkpoint == pytest.approx(2 * 12 * weights, rel=0.001)
+    assert optimizer.offloaded == pytest.approx(12 * weights / math.log(2), rel=0.001)
+    assert away.offloaded == pytest.approx((12 + 2 * 2) * weights / math.log(2), rel=0.001)
+    assert held("actor.memory.offload_activations=true").activations > 0
+    assert stay.processes == 8 * 4 * 2**30 + (8 + 2) * 4 * 2**30
+    assert (
+        "host memory of a node: up to" in placement_lines(load_recipe(file), find_placement(load_recipe(file), 8, None))[-1]
+    )
+
+
+def test_on_cpus_the_host_holds_the_ranks_and_the_engines(tmp_path: Path) -> None:
+    recipe = load_recipe(write_qwen(tmp_path), ["device.kind=cpu"])
+    job = job_of(recipe)
+    found = find_placement(recipe, None, None).host
+    assert found is not None and job.engines is not None
+    trainer = 8 * max(worst_memory(job, schedule).total for schedule in job.schedules)
+    assert found.devices == trainer + 8 * job.engines.memory.total
+    with pytest.raises(PlacementError, match=r"device.host_memory_gib = 64: a node takes up to .*devices"):
+        find_placement(load_recipe(write_qwen(tmp_path), ["device.kind=cpu", "device.host_memory_gib=64"]), None, None)

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.estimate import sequence_cost
 from megarl.family import ModelShape
 from megarl.planner.distribution import DISTRIBUTIONS, draw
 from megarl.reshard.boxes import Layout
 from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, bubble_share, plan_phase, quality
 from megarl.schedule.bound import RankModel, least_time
-from megarl.schedule.cost import run_times
+from megarl.schedule.cost import in_step, run_times
+from tests.cluster_cases import MODELS
 
 QWEN_7B = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
            "vocab_size": 152064, "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
@@ -51,13 +53,44 @@ def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
 
 def test_the_cost_of_a_model_is_its_operations() -> None:
     """Qwen2.5-7B, counted matrix by matrix: (rows, columns) of a layer, 2 operations a weight and token."""
-    cost = Cost.of(ModelShape.from_config(QWEN_7B))
+    cost = sequence_cost(ModelShape.from_config(QWEN_7B))
     matrices = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
     per_token = sum(2 * rows * columns for rows, columns in matrices)
     length = 4096
     # Token t attends to t others: one multiplication and addition for its score and one for its value, a head dimension.
     attention = sum(2 * 2 * position * 28 * 128 for position in range(1, length + 1))
     assert cost.sequence(length) == pytest.approx((per_token * length + attention) / per_token, rel=1e-4)
+
+
+def test_the_cost_of_windows_and_of_latent_attention_is_counted_pair_by_pair() -> None:
+    """Gemma 3 sees 512 tokens in five of six layers; DeepSeek-V3's heads have 192 dimensions of keys and 128 of values."""
+    gemma = ModelShape.from_config(QWEN_7B | {
+        "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 512, "sliding_window_pattern": 6,
+        "head_dim": 128, "query_pre_attn_scalar": 128,
+    })  # fmt: skip
+    weights = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944
+    met = sum(5 * min(place, 512) + place for place in range(1, 4097)) / 6
+    assert sequence_cost(gemma).sequence(4096) == pytest.approx(4096 + 2 * 28 * 2 * 128 * met / (2 * weights))
+    deepseek = ModelShape.from_config(MODELS["unsloth/DeepSeek-V3-bf16"])
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    weights = 61 * attention + 3 * 3 * 7168 * 18432 + 58 * 7168 * (256 + 3 * 9 * 2048)
+    met = 4096 * 4097 // 2
+    assert sequence_cost(deepseek).sequence(4096) == pytest.approx(4096 + 61 * 2 * 128 * (192 + 128) * met / (2 * weights))
+
+
+def test_ranks_that_share_experts_wait_for_the_costliest_micro_batch_of_theirs() -> None:
+    costs = [[9.0, 1.0], [4.0, 2.0], [5.0, 1.0], [6.0, 6.0]]
+    assert in_step(costs, Layout(data=4)) == costs
+    assert in_step(costs, Layout(data=4, expert=2)) == [[9.0, 2.0], [9.0, 2.0], [6.0, 6.0], [6.0, 6.0]]
+    assert in_step(costs, Layout(tensor=2, data=4, expert=2, expert_tensor=1)) == costs  # the tensor ranks have them all
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_ranks_that_share_experts_are_even_under_a_pipeline_too(kind: str) -> None:
+    layout, cost = Layout(pipeline=8, data=4, expert=4), Cost(1.5e-5)
+    lengths, cap = batch(kind, 64, layout)
+    found = quality(plan_phase(Schedule("actor_update", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
+    assert found.imbalance <= 1.01
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (4, 1), (4, 2)])

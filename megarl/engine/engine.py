@@ -110,7 +110,10 @@ class Engine:
         router_replay: bool = False,
         follows: bool = False,
         megatron: Mapping[str, Any] | None = None,
+        max_sequence_tokens: int | None = None,
     ) -> None:
+        # Megatron keeps a rotary table for each of the last 32 lengths that it is told: it is told one.
+        self._max_sequence_tokens = max_sequence_tokens
         self.role, self.shape, self.place = role, shape, place
         self._has_own_attention = has_own_attention(shape, precision)
         # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
@@ -434,7 +437,8 @@ class Engine:
         if own:
             return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
-        return PackedSeqParams(**sizes, max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest)
+        longest = self._max_sequence_tokens or micro.longest
+        return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def gather_weights(self) -> None:
         """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next

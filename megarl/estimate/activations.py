@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from megarl.estimate import experts
 from megarl.estimate.roles import Role
-from megarl.reshard.megatron import stage_layers
+from megarl.reshard.megatron import chunk_layers, stage_layers
 from megarl.schedule.blocks import bytes_of, largest_block
 
 _FP32 = 4
@@ -46,35 +46,48 @@ PREFETCH_BYTES = 256 << 20
 def saved_by_stage(role: Role, pipeline_rank: int) -> int:
     """Bytes of each token that a stage's layers keep until their backward pass, on the device or, where they are
     offloaded, on the host."""
-    layers = stage_layers(role.shape, role.layout, pipeline_rank)
-    return sum(_saved_by(role, layer, pipeline_rank) for layer in layers)
+    return sum(_saved_by(role, layer, pipeline_rank) for layer in _kept_layers(role, pipeline_rank))
+
+
+def _kept_layers(role: Role, pipeline_rank: int) -> list[int]:
+    """Layers of a stage that keep something: of those that are recomputed in one chunk, the first."""
+    layout, savings = role.layout, role.savings
+    chunks = [chunk_layers(role.shape, layout, pipeline_rank, chunk) for chunk in range(layout.virtual_pipeline)]
+    step = savings.num_layers if savings.recompute == "full" and savings.method == "uniform" else 1
+    return [layer for chunk in chunks for layer in chunk[::step]]
 
 
 def _saved_by(role: Role, layer: int, pipeline_rank: int) -> int:
     if role.passes_nothing_back(layer, pipeline_rank):
         return 0
-    if role.savings.recompute == "full":
+    if role.recomputes_whole(layer):
         return hidden_width(role) * role.bytes_per_weight
-    kept = saved_per_token(role, layer) - (recomputed_per_token(role, layer) if role.savings.recompute == "selective" else 0)
+    kept = saved_per_token(role, layer) - sum(recomputed_per_token(role, layer))
+    norms_again = role.savings.recompute == "selective" and "layernorm" in role.savings.modules
     if layer < role.frozen.layers:
         # Inputs of weights that have no gradient: both norms' factors and outputs, attention's output and SwiGLU's product.
         queries, _ = _heads_width(role)
-        dense = role.savings.recompute != "selective" and not role.shape.has_experts(layer)
-        product = role.shape.ffn // role.layout.tensor if dense else 0
-        norms = (2 if role.savings.recompute == "selective" else 4) * hidden_width(role)
+        again = role.savings.recomputes_feed_forward
+        product = 0 if again or role.shape.has_experts(layer) else role.shape.ffn // role.layout.tensor
+        norms = 0 if norms_again else (2 if again else 4) * hidden_width(role)
         kept -= (norms + queries + product) * role.bytes_per_weight
-    elif role.frozen.norms:
+    elif role.frozen.norms and not norms_again:
         kept -= 2 * hidden_width(role) * role.bytes_per_weight
     return kept
 
 
 def copied_by_stage(role: Role, pipeline_rank: int) -> int:
     """Bytes of each row of keys and values behind a shared prompt that a stage's layers keep until their backward pass, on
-    the device or on the host. Recompute keeps none: attention is computed again."""
-    if role.savings.recompute != "none":
-        return 0
+    the device or on the host. Where attention is computed again, none."""
     layers = stage_layers(role.shape, role.layout, pipeline_rank)
-    return sum(copied_per_row(role) for layer in layers if not role.passes_nothing_back(layer, pipeline_rank))
+    keep = (layer for layer in layers if not attends_again(role, layer))
+    return sum(copied_per_row(role) for layer in keep if not role.passes_nothing_back(layer, pipeline_rank))
+
+
+def attends_again(role: Role, layer: int) -> bool:
+    """The backward pass runs a layer's attention again."""
+    selective = role.savings.recompute == "selective" and "core_attn" in role.savings.modules
+    return selective or role.recomputes_whole(layer)
 
 
 def copied_per_row(role: Role) -> int:
@@ -82,22 +95,39 @@ def copied_per_row(role: Role) -> int:
     return 2 * _heads_width(role)[1] * role.bytes_per_weight
 
 
-def recomputed_per_token(role: Role, layer: int) -> int:
-    """Bytes of each token that selective recompute does not keep: attention's first output and sums, and all of SwiGLU or of
-    the experts."""
-    queries, _ = _heads_width(role)
-    attention = queries * role.bytes_per_weight + _FP32 * role.shape.heads // role.layout.tensor
-    if role.shape.has_experts(layer):
-        return attention + experts.saved_per_token(role)
-    return attention + 5 * (role.shape.ffn // role.layout.tensor) * role.bytes_per_weight
+def recomputed_per_token(role: Role, layer: int) -> tuple[int, int]:
+    """Bytes of each token that selective recompute does not keep of a layer: of its attention and norms, and of its
+    feed-forward part. By module: attention's first output and sums; the up-projected queries, keys and values with their
+    rotation; both norms but for the residual; all of SwiGLU, of the experts or of the shared ones; and of the experts'
+    activation all but its input."""
+    modules = role.savings.modules if role.savings.recompute == "selective" else ()
+    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+    queries, keys = _heads_width(role)
+    attention = {
+        "core_attn": queries * width + _FP32 * shape.heads // tensor,
+        "mla_up_proj": (2 * queries + 3 * keys) * width if shape.latent is not None else 0,
+        "layernorm": 2 * (_FP32 + _normalised_width(role)) * hidden_width(role),
+    }
+    if not shape.has_experts(layer):
+        feed_forward = {"mlp": 5 * (shape.ffn // tensor) * width}
+    elif "moe" in modules:
+        feed_forward = {"moe": experts.saved_per_token(role)}
+    else:
+        feed_forward = {"moe_act": experts.activation_per_token(role), "shared_experts": experts.shared_per_token(role)}
+    return tuple(sum(kept.get(module, 0) for module in modules) for kept in (attention, feed_forward))  # type: ignore[return-value]
+
+
+def _normalised_width(role: Role) -> int:
+    """Bytes of an element of a norm's normalised input, which its weight's gradient needs: none beside adapters, where the
+    weights are frozen."""
+    return (_FP32 if role.shape.norm_offset else role.bytes_per_weight) if role.adapters is None else 0
 
 
 def saved_per_token(role: Role, layer: int) -> int:
     """Bytes that one layer keeps of each token until its backward pass, without recompute."""
     shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
-    # Beside adapters the weights are frozen: no norm keeps its normalised input for its weight's gradient.
-    normalised = (_FP32 if shape.norm_offset else width) if role.adapters is None else 0
+    normalised = _normalised_width(role)
     norms = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
     qkv = (queries + 2 * keys) * width
     query_key_norms = 0
@@ -138,7 +168,8 @@ def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
     """Bytes of each token that a stage keeps of what it received and sent until its backward pass."""
     width = role.bytes_per_weight
-    first = width == _FP32 or role.savings.recompute == "full"  # then it is what the first layer keeps
+    first_layer = stage_layers(role.shape, role.layout, pipeline_rank)[0]
+    first = width == _FP32 or role.recomputes_whole(first_layer)  # then it is what the first layer keeps
     offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
     received = hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
     sent = 0 if role.has_head(pipeline_rank) else hidden_width(role) * width
@@ -175,13 +206,13 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
         feed_forward, kept = experts.backward_per_token(role), experts.saved_per_token(role)
     norm = (5 * _FP32 + width - 2 * width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
-    # What recompute did not keep of the last layer is all there again by then.
-    if role.savings.recompute == "full":
-        again = saved_per_token(role, last)
-    elif role.savings.recompute == "selective":
-        again = recomputed_per_token(role, last)
+    # What recompute did not keep of the last layers of one chunk, or of the last layer's part, is there again by then.
+    if role.recomputes_whole(last):
+        whole = chunk_layers(role.shape, role.layout, pipeline_rank, role.layout.virtual_pipeline - 1)
+        size = role.savings.num_layers if role.savings.method == "uniform" else 1
+        again = sum(saved_per_token(role, layer) for layer in whole[-((len(whole) - 1) % size + 1) :])
     else:
-        again = 0
+        again = max(recomputed_per_token(role, last))
     if not role.savings.offload_activations:
         return max(again + feed_forward, again + norm, final_norm)
     # A layer's forward pass needs more than its backward pass, to which each operation gets its tensors by itself.

@@ -12,6 +12,7 @@ dimensions:
 from __future__ import annotations
 
 from megarl.family import ModelShape
+from megarl.schedule.cost import pairs
 
 
 def attention_weights(shape: ModelShape, tensor: int) -> int:
@@ -34,9 +35,16 @@ def cut_weights(shape: ModelShape) -> int:
     if latent is None:
         qkv = (heads + 2 * shape.groups) * shape.head_dim
         return shape.hidden * (qkv + heads * shape.head_dim) + (qkv if shape.qkv_bias else 0)
+    return up_projection_weights(shape) + heads * latent.value_dim * shape.hidden
+
+
+def up_projection_weights(shape: ModelShape) -> int:
+    """Weights of latent attention's up-projections in one layer, on all ranks together; 0 for other attention."""
+    latent, heads = shape.latent, shape.heads
+    if latent is None:
+        return 0
     queries = (latent.query_rank or shape.hidden) * heads * latent.key_dim
-    keys_values = latent.key_value_rank * heads * (latent.plain_dim + latent.value_dim)
-    return queries + keys_values + heads * latent.value_dim * shape.hidden
+    return queries + latent.key_value_rank * heads * (latent.plain_dim + latent.value_dim)
 
 
 def matrix_weights(shape: ModelShape) -> int:
@@ -61,9 +69,11 @@ def cache_width(shape: ModelShape, tensor: int) -> int:
 def product_flops(shape: ModelShape, layer: int, length: int) -> int:
     """Operations of queries with keys and of weights with values, in one layer for one sequence of `length` tokens: two for
     each dimension of each pair of tokens that meet."""
+    return pair_flops(shape) * pairs(length, shape.windows[layer] if shape.windows else 0)
+
+
+def pair_flops(shape: ModelShape) -> int:
+    """Operations of one pair of tokens that meet in one layer."""
     latent = shape.latent
     dims = 2 * shape.head_dim if latent is None else latent.key_dim + latent.value_dim
-    window = shape.windows[layer] if shape.windows else 0
-    seen = min(window or length, length)  # by the last token; each token before it sees one less, up to the window
-    pairs = seen * (seen + 1) // 2 + (length - seen) * seen
-    return 2 * shape.heads * dims * pairs
+    return 2 * shape.heads * dims

@@ -9,8 +9,8 @@ from megarl.estimate.roles import Role
 from megarl.schedule.schedule import Schedule, in_micro_batch
 from megarl.schedule.share import most_rows_behind_prompts
 
-# Share of a device that nothing may be planned for: what the caching allocator loses to fragmentation, the CUDA context and
-# the collectives' buffers (each a few hundred MiB to a few GiB of an 80 GiB device), and the model's own error.
+# Share of a device that nothing may be planned for: the CUDA context and the collectives' buffers (each a few hundred MiB to
+# a few GiB of an 80 GiB device), and the model's own error.
 RESERVE = 0.1
 
 

@@ -33,7 +33,21 @@ def saved_per_token(role: Role) -> int:
     ffn, rows = experts.ffn // role.layout.expert_tensor_size, rows_per_token(role)
     router = (2 * _FP32 + 2 * _FP32 + 2) * experts.count / _cut(role)
     routed = rows * (role.shape.hidden * width + 6 * ffn * width + _FP32 + 8)
-    return int(router + routed + 5 * (experts.shared_ffn // role.layout.tensor) * width)
+    return int(router + routed) + shared_per_token(role)
+
+
+def shared_per_token(role: Role) -> int:
+    """Bytes that the shared experts of one layer keep of each token: a dense layer's of their rows."""
+    assert role.shape.experts is not None, "a layer with experts"
+    return 5 * (role.shape.experts.shared_ffn // role.layout.tensor) * role.bytes_per_weight
+
+
+def activation_per_token(role: Role) -> int:
+    """Bytes of each token that the experts' activation keeps besides its input, gate and up: what Megatron's `moe_act`
+    makes again."""
+    assert role.shape.experts is not None, "a layer with experts"
+    ffn = role.shape.experts.ffn // role.layout.expert_tensor_size
+    return int(rows_per_token(role) * 4 * ffn * role.bytes_per_weight)
 
 
 def backward_per_token(role: Role) -> int:

@@ -10,6 +10,8 @@ Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal 
 
 Latent attention has matrices and dimensions of its own (`attention.py`). A backward pass takes twice that. Norms, rotary
 embedding, softmax and SwiGLU's product are left out, as is what a fused backward pass computes again of attention's weights.
+
+`sequence_cost` gives the planner the same counts: there is one formula for model FLOPs utilisation, plans and their times.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from collections import Counter
 from functools import lru_cache
 
 from megarl.estimate.adapters import Adapters, layer_adapters
-from megarl.estimate.attention import matrix_weights, product_flops
+from megarl.estimate.attention import matrix_weights, pair_flops, product_flops, up_projection_weights
+from megarl.estimate.roles import Frozen, Role
 from megarl.family import ModelShape
+from megarl.schedule.cost import Cost, pairs
 
 
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:
@@ -29,25 +33,89 @@ def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool
     return float(2 * length * _passed_weights(shape, 0) + attention + _head_flops(shape, head_tokens, critic))
 
 
+def sequence_cost(shape: ModelShape) -> Cost:
+    """What sequences cost a model's layers, for `plan_phase`: `forward_flops` over those of one token without attention.
+
+    The head is left out: it runs on completion tokens alone and adds the same to each of them.
+    """
+    per_pair = pair_flops(shape) / (2 * _passed_weights(shape, 0))
+    kinds = Counter(shape.windows or (0,) * shape.num_layers)
+    windows = tuple((window, per_pair * layers) for window, layers in kinds.items() if window)
+    return Cost(per_pair * kinds[0], windows=windows)
+
+
 def update_flops(
     shape: ModelShape,
     length: int,
     head_tokens: int,
     critic: bool = False,
     adapters: Adapters | None = None,
-    frozen_layers: int = 0,
-    frozen_head: bool = False,
+    frozen: Frozen = Frozen(),  # noqa: B008 (frozen)
 ) -> float:
     """Operations that an update of one sequence needs, however it is computed: what is recomputed does not count (PaLM,
     appendix B). A weight that is not trained, as all but adapters are with `adapters`, has no gradient to compute: it takes
-    4 operations a token, and the others 6."""
-    forward = forward_flops(shape, length, head_tokens, critic)
+    4 operations a token, and the others 6. Frozen layers behind a frozen embedding have no backward pass at all."""
+    passed_over = min(frozen.layers, shape.num_layers) if frozen.embedding else 0
+    return _update_flops(shape, length, head_tokens, critic, adapters, frozen, passed_over)
+
+
+def executed_flops(role: Role, length: int, head_tokens: int) -> float:
+    """Operations that an update of one sequence runs: those that it needs, and those that its backward pass runs again for
+    `recompute`, for the actor's blocks of logits (`engine/logprobs.py`) and through frozen layers that pass a gradient."""
+    shape, head = role.shape, 0 if role.critic else _head_flops(role.shape, head_tokens, False)
+    weights, windows = _computed_again(role)
+    again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)
+    passed_over = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
+    needed = _update_flops(shape, length, head_tokens, role.critic, role.adapters, role.frozen, passed_over)
+    return needed + again + head
+
+
+def _update_flops(
+    shape: ModelShape,
+    length: int,
+    head_tokens: int,
+    critic: bool,
+    adapters: Adapters | None,
+    frozen: Frozen,
+    passed_over: int,
+) -> float:
+    """`passed_over`: first layers without a backward pass."""
+    forward, head = forward_flops(shape, length, head_tokens, critic), _head_flops(shape, head_tokens, critic)
+    every = _passed_weights(shape, 0)
     if adapters is not None:
         added = shape.num_layers * layer_adapters(shape, adapters, tensor=1)
-        frozen = 2 * length * _passed_weights(shape, 0) + _head_flops(shape, head_tokens, critic)
-        return 3 * forward - frozen + 3 * 2 * length * added
-    frozen = 2 * length * (_passed_weights(shape, 0) - _passed_weights(shape, frozen_layers))
-    return 3 * forward - frozen - (_head_flops(shape, head_tokens, critic) if frozen_head else 0)
+        return 3 * forward - 2 * length * every - head + 3 * 2 * length * added
+    spared = 2 * length * (every - _passed_weights(shape, frozen.layers))
+    spared += 2 * length * (every - _passed_weights(shape, passed_over))
+    spared += 2 * sum(product_flops(shape, layer, length) for layer in range(passed_over))
+    frozen_head = frozen.embedding if shape.tied else frozen.head
+    return 3 * forward - spared - (head if frozen_head and not critic else 0)
+
+
+@lru_cache
+def _computed_again(role: Role) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Weights that a token passes once more in the backward pass for `recompute`, and of the layers whose attention runs
+    once more (window, how many)."""
+    shape, savings = role.shape, role.savings
+    weights, windows = 0, Counter[int]()
+    for layer in range(shape.num_layers):
+        experts = shape.experts if shape.has_experts(layer) else None
+        feed_forward = shape.hidden * shape.active_rows(layer)
+        window = shape.windows[layer] if shape.windows else 0
+        if role.recomputes_whole(layer):
+            weights += matrix_weights(shape) + feed_forward
+            weights += 0 if role.adapters is None else layer_adapters(shape, role.adapters, tensor=1)
+            windows[window] += 1
+        if savings.recompute != "selective":
+            continue
+        windows[window] += "core_attn" in savings.modules
+        if "mla_up_proj" in savings.modules:
+            weights += up_projection_weights(shape)
+        if ("mlp" if experts is None else "moe") in savings.modules:
+            weights += feed_forward
+        elif experts is not None and "shared_experts" in savings.modules:
+            weights += 3 * shape.hidden * experts.shared_ffn
+    return weights, tuple(windows.items())
 
 
 def _head_flops(shape: ModelShape, tokens: int, critic: bool) -> int:

@@ -1,8 +1,8 @@
 """Bytes that one trainer rank holds, from the recipe alone.
 
-What is counted are live bytes of tensors; a caching allocator's fragmentation comes on top (see RESERVE in `cap.py`).
-Every micro-batch counts as full as the largest. Activations and logits are derived in `activations.py`. With N the weights
-of a rank's stage (tied embeddings count once without a pipeline, on both ends with one; the vocabulary is padded) and b the
+What is counted are live bytes of tensors, and in `reserved` what a GPU's caching allocator holds beyond them. Every
+micro-batch counts as full as the largest. Activations and logits are derived in `activations.py`. With N the weights of a
+rank's stage (tied embeddings count once without a pipeline, on both ends with one; the vocabulary is padded) and b the
 bytes of the precision (with adapters they alone have gradients and an optimizer, and a reference that is the actor without
 them has no weights of its own):
 
@@ -20,7 +20,7 @@ the logits. An update, beside the activations of every micro-batch that 1F1B hol
     their weight        what stands for the gradient of an untied head's weight, which has gone into the buffer
     backward            gradients inside the last layer or the final norm
     embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
-    reduction           gloo copies the gradient buffer (NCCL does not): 4 T, activations gone
+    reduction           on CPUs gloo copies the gradient buffer, as NCCL does not: 4 T, activations gone
 
 The optimizer's step, which is fused wherever it runs (`engine/settings.py`), needs nothing on top.
 
@@ -30,7 +30,7 @@ Checked on the CPU path: `benchmarks/memory.py`, `tests/test_estimate_memory.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megarl.estimate import activations
 from megarl.estimate.roles import (
@@ -41,13 +41,19 @@ from megarl.estimate.roles import (
     trained_weights,
 )
 from megarl.reshard.boxes import Layout
+from megarl.reshard.megatron import stage_layers
 
 _FP32 = 4
+# Share of the allocator's memory that fragmentation keeps from tensors that come and go: 15 % on average over eight language
+# models in training, up to 33 % (GMLake, Guo et al. 2024, arXiv 2401.08156). What is resident is allocated once, in large
+# pieces. Not compared with a measurement of megarl's own yet.
+FRAGMENTATION = 0.15
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device by what they hold, and in `host` bytes that were moved off it and count in no total."""
+    """Bytes of one device by what they hold; `reserved` is what its allocator holds for no tensor. In `host` are bytes that
+    were moved off the device, which count in no total."""
 
     weights: int = 0
     gradients: int = 0
@@ -55,6 +61,7 @@ class Memory:
     activations: int = 0
     logits: int = 0
     engine: int = 0
+    reserved: int = 0
     host: int = 0
 
     @property
@@ -117,10 +124,10 @@ def working(
     """What a phase holds on top of what is resident, at its peak.
 
     `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
-    token, `longest` its longest sequence, `num_micro_batches` those of one data-parallel rank in one mini-batch,
-    `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are the rows of keys and values that stand
-    behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`). Raises ValueError for an
-    update of a role that is not trained.
+    token, `longest` the longest sequence, for which the rotary table is made, `num_micro_batches` those of one data-parallel
+    rank in one mini-batch, `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are rows of keys
+    and values that stand behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`).
+    Raises ValueError for an update of a role that is not trained.
     """
     if update and not role.trained:
         raise ValueError(f"the {role.name} is not trained: it has no update")
@@ -135,10 +142,14 @@ def working(
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
-    # Of the rotary embedding; twice where layers with a window have a base of their own.
+    # Of the rotary embedding, one table (`Engine._packing`); twice where layers with a window have a base of their own.
     angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
     shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
-    return max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
+    fullest = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
+    # A CPU's memory goes back to its allocator piece by piece.
+    reserved = 0 if role.on_cpu else int(fullest.total * FRAGMENTATION / (1 - FRAGMENTATION))
+    # The host holds most at another moment, perhaps.
+    return replace(fullest, reserved=reserved, host=max(memory.host for memory in moments))
 
 
 def _forward_moments(
@@ -169,7 +180,7 @@ def _layer_backward(role: Role, pipeline_rank: int, tokens: int, copied_rows: in
     """Bytes on top of what is kept where the backward pass of a stage's last layer is largest. An upper bound among shared
     prompts under selective recompute, which makes attention's copies when those of SwiGLU are gone."""
     largest = tokens * activations.backward_per_token(role, pipeline_rank)
-    if role.savings.recompute != "none":
+    if activations.attends_again(role, stage_layers(role.shape, role.layout, pipeline_rank)[-1]):
         return largest + copied_rows * activations.copied_per_row(role)
     return max(largest, _layer_forward(role, tokens, copied_rows)) if role.savings.offload_activations else largest
 
@@ -194,8 +205,9 @@ def _update_moments(
     moments = [
         Memory(activations=saved + _layer_backward(role, pipeline_rank, tokens, copied_rows), host=host),
         Memory(gradients=vocabulary * (width + widened) if embeds else 0),
-        Memory(gradients=_FP32 * max(weights - routed, routed)),  # reduced one after the other
     ]
+    if role.on_cpu:
+        moments.append(Memory(gradients=_FP32 * max(weights - routed, routed)))  # reduced one after the other
     if role.has_head(pipeline_rank) and not role.critic:
         rows = activations.head_rows(role, head_tokens)
         saved += rows if offloads else tokens * activations.final_norm_per_token(role) + rows
@@ -266,6 +278,13 @@ def resting(roles: Sequence[Role], present: str | None = None) -> Memory:
             held += resident(role, pipeline_rank, "forward" if role.name == present else "between")
         totals.append(held)
     return max(totals, key=lambda memory: memory.total)
+
+
+def moved_away(roles: Sequence[Role]) -> int:
+    """Bytes that roles between their phases keep in the host's memory, of the trainer rank that keeps most. The copies stay
+    there during their phases (`engine/offload.py`)."""
+    kept = [[resident(*pair, during="between").host for pair in zip(roles, stage, strict=True)] for stage in _stages(roles)]
+    return max(map(sum, kept))
 
 
 def _stages(roles: Sequence[Role]) -> list[tuple[int, ...]]:

@@ -15,11 +15,19 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Savings:
-    """What a recipe's `memory` section says, in its words."""
+    """What a recipe's `memory` section says, in its words: `modules`, `method` and `num_layers` are its `recompute_...`."""
 
     recompute: str = "none"
     offload_activations: bool = False
     offload: str = "none"
+    modules: tuple[str, ...] = ("core_attn",)
+    method: str = "uniform"
+    num_layers: int = 1
+
+    @property
+    def recomputes_feed_forward(self) -> bool:
+        """Whether a layer's feed-forward part, dense or of experts, is among what selective recompute runs again."""
+        return self.recompute == "selective" and not {"mlp", "moe"}.isdisjoint(self.modules)
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,19 @@ class Role:
         tied = self.shape.tied and not self.critic
         return self.trained and self.adapters is None and not (self.frozen.embedding if tied else self.frozen.head)
 
+    def recomputes_whole(self, layer: int) -> bool:
+        """`recompute: full` runs a layer (counted from 0) again: each under `uniform`, and under `block` the first of each
+        chunk of a stage (megatron-core's `TransformerBlock._checkpointed_forward`)."""
+        if self.savings.recompute != "full" or self.savings.method == "uniform":
+            return self.savings.recompute == "full"
+        layout = self.layout
+        places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
+        return any(layer in chunk_layers(self.shape, layout, *place)[: self.savings.num_layers] for place in places)
+
     def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
         """No gradient is asked for of a layer (counted from 0): all before it is frozen, and it is. A stage asks for that
-        of what it receives in any case, and a recomputed layer for that of the embedding (`engine/freeze.py`)."""
-        kept = self.frozen.embedding and self.savings.recompute != "full" and pipeline_rank == 0
+        of what it receives in any case, and with recompute for that of the embedding (`engine/freeze.py`)."""
+        kept = self.frozen.embedding and self.savings.recompute == "none" and pipeline_rank == 0
         in_first_chunk = layer in chunk_layers(self.shape, self.layout, 0, 0)
         return self.trained and kept and in_first_chunk and layer < self.frozen.layers
 

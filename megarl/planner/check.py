@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,9 +16,12 @@ from megarl.planner.fit import fit
 from megarl.planner.forecast import forecast
 from megarl.planner.job import DEFAULT_LENGTHS, Job, job_of
 from megarl.planner.lengths import LengthsError
+from megarl.planner.measured import MeasuredError, measured
 from megarl.planner.suggest import NoDevice, NothingFits, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.recipe.checkpoint import fetch_config
 from megarl.recipe.load import load_unfitted
+from megarl.recipe.rules import not_checked
 
 # Exit statuses: an answer of "nothing fits" is none of bad input.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -27,7 +30,7 @@ NOTHING_FITS, BAD_INPUT = 1, 2
 @dataclass(frozen=True)
 class Question:
     """What was asked; `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as `find_placement`
-    takes them."""
+    takes them; `run` is a directory to take seconds from, as `measured` does."""
 
     plan: bool
     suggest: bool
@@ -37,6 +40,7 @@ class Question:
     tflops: float | None
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
+    run: str | None = None
 
 
 def check_recipes(
@@ -50,7 +54,7 @@ def check_recipes(
     status, entries = 0, []
     for path in paths:
         try:
-            recipe = load_recipe(path, overrides)
+            recipe = load_recipe(path, overrides, fetch_config)
         except RecipeError as error:
             if not question.as_json:
                 print_violations(path, error)
@@ -66,17 +70,23 @@ def _check(path: str, recipe: Recipe, question: Question, console: Console) -> t
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
     try:
         job = _job(recipe, question)
-    except LengthsError as error:
+        earlier = None if question.run is None else measured(question.run, recipe, question.seed)
+    except (LengthsError, MeasuredError) as error:
         _print_error(path, error)
         return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
+    if earlier is not None:
+        job = replace(job, rates=earlier.rates)
     found = forecast(job)
     advice = [*fit(found), *advise(found)]
     _print_name(path, recipe, question, console)
+    unseen = not_checked(recipe)
+    for line in [] if question.as_json else unseen:
+        console.print(line, markup=False, soft_wrap=True)
     status, placement = _placement(path, recipe, question, console)
     if question.plan and not question.as_json:
-        show.show_forecast(console, recipe, found)
+        show.show_forecast(console, recipe, found, earlier)
         show.show_advice(console, advice)
-    entry = document.planned(path, recipe, found, advice) | placement
+    entry = document.planned(path, recipe, found, advice, earlier) | {"not_checked": unseen} | placement
     if not question.suggest:
         return status, entry
     answer, suggested = _suggestions(path, job, question, console)
@@ -101,7 +111,7 @@ def _way_out(path: str, overrides: list[str], question: Question, console: Conso
     if not question.suggest:
         return {}
     try:
-        recipe = load_unfitted(path, overrides)
+        recipe = load_unfitted(path, overrides, fetch_config)
         job = _job(recipe, question)
     except RecipeError:
         return {}

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.estimate import Memory
 from megarl.planner.advice import Advice
 from megarl.planner.forecast import Forecast, PhaseForecast
+from megarl.planner.measured import Measured
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe, Violation
 
@@ -18,8 +19,10 @@ def illegal(path: str, violations: list[Violation]) -> dict[str, Any]:
     return {"recipe": path, "legal": False, "violations": shown}
 
 
-def planned(path: str, recipe: Recipe, found: Forecast, advice: list[Advice]) -> dict[str, Any]:
-    """The entry of a legal recipe: its phases, its memory and the advice."""
+def planned(
+    path: str, recipe: Recipe, found: Forecast, advice: list[Advice], earlier: Measured | None = None
+) -> dict[str, Any]:
+    """The entry of a legal recipe: its phases, its memory and the advice, and what an `earlier` run measured."""
     job, lengths = found.job, found.job.lengths
     return {
         "recipe": path,
@@ -36,6 +39,7 @@ def planned(path: str, recipe: Recipe, found: Forecast, advice: list[Advice]) ->
         },
         "phases": {phase.phase: _phase(found, phase) for phase in found.phases},
         "rollout": {"flops": found.rollout_flops, "waves": found.waves},
+        "measured": None if earlier is None else _measured(recipe, found, earlier),
         "device": {
             "memory_bytes": job.device_bytes,
             "usable_bytes": job.usable_bytes,
@@ -45,9 +49,23 @@ def planned(path: str, recipe: Recipe, found: Forecast, advice: list[Advice]) ->
             "engine_bytes": job.engine_bytes,
             "worst_memory": {phase: memory(held) for phase, held in found.worst_memory.items()},
             "engine_rank": None if job.engines is None else memory(job.engines.memory),
+            "engine_share": job.engine_share,
             "safe_memory_utilization": found.safe_utilization,
         },
         "warnings": [asdict(one) for one in advice],
+    }
+
+
+def _measured(recipe: Recipe, found: Forecast, earlier: Measured) -> dict[str, Any]:
+    """Seconds of this recipe's phases by those of the run, and the run's peak beside its estimate."""
+    seconds = {phase.phase: phase.seconds for phase in found.phases}
+    others = {name: earlier.other_seconds(found, name) for name in recipe.running_phases if name not in seconds}
+    return {
+        "run": str(earlier.directory),
+        "steps": earlier.num_steps,
+        "seconds": others | seconds,
+        "peak_bytes": earlier.peak_bytes,
+        "estimated_bytes": earlier.estimated_bytes,
     }
 
 

@@ -1,19 +1,25 @@
-"""What does not fit the device, and the mildest legal change that does: a cap, an earlier drain, a layout, a KV cache."""
+"""What does not fit the device, and the mildest legal change that does: a cap, an earlier drain, a layout, recompute or
+offload, a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megarl.estimate import BYTES, Engines
 from megarl.estimate.attention import cache_width
 from megarl.estimate.rollout import cached_layers
 from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
-from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, worst_memory
+from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, engine_room, is_update, worst_memory
 from megarl.planner.job import Job
 from megarl.planner.layouts import earlier_drains, layout_text, layouts_of, longest_slots, with_layouts
 
 # A changed schedule or layout: the overrides, and the bytes of the fullest device in the phase's worst case.
 Fix = tuple[tuple[str, ...], int]
+# What is asked of roles by name: keys of their `memory` section and values.
+Wanted = dict[str, dict[str, str]]
+# Values of one key, the one that saves more behind the one that saves less.
+_ORDER = ("none", "false", "selective", "full", "optimizer", "all", "true")
 
 
 def fit(forecast: Forecast) -> list[Advice]:
@@ -45,6 +51,50 @@ def _phases(forecast: Forecast) -> Iterator[Advice]:
             else f"no cap and no layout of these ranks fits{' beside the engines' if job.beside_bytes else ''}"
         )
         yield Advice("memory", phase.phase, f"{held}; {way_out}", changes, "device_bytes", before, after)
+        yield _savings(job, phase, before)
+
+
+def _savings(job: Job, phase: PhaseForecast, before: int) -> Advice:
+    """The mildest of `recompute` and `offload` with which a phase fits its schedule and layout as they are."""
+    for changes, saved in _saved_jobs(job, phase.role.name if is_update(phase.schedule) else None):
+        after = worst_memory(saved, phase.schedule).total + saved.beside_bytes
+        if after <= (job.usable_bytes or 0):
+            again = ", and computes again what it does not keep" if any("recompute" in one for one in changes) else ""
+            text = f"{shown(changes)} takes {gib(after)}{again}"
+            return Advice("savings", phase.phase, text, changes, "device_bytes", before, after)
+    text = "neither memory.recompute: full nor memory.offload: all of every role makes room"
+    return Advice("savings", phase.phase, text, (), "device_bytes", before, None)
+
+
+def _saved_jobs(job: Job, updated: str | None) -> Iterator[tuple[tuple[str, ...], Job]]:
+    """The job under savings, the mildest first, and the overrides that ask for them: the role that is `updated` keeps less,
+    the others go to the host, then both."""
+    movable = [role for role in job.roles if role.name not in (updated, "reward_model") and not role.borrows_weights]
+    optimizers: Wanted = {role.name: {"offload": "optimizer"} for role in movable if role.trained}
+    away: Wanted = {role.name: {"offload": "all"} for role in movable}
+    choices = [optimizers, away]
+    if updated is not None:
+        kept = [{updated: {"recompute": "selective"}}, {updated: {"recompute": "full"}}]
+        both = away | kept[1]
+        choices = [*kept, *choices, both, away | {updated: {"recompute": "full", "offload_activations": "true"}}]
+    for wanted in choices:
+        changes = [
+            (role.name, key, value)
+            for role in job.roles
+            for key, value in wanted.get(role.name, {}).items()
+            if _ORDER.index(value) > _ORDER.index(str(getattr(role.savings, key)).lower())
+        ]
+        if changes:
+            yield tuple(f"{name}.memory.{key}={value}" for name, key, value in changes), _saved(job, changes)
+
+
+def _saved(job: Job, changes: Sequence[tuple[str, str, str]]) -> Job:
+    """The job with (role, key of its savings, value as a recipe writes it)."""
+    roles = list(job.roles)
+    for at, role in enumerate(roles):
+        values = {key: value if value != "true" else True for name, key, value in changes if name == role.name}
+        roles[at] = replace(role, savings=replace(role.savings, **values))  # type: ignore[arg-type]
+    return replace(job, roles=tuple(roles))
 
 
 def _other_cap(job: Job, phase: PhaseForecast) -> Fix | None:
@@ -99,23 +149,35 @@ def _engines(forecast: Forecast) -> Iterator[Advice]:
     room = min(room, int(share * job.device_bytes)) if stated is not None else room
     cache = min(engines.kv_cache_bytes, engines.kv_cache_bytes - needed + room)
     if cache < kv_bytes_per_token(engines) * job.limits.longest:
+        changes = _room_by_offload(forecast, needed) if engines.rests else ()
         way_out = "the trainer must hold less" if engines.shared or engines.rests else "cut the engines more"
-        yield Advice("engine", "rollout", f"{text}; no whole sequence's KV cache fits: {way_out}", (),
-                     "engine_bytes", taken, None)  # fmt: skip
+        way_out = f"{shown(changes)} makes room" if changes else way_out
+        yield Advice("engine", "rollout", f"{text}; no whole sequence's KV cache fits: {way_out}", changes,
+                     "engine_bytes", taken, needed if changes else None)  # fmt: skip
         return
-    changes = [] if stated is None else [f"rollout.memory_utilization={share:g}"]
+    keys = [] if stated is None else [f"rollout.memory_utilization={share:g}"]
     if cache < engines.kv_cache_bytes:
-        changes.append(f"rollout.kv_cache_bytes={cache}")
+        keys.append(f"rollout.kv_cache_bytes={cache}")
     after = needed - engines.kv_cache_bytes + cache if stated is None else int(share * job.device_bytes)
     yield Advice(
         "engine",
         "rollout",
-        f"{text}; {shown(tuple(changes))} takes {gib(after)}",
-        tuple(changes),
+        f"{text}; {shown(tuple(keys))} takes {gib(after)}",
+        tuple(keys),
         "engine_bytes",
         taken,
         after,
     )
+
+
+def _room_by_offload(forecast: Forecast, needed: int) -> tuple[str, ...]:
+    """The overrides that move the least of the resting roles to the host to make room for a worker; () where none do."""
+    job = forecast.job
+    for changes, saved in _saved_jobs(job, None):
+        room = engine_room(saved, [phase.worst_memory for phase in forecast.phases])
+        if room is not None and needed <= room:
+            return changes
+    return ()
 
 
 def _room(forecast: Forecast) -> str:

@@ -1,17 +1,29 @@
 """What every phase of a step will run, hold and take, from its own plan: the numbers behind `megarl check --plan`.
 
 Time: with F operations of a phase, R ranks at `tflops` and the plan's efficiency e (padding, imbalance, bubble and the
-fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e).
+fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e). F of an update counts what it runs
+again for `recompute`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 
-from megarl.estimate import Memory, Role, forward_flops, largest_cap, most_held, peak, resting
+from megarl.estimate import (
+    Memory,
+    Role,
+    executed_flops,
+    forward_flops,
+    largest_cap,
+    most_held,
+    peak,
+    resting,
+    sequence_cost,
+)
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
-from megarl.schedule import Cost, Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
+from megarl.schedule import Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
 
 
 @dataclass(frozen=True)
@@ -120,19 +132,22 @@ def engine_room(job: Job, worst: list[Memory]) -> int | None:
 def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     """The forecast of one phase under `schedule`, which need not be the job's own."""
     role, lengths = job.role(schedule.phase), job.lengths.totals
-    cost = Cost.of(role.shape)
+    cost = sequence_cost(role.shape)
     plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, job.lengths.prompts)
     found = quality(plan, lengths, cost, job.lengths.prompts)
     pairs = zip(lengths, job.lengths.completions, strict=True)
-    once = sum(forward_flops(role.shape, length, head, role.critic) for length, head in pairs)
+
+    def operations(length: int, head_tokens: int) -> float:
+        if is_update(schedule):
+            return executed_flops(role, length, head_tokens)
+        return forward_flops(role.shape, length, head_tokens, role.critic)
+
     # Where prompts are shared, what sequences leave out.
     spared = [length for one in plan.micro_batches for length in one.spared(job.lengths.prompts)]
-    ran = once * schedule.epochs - sum(forward_flops(role.shape, length, 0) for length in spared)
-    # A backward pass takes twice the operations of a forward pass.
-    flops = ran * 3 if is_update(schedule) else ran
+    flops = schedule.epochs * sum(starmap(operations, pairs)) - sum(operations(length, 0) for length in spared)
     seconds = None
-    if job.tflops is not None:
-        seconds = flops / (job.ranks * job.tflops * 1e12 * found.efficiency)
+    if (rate := job.rate(schedule.phase)) is not None:
+        seconds = flops / (job.ranks * rate * found.efficiency)
     return PhaseForecast(
         schedule,
         role,
@@ -199,7 +214,7 @@ def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Mem
         schedule,
         max(one.slots for one in every),
         max(sum(completions[sample] for sample in one.samples) for one in every),
-        max(job.lengths.totals),
+        job.limits.longest,
         min(most_held(role.layout), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
         max(one.rows_behind_prompts(job.lengths.totals) for one in every),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megarl.estimate import Engines, Role, usable_bytes
 from megarl.planner.lengths import Lengths, Limits, find_lengths
@@ -20,7 +21,7 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
-    None where nobody said.
+    None where nobody said. `rates` are measured operations a second of a rank by phase, which go before `tflops`.
     """
 
     roles: tuple[Role, ...]
@@ -32,6 +33,7 @@ class Job:
     kl_in_reward: bool = False
     device_bytes: int | None = None
     tflops: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def role(self, phase: str) -> Role:
         """The role that runs an engine phase."""
@@ -45,6 +47,19 @@ class Job:
         """Whether its role's layout runs a schedule for every batch that the recipe allows."""
         layout = self.role(schedule.phase).layout
         return not violations(schedule, self.limits.num_sequences, layout, self.limits.longest)
+
+    def rate(self, phase: str) -> float | None:
+        """Operations a second of one rank at efficiency 1; None where nobody said."""
+        stated = None if self.tflops is None else self.tflops * 1e12
+        return self.rates.get(phase, stated)
+
+    @property
+    def engine_share(self) -> float | None:
+        """Share of a device that must be free for an engine to start (vLLM's `gpu_memory_utilization`); None without
+        engines or a device, and on CPUs."""
+        if self.engines is None or self.engines.shared or self.device_bytes is None:
+            return None
+        return self.engine_bytes / self.device_bytes
 
     @property
     def ranks(self) -> int:

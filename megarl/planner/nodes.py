@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megarl.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
+from megarl.planner.host import HostMemory, host_memory
 from megarl.recipe import Recipe
 
 # GPUs of a node where nobody says: those that `megarl launch` takes.
@@ -29,11 +30,13 @@ class NodeSize:
 
 @dataclass(frozen=True)
 class Placed:
-    """A recipe on the fewest nodes that hold it, and where each engine lies, by its number."""
+    """A recipe on the fewest nodes that hold it, where each engine lies, by its number, and the host memory of the fullest
+    node; None without a device."""
 
     size: NodeSize
     needed: NodesNeeded
     engines: tuple[EnginePlace, ...]
+    host: HostMemory | None = None
 
 
 def node_size(recipe: Recipe, devices: int | None, ranks: int | None, own_devices: int) -> NodeSize:
@@ -56,8 +59,10 @@ def own_devices(directory: Path = Path("/dev")) -> int:
 
 
 def find_placement(recipe: Recipe, devices: int | None, ranks: int | None) -> Placed:
-    """The placement on the nodes that were asked about, or that are likely. Raises PlacementError."""
-    return place(recipe, node_size(recipe, devices, ranks, own_devices()))
+    """The placement on the nodes that were asked about, or that are likely. Raises PlacementError, also where a node's host
+    has too little memory (`device.host_memory_gib`)."""
+    placed = place(recipe, node_size(recipe, devices, ranks, own_devices()))
+    return replace(placed, host=host_memory(recipe, placed.needed, placed.engines))
 
 
 def place(recipe: Recipe, size: NodeSize) -> Placed:
@@ -80,7 +85,15 @@ def placement_lines(recipe: Recipe, placed: Placed) -> list[str]:
     if rollout.replay is None:
         head += f", rollout.placement = {rollout.placement}"
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _slots(placed, [node])[0]))
-    return [head, *(_line(placed, list(nodes)) for _, nodes in alike)]
+    return [head, *(_line(placed, list(nodes)) for _, nodes in alike), *_host_lines(recipe, placed)]
+
+
+def _host_lines(recipe: Recipe, placed: Placed) -> list[str]:
+    if placed.host is None or recipe.device is None:
+        return []
+    room = recipe.device.host_memory_gib
+    verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
+    return [f"host memory of a node: up to {placed.host.text}; {verdict}"]
 
 
 def document(placed: Placed) -> dict[str, Any]:
@@ -90,6 +103,7 @@ def document(placed: Placed) -> dict[str, Any]:
         "ranks_per_node": placed.needed.ranks_per_node,
         "trainer_nodes": placed.needed.trainer_nodes,
         "rollout_nodes": placed.needed.rollout_nodes,
+        "host_memory": None if placed.host is None else asdict(placed.host) | {"total": placed.host.total},
         "engines": [{"node": one.node, "devices": list(one.devices)} for one in placed.engines],
     }
 

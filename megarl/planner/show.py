@@ -14,6 +14,7 @@ from rich.table import Table
 from megarl.estimate import RESERVE, Engines, Memory
 from megarl.planner.advice import MIB, Advice, gib
 from megarl.planner.forecast import Forecast, PhaseForecast
+from megarl.planner.measured import Measured
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
 from megarl.recipe.memory import GIB
@@ -40,8 +41,8 @@ NOTES = (
 )
 
 
-def show_forecast(console: Console, recipe: Recipe, found: Forecast) -> None:
-    """The phases of one step and the memory of one device."""
+def show_forecast(console: Console, recipe: Recipe, found: Forecast, earlier: Measured | None = None) -> None:
+    """The phases of one step and the memory of one device; seconds are by what an `earlier` run measured."""
     totals = found.job.lengths.totals
     console.print(
         escape(
@@ -50,7 +51,9 @@ def show_forecast(console: Console, recipe: Recipe, found: Forecast) -> None:
         ),
         soft_wrap=True,
     )
-    console.print(_phase_table(recipe, found))
+    console.print(_phase_table(recipe, found, earlier))
+    if earlier is not None:
+        console.print(escape(earlier.text), soft_wrap=True)
     if recipe.critic_warmup_steps:
         first = f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}"
         console.print(escape(first), soft_wrap=True)
@@ -93,10 +96,11 @@ def memory_lines(found: Forecast) -> list[str]:
     job, lines = found.job, []
     if job.engines is not None:
         engines, memory = job.engines, job.engines.memory
+        share = "" if job.engine_share is None else f"; rollout.memory_utilization {job.engine_share:.3f} of a device"
         lines.append(
             f"engines: {engines.count} x {engine_name(engines.layout)}, {_beside(engines)}; "
             f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
-            f"working memory {gib(memory.activations + memory.logits)}"
+            f"working memory {gib(memory.activations + memory.logits)}{share}"
         )
     if job.device_bytes is None:
         return [
@@ -120,7 +124,7 @@ def _beside(engines: Engines) -> str:
     return "asleep while the trainer works" if engines.rests else "on devices of their own"
 
 
-def _phase_table(recipe: Recipe, found: Forecast) -> Table:
+def _phase_table(recipe: Recipe, found: Forecast, earlier: Measured | None) -> Table:
     table, unit = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), _unit(found)
     for title in PHASE_COLUMNS:
         table.add_column(title, no_wrap=True)
@@ -128,7 +132,7 @@ def _phase_table(recipe: Recipe, found: Forecast) -> Table:
         table.add_column(title.format(unit=unit), justify="right", no_wrap=True)
     phases = {phase.phase: phase for phase in found.phases}
     for name in recipe.running_phases:
-        cells = _engine_cells(phases[name], unit) if name in phases else _other_cells(recipe, found, name)
+        cells = _engine_cells(phases[name], unit) if name in phases else _other_cells(recipe, found, name, earlier)
         table.add_row(*cells)
     return table
 
@@ -155,11 +159,13 @@ def _engine_cells(phase: PhaseForecast, unit: str) -> list[str]:
     ]
 
 
-def _other_cells(recipe: Recipe, found: Forecast, phase: str) -> list[str]:
-    """What is known of a phase that no Megatron engine runs; its time is not estimated."""
+def _other_cells(recipe: Recipe, found: Forecast, phase: str, earlier: Measured | None) -> list[str]:
+    """What is known of a phase that no Megatron engine runs; its time only from an `earlier` run."""
     engines, section = found.job.engines, recipe.phases
     cells = dict.fromkeys((*PHASE_COLUMNS, *NUMBER_COLUMNS), "")
     cells["phase"] = phase
+    seconds = None if earlier is None else earlier.other_seconds(found, phase)
+    cells["seconds"] = "" if seconds is None else _short(seconds)
     if phase == "rollout":
         cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
         cells["micro-batch"] = f"{section.rollout.max_concurrent} at a time"

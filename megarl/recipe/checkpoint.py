@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.family import ModelShape
+from megarl.reshard.stored import has_weights
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 Fetch = Callable[[str], Path]
+# What `megarl check` reads of a model on the hub, which is little: sizes, and the tokenizer.
+CONFIG_FILES = ["config.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja"]
 
 
 class ModelNotFound(ValueError):
@@ -45,6 +48,30 @@ def find_model(path: str, fetch: Fetch | None = None) -> Path:
         raise ModelNotFound(path, _way_out(path), reason) from error
 
 
+def fetch_config(path: str) -> Path:
+    """The directory in the hub cache with the CONFIG_FILES of a hub name, fetched where they are not there. Raises
+    ValueError where the hub does not give them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(path, allow_patterns=CONFIG_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(str(error)) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError("it has no config.json there")
+    return directory
+
+
+def not_checked(key: str, path: str) -> str | None:
+    """One line of what no rule looked at of the model under `key`, as its files are not on this machine yet; None for a
+    complete directory. Raises ModelNotFound."""
+    directory = find_model(path)
+    missing = [] if Path(path).is_dir() and has_weights(directory) else ["weights"]
+    missing += [] if (directory / "tokenizer.json").is_file() else ["tokenizer"]
+    return f"not checked: {' and '.join(missing)} of {key} = {path}" if missing else None
+
+
 def model_shape(path: str, fetch: Fetch | None = None) -> ModelShape:
     """The shape of a model. Raises ModelNotFound, and ValueError for a config.json that megarl cannot run."""
     file = find_model(path, fetch) / "config.json"
@@ -64,5 +91,5 @@ def _way_out(path: str) -> str:
     if close:
         return close[0]
     if HUB_NAME.match(path) and not folder.is_dir():
-        return f"fetch it with 'hf download {path}', or let 'megarl train' do so"
+        return f"'hf download {path} config.json' where there is a network; 'megarl train' fetches the weights"
     return "a directory with a Hugging Face config.json, or a hub name like Qwen/Qwen3-0.6B"

@@ -46,7 +46,9 @@ def _savings(recipe: Recipe, role: str) -> Savings:
     owner = {"actor": recipe.actor, "critic": recipe.critic}.get(role)
     if owner is None:  # a reward model has no memory section
         return Savings()
-    return Savings(owner.memory.recompute, owner.memory.offload_activations, owner.memory.offload)
+    memory = owner.memory
+    modules, method, count = memory.recompute_modules, memory.recompute_method, memory.recompute_num_layers
+    return Savings(memory.recompute, memory.offload_activations, memory.offload, modules, method, count)
 
 
 def _frozen(recipe: Recipe, role: str) -> Frozen:

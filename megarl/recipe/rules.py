@@ -20,6 +20,7 @@ from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import (
     algorithm_rules,
+    checkpoint,
     data_rules,
     environment_rules,
     evaluation_rules,
@@ -398,6 +399,14 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
+
+
+def not_checked(recipe: Recipe) -> list[str]:
+    """What the rules could not look at of the recipe's models, a line each."""
+    named = {role: recipe.path(role) for role in ("model", "reference", "critic", "reward_model")}
+    own = {role: path for role, path in named.items() if role == "model" or path != recipe.model.path}
+    lines = [checkpoint.not_checked(f"{role}.path", path) for role, path in own.items()]
+    return [line for line in lines if line is not None]
 
 
 def _trained_from(recipe: Recipe, key: str) -> tuple[str, ...]:

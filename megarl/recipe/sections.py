@@ -417,7 +417,8 @@ class DeviceSection(Section):
     """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
     their own; on CPUs all processes of a machine hold theirs at the same time."""
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one node's host in GiB; null leaves host memory unchecked."""
+    """Memory of one node's host in GiB, for all trainer ranks and engines on it: what `megarl check` estimates of offloaded
+    roles, checkpoints, the weight sync and processes must fit. null says the estimate and checks nothing."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from megarl.reshard.boxes import Layout
 from megarl.schedule.bound import RankModel, least_time
-from megarl.schedule.cost import Cost, run_times
+from megarl.schedule.cost import Cost, in_step, ranks_in_step, run_times
 from megarl.schedule.pack import best_fit, level, split
 from megarl.schedule.ranks import Work, deal_micro_batches, deal_sequences
 from megarl.schedule.schedule import Schedule, in_runs
@@ -156,12 +156,13 @@ def _rate(problem: _Problem, refused: Collection[_Choice] = ()) -> Iterator[tupl
 
 def _choices(problem: _Problem) -> list[tuple[float, _Choice]]:
     """(time aimed at, choice), shortest first: without a pipeline, fewest micro-batches first."""
-    pipelined = problem.layout.pipeline > 1
+    # Ranks that run in step gain nothing where one of them has the long sequences: the others wait for it.
+    groups = problem.layout.pipeline > 1 and ranks_in_step(problem.layout) == 1
     choices = []
     for count in _counts(problem):
         bound = problem.bound(count)
         choices.append((bound, _Choice(count, None)))
-        choices += [(bound * slack, _Choice(count, slack)) for slack in _SLACKS if pipelined]
+        choices += [(bound * slack, _Choice(count, slack)) for slack in _SLACKS if groups]
     return sorted(choices, key=lambda one: one[0])
 
 
@@ -204,4 +205,4 @@ def _time(problem: _Problem, ranks: Ranks) -> float:
     """Time of the slowest rank."""
     runs, cost_of = in_runs(len(ranks[0]), problem.in_flight), problem.work.costs.__getitem__
     costs = [[sum(map(cost_of, held)) for held in own] for own in ranks]
-    return max(run_times(own, runs, problem.layout, problem.cost)[0] for own in costs)
+    return max(run_times(own, runs, problem.layout, problem.cost)[0] for own in in_step(costs, problem.layout))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout
 
 # An accelerator that does 300 operations in the time it reads one byte (H100, H200, B200 in bf16) needs as long to read
@@ -15,31 +14,26 @@ _PER_MICRO_BATCH = 128.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimated cost of a sequence in token-equivalents: length * (1 + quadratic * length); attention is the quadratic part.
+    """Estimated cost of a sequence in token-equivalents: its tokens, and `per_pair` for each pair of tokens that meet.
 
-    `per_micro_batch` is what every micro-batch costs however few tokens it holds, in token-equivalents.
+    `windows` are (tokens, cost of a pair) of layers that see only the last tokens. `per_micro_batch` is what every
+    micro-batch costs however few tokens it holds. A model's cost comes from its FLOPs: `megarl.estimate.sequence_cost`.
     """
 
-    quadratic: float = 0.0
+    per_pair: float = 0.0
     per_micro_batch: float = _PER_MICRO_BATCH
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Cost:
-        """The cost of a model's layers, from their operations.
-
-        A token passes each matrix of a layer once (2 operations a weight), of its experts those it takes.
-        Causal attention of `length` tokens multiplies
-        queries with keys and weights with values: 2 * 2 * length^2 / 2 operations a head and head dimension. The head is
-        left out: it runs on completion tokens only and adds the same to each of them.
-        """
-        heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-        rows = sum(shape.active_rows(layer) for layer in range(shape.num_layers)) / shape.num_layers
-        weights = shape.hidden * (2 * heads + 2 * groups + rows)
-        return cls(quadratic=heads / weights)
+    windows: tuple[tuple[int, float], ...] = ()
 
     def sequence(self, length: int) -> float:
         """Cost of one sequence of `length` tokens."""
-        return length * (1.0 + self.quadratic * length)
+        cost = length + self.per_pair * pairs(length)
+        return cost + sum(per_pair * pairs(length, window) for window, per_pair in self.windows)
+
+
+def pairs(length: int, window: int = 0) -> int:
+    """Pairs of tokens that meet in causal attention over `length` tokens, each seeing the last `window`; 0 for all."""
+    seen = min(window or length, length)  # by the last token; each token before it sees one less, up to the window
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def bubble_weight(layout: Layout) -> float:
@@ -49,6 +43,20 @@ def bubble_weight(layout: Layout) -> float:
     Scheduling, 6.1). v chunks a stage divide the waiting by v.
     """
     return (layout.pipeline - 1) / layout.virtual_pipeline
+
+
+def ranks_in_step(layout: Layout) -> int:
+    """Data-parallel ranks that one set of experts is spread over: they exchange tokens in every layer, and so run each
+    micro-batch together."""
+    return max(1, -(-layout.expert_tensor_size * layout.expert // (layout.tensor * layout.context)))
+
+
+def in_step(costs: Sequence[Sequence[float]], layout: Layout) -> list[list[float]]:
+    """`costs` [data-parallel rank][micro-batch] with what a rank waits for: the costliest micro-batch of those that run
+    together."""
+    size = ranks_in_step(layout)
+    groups = [costs[start : start + size] for start in range(0, len(costs), size)]
+    return [[max(together) for together in zip(*group, strict=True)] for group in groups for _ in group]
 
 
 def run_times(costs: Sequence[float], runs: Sequence[int], layout: Layout, cost: Cost) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.schedule.cost import Cost, run_times
+from megarl.schedule.cost import Cost, in_step, run_times
 from megarl.schedule.plan import MicroBatch, Plan
 from megarl.schedule.schedule import padded
 
@@ -38,13 +38,14 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[in
     useful = highest = mean = slowest = spent = bubble = 0.0
     for mini_batch in plan.mini_batches:
         useful += sum(cost.sequence(int(lengths[sample])) for sample in mini_batch.samples)
-        rank_costs, times = [], []
+        cuts = []
         for rank in mini_batch.micro_batches:
             spared = [_spared(one, prompts, cost) for one in rank]
             useful -= sum(spared)
             cut = [sum(costs[sample] for sample in one.samples) - less for one, less in zip(rank, spared, strict=True)]
-            rank_costs.append(sum(cut))
-            times.append(run_times(cut, mini_batch.runs, layout, cost))
+            cuts.append(cut)
+        rank_costs = [sum(cut) for cut in cuts]
+        times = [run_times(cut, mini_batch.runs, layout, cost) for cut in in_step(cuts, layout)]
         highest, mean = highest + max(rank_costs), mean + sum(rank_costs) / layout.data
         slowest += max(time for time, _ in times)
         spent, bubble = spent + sum(time for time, _ in times), bubble + sum(idle for _, idle in times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from megarl.estimate import Adapters, forward_flops, update_flops
+from megarl.estimate import Adapters, Frozen, forward_flops, update_flops
 from megarl.family import ModelShape
 from megarl.recipe import ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.sections import FreezeSection
@@ -51,6 +51,5 @@ def _operations(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) ->
         shape,
         critic=scalar,
         adapters=adapters,
-        frozen_layers=frozen.layers,
-        frozen_head=frozen.head,
+        frozen=Frozen(frozen.embedding, frozen.head, frozen.norms, frozen.layers),
     )
