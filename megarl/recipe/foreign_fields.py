@@ -1,0 +1,66 @@
+"""The fields of another library's dataclass, read from its source: `megarl check` imports neither the library nor torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def dataclass_fields(module: str, class_name: str) -> dict[str, str] | None:
+    """The fields of a dataclass and its base classes: name -> text of the annotation, of the base classes first.
+
+    Base classes are followed through `from ... import` within the top package. None where the package is not installed.
+    Raises LookupError where the package has no such class.
+    """
+    tree = _parse(module)
+    if tree is None:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            fields: dict[str, str] = {}
+            for base in node.bases:
+                if isinstance(base, ast.Name):
+                    fields |= _fields_of_base(module, tree, base.id)
+            return fields | dict(_own_fields(node))
+    raise LookupError(f"{module} has no class {class_name}")
+
+
+def _fields_of_base(module: str, tree: ast.Module, name: str) -> dict[str, str]:
+    if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+        return dataclass_fields(module, name) or {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+            if source.partition(".")[0] != module.partition(".")[0]:
+                return {}  # of the standard library
+            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+            return dataclass_fields(source, original) or {}
+    return {}
+
+
+def _own_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            annotation = ast.unparse(statement.annotation)
+            if not annotation.startswith(("ClassVar", "InitVar")):
+                yield statement.target.id, annotation.strip("'\"")
+
+
+def _parse(module: str) -> ast.Module | None:
+    """The syntax tree of a module; None where its package is not installed. `find_spec` of a dotted name would import the
+    packages above it, so each part is looked up in the directory of the part before."""
+    top, *parts = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in parts:
+        if spec is None:
+            return None
+        top = f"{top}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(top, spec.submodule_search_locations)
+    if spec is None or spec.origin is None:
+        return None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
