@@ -66,9 +66,9 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         {("cap", "reference_logprob")},
     ),
     "cache too large": (["rollout.kv_cache_bytes=51539607552"], {("engine", "rollout")}),
-    "share too large": (["rollout.memory_utilization=0.7"], {("engine", "rollout")}),
+    "share too large": (["rollout.memory_utilization=0.65"], {("engine", "rollout")}),
     "share and cache too large": (
-        ["rollout.kv_cache_bytes=51539607552", "rollout.memory_utilization=0.7"],
+        ["rollout.kv_cache_bytes=51539607552", "rollout.memory_utilization=0.65"],
         {("engine", "rollout")},
     ),
     "share too small": (["rollout.memory_utilization=0.05"], {("engine", "rollout")}),
@@ -193,7 +193,7 @@ def test_actor_logprob_is_never_sped_up_away_from_actor_update(tmp_path: Path) -
 
 
 def test_what_cannot_fit_is_said_without_a_change(tmp_path: Path) -> None:
-    found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=12"])
+    found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=14"])
     for one in fit(found):
         assert (one.changes, one.after) == ((), None)
         assert "no cap and no layout of these ranks fits" in one.text or "the trainer must hold less" in one.text, one.text

@@ -17,7 +17,7 @@ from megarl.planner.forecast import Forecast, PhaseForecast
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
 from megarl.recipe.memory import GIB
-from megarl.recipe.table import engine_name, layout_name
+from megarl.recipe.table import concurrency, engine_name, layout_name
 
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")
 NUMBER_COLUMNS = (
@@ -162,7 +162,7 @@ def _other_cells(recipe: Recipe, found: Forecast, phase: str) -> list[str]:
     cells["phase"] = phase
     if phase == "rollout":
         cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
-        cells["micro-batch"] = f"{section.rollout.max_concurrent} at a time"
+        cells["micro-batch"] = concurrency(recipe)
         cells["TFLOP"] = _short(found.rollout_flops / 1e12)
     if phase == "reward":
         cells["micro-batch"] = f"{section.reward.sequences} a task"
