@@ -371,15 +371,15 @@ def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int 
     from megarl.recipe import RecipeError, load_recipe
     from megarl.recipe.checkpoint import fetch_config
     from megarl.recipe.rules import not_checked
+    from megarl.recipe.table import engine_lines
 
     status = 0
     for path in recipes:
         try:
             recipe = load_recipe(path, overrides, fetch_config)
             _print_table(recipe)
-            for line in not_checked(recipe):
-                typer.echo(line)
-            for line in placement_lines(recipe, find_placement(recipe, devices_per_node, ranks_per_node)):
+            placed = find_placement(recipe, devices_per_node, ranks_per_node)
+            for line in [*not_checked(recipe), *engine_lines(recipe), *placement_lines(recipe, placed)]:
                 typer.echo(line)
         except RecipeError as error:
             _print_violations(path, error)

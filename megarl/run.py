@@ -51,6 +51,7 @@ from megarl.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
 from megarl.preemption import ASKED, Abandoned, LeaveNow, Preempted, Preemption  # noqa: E402
 from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe.engine_sizes import with_engine_sizes  # noqa: E402
 from megarl.recipe.feature_rules import trained_sections  # noqa: E402
 from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
@@ -96,6 +97,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     found = set_stage(recipe, os.environ) if os.environ["RANK"] == "0" else None
     torch.set_num_threads(recipe.trainer.threads)
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
+    recipe = with_engine_sizes(recipe, platform.total_bytes)
     rank = int(os.environ["RANK"])
     control = start_control(_longest_engine_wait_s(recipe) + _longest_reward_wait_s(recipe))
     layouts = recipe.layouts

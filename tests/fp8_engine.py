@@ -43,7 +43,7 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
 
     from megarl.family import ModelShape
     from megarl.reshard.boxes import Layout, RolloutLayout
-    from megarl.rollout.engine import QUANTIZATIONS
+    from megarl.rollout.engine_settings import QUANTIZATIONS
     from megarl.sync.publish import SyncSettings, WeightSync
     from tests.in_process_engine import Receiving, close_engines, open_receiver
     from tests.rollout_cases import megatron_shards
@@ -90,7 +90,7 @@ def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
     from vllm.platforms import PlatformEnum
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from megarl.rollout.engine import QUANTIZATIONS
+    from megarl.rollout.engine_settings import QUANTIZATIONS
     from tests.in_process_engine import close_engines
     from tests.rollout_cases import checkpoint
 

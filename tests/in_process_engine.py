@@ -40,14 +40,16 @@ def _set_environment(variables: dict[str, str]) -> None:
 def open_engine(model: Path, **more: Any) -> LLM:
     from vllm import LLM
 
-    from megarl.rollout.engine import _for_cpus
+    from megarl.family import ModelShape
+    from megarl.rollout.engine_settings import for_cpus
 
+    chosen, needed = for_cpus(ModelShape.from_directory(model))
     common: dict[str, Any] = dict(
         dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, skip_tokenizer_init=True,
         enable_prefix_caching=False, kv_cache_memory_bytes=16 << 20, logprobs_mode="processed_logprobs",
         generation_config="vllm",
     )  # fmt: skip
-    return LLM(model=str(model), **(common | _for_cpus(str(model)) | more))
+    return LLM(model=str(model), **(common | chosen | needed | more))
 
 
 def open_receiver(model: Path, **more: Any) -> LLM:

@@ -66,9 +66,9 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         {("cap", "reference_logprob")},
     ),
     "cache too large": (["rollout.kv_cache_bytes=51539607552"], {("engine", "rollout")}),
-    "share too large": (["rollout.memory_utilization=0.7"], {("engine", "rollout")}),
+    "share too large": (["rollout.memory_utilization=0.65"], {("engine", "rollout")}),
     "share and cache too large": (
-        ["rollout.kv_cache_bytes=51539607552", "rollout.memory_utilization=0.7"],
+        ["rollout.kv_cache_bytes=51539607552", "rollout.memory_utilization=0.65"],
         {("engine", "rollout")},
     ),
     "share too small": (["rollout.memory_utilization=0.05"], {("engine", "rollout")}),

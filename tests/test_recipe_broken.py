@@ -338,7 +338,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "an automatic cap without memory": (
         edited(("phases.actor_update.micro_batch.max_tokens", "auto"), ("device", {"memory_gib": 1e-3})),
-        {"phases.actor_update.micro_batch.max_tokens": "one sequence of 64 tokens, with everything else on the device"},
+        {
+            "rollout.kv_cache_bytes": "of 0.001 GiB an engine's worker may take",
+            "phases.actor_update.micro_batch.max_tokens": "one sequence of 64 tokens, with everything else on the device",
+        },
     ),
     "a reference that nothing reads": (
         edited(("algorithm.kl", None), ("phases.reference_logprob", ...), ("reference", {"layout": {"tensor": 2}})),

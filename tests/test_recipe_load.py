@@ -219,7 +219,7 @@ def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder
     def cap(memory_gib: float) -> int | None:
         device = ("device", {"memory_gib": memory_gib})
         try:
-            recipe = load_recipe(write(folder, edited(automatic, device, ("rollout.kv_cache_bytes", 2**20))))
+            recipe = load_recipe(write(folder, edited(automatic, device, ("rollout.replay", str(folder)))))
         except RecipeError as error:
             assert [one.key for one in error.violations] == ["phases.actor_update.micro_batch.max_tokens"]
             return None

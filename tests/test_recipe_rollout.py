@@ -12,11 +12,13 @@ import pytest
 from megarl.family import ModelShape
 from megarl.recipe import RecipeError, load_recipe, rollout_rules
 from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
+from megarl.recipe.sections import DeviceSection
 from megarl.recipe.table import engine_name
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import check_layout, vllm_segments
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout_cases import recipe, without_vllm_table
+from tests.test_rollout_fp8_experts import DEEPSEEK
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 24, "num_hidden_layers": 3}  # fmt: skip
@@ -89,12 +91,24 @@ def test_a_layout_that_cannot_run_is_named_with_a_way_out(
     model, rollout, expected = BROKEN[name]
     folder = make_folder(tmp_path, monkeypatch)
     keys = [("model.path", model), *((f"rollout.{key}", value) for key, value in rollout.items())]
+    keys.append(("phases.rollout.max_concurrent", 64))
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(folder, edited(*keys)))
     found = {one.key: f"{one.rule} {one.nearest}" for one in caught.value.violations if "rollout" in one.key}
     assert found.keys() == expected.keys()
     for key, text in expected.items():
         assert text in found[key], found[key]
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_engines_that_sleep_have_what_they_keep_on_every_stage(kind: str) -> None:
+    """Experts in the last of three layers alone, and their bias, which no sync sends."""
+    shape = ModelShape.from_config(DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2})
+    made = recipe(Path("model"), pipeline=2)
+    made = made.model_copy(update={"device": DeviceSection.model_validate({"memory_gib": 80, "kind": kind})})
+    found = [f"{one.key} {one.rule}" for one in cut(made, shape)]
+    refused = "rollout.pipeline leaves a stage with layers 0 to 1, none with experts, where vLLM does not sleep"
+    assert found == ([refused] if kind == "gpu" else [])
 
 
 def test_recorded_experts_need_all_layers_and_tokens_in_one_place() -> None:

@@ -76,12 +76,15 @@ class Worker:
             if hasattr(module, "weight_scale_inv"):
                 module.quant_method = linear_method()
 
-    def receiver(self, shape: ModelShape, rollout: RolloutLayout, number: int, reader: Any) -> Any:
+    def receiver(
+        self, shape: ModelShape, rollout: RolloutLayout, number: int, reader: Any, captures_graphs: bool = False
+    ) -> Any:
         from megarl.rollout.receiver import WeightReceiver
 
         receiver: Any = WeightReceiver.__new__(WeightReceiver)
         receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
         receiver._spares, receiver._repack_s, receiver.device = [SpareMemory()], 0.0, torch.device("cpu")
+        receiver._homes = {} if captures_graphs else None
         receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
         return receiver
 
@@ -115,8 +118,14 @@ def linear_method() -> Any:
 
     method: Any = Fp8PerBlockOnlineLinearMethod.__new__(Fp8PerBlockOnlineLinearMethod)
     method.weight_block_size, method.requantization_source = [128, 128], None
-    method.fp8_linear = SimpleNamespace(process_weights_after_loading=lambda module: None)
+    method.fp8_linear = SimpleNamespace(process_weights_after_loading=new_scales)
     return method
+
+
+def new_scales(module: torch.nn.Module) -> None:
+    """As DeepGEMM, which makes them anew in a layout of its own."""
+    scales: Any = module.weight_scale_inv
+    module.weight_scale_inv = torch.nn.Parameter(scales.data.clone(), requires_grad=False)
 
 
 class Engines(ThreadEngines):
@@ -131,6 +140,10 @@ class Engines(ThreadEngines):
         return {}
 
 
+def addresses(worker: Worker) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in worker.parameters().items()}
+
+
 @pytest.mark.parametrize(
     ("config", "rollout", "num_quantised"),
     [
@@ -143,6 +156,7 @@ class Engines(ThreadEngines):
 def test_experts_in_blocks_are_those_that_vllm_makes(
     config: dict[str, Any], rollout: RolloutLayout, num_quantised: int
 ) -> None:
+    """And on a GPU they are where they were, as captured CUDA graphs read them there."""
     pytest.importorskip("vllm", reason="needs vLLM's quantisation")
     shape = ModelShape.from_config(config)
     assert len(quantised_tensors(shape)) == num_quantised
@@ -158,13 +172,17 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, quantization="fp8")
     sync, engines = WeightSync(shape, Layout(), settings, "fp8-experts", 0, None), Engines(shape, rollout)
     engines.receivers = [
-        one.receiver(shape, rollout, number, engines.readers[0, number]) for number, one in enumerate(workers)
+        one.receiver(shape, rollout, number, engines.readers[0, number], captures_graphs=True)
+        for number, one in enumerate(workers)
     ]
+    before = [addresses(one) for one in workers]
     try:
-        sync.publish(1, cut(megatron_segments(shape, Layout()), new)[0], engines)
+        for version, tensors in ((1, new), (2, old), (3, new)):
+            sync.publish(version, cut(megatron_segments(shape, Layout()), tensors)[0], engines)
     finally:
         engines.close()
         sync.close()
+    assert [addresses(one) for one in workers] == before
     for number, one in enumerate(workers):
         taken, expected = one.parameters(), Worker(shape, rollout, number, new).parameters()
         assert taken.keys() == expected.keys()

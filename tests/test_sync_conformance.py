@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -21,8 +23,10 @@ from safetensors.torch import load_file
 
 from megarl.family import ModelShape, blocks
 from megarl.family.cut import PaddedRows
-from megarl.reshard.boxes import RolloutLayout, Segment
-from megarl.reshard.vllm import idle_parameters, parameter_sizes, stage_layers, worker_segments
+from megarl.recipe.rollout_rules import known_engine_args
+from megarl.reshard.boxes import Layout, RolloutLayout, Segment
+from megarl.reshard.engines import engine_plan
+from megarl.reshard.vllm import fixed_parameters, idle_parameters, parameter_sizes, stage_layers, worker_segments
 from megarl.sync.codec import quantise_blocks
 from tests.rollout_cases import save_model
 
@@ -120,8 +124,9 @@ def vllm_config(model: Path, rollout: RolloutLayout, data_rank: int) -> VllmConf
     return config
 
 
-def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
-    """Which checkpoint element stands at each place of each parameter of one worker, by vLLM's loader."""
+@contextmanager
+def vllm_model(model: Path, rollout: RolloutLayout, worker: int) -> Iterator[Any]:
+    """A worker's model as vLLM builds it, before it loads anything."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import utils as vllm_models
@@ -143,7 +148,12 @@ def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
         # vLLM keeps the layers that a model lacks by id(): the next model may get the address of one that is gone.
         patch.setattr(vllm_models, "_model_to_pp_missing_layer_names", {})
         with set_default_torch_dtype(torch.float32):
-            built = initialize_model(config)
+            yield initialize_model(config)
+
+
+def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
+    """Which checkpoint element stands at each place of each parameter of one worker, by vLLM's loader."""
+    with vllm_model(model, rollout, worker) as built:
         for parameter in built.parameters():
             parameter.data.fill_(UNSET)
         built.load_weights(numbered_checkpoint(model).items())
@@ -314,3 +324,39 @@ def test_fp8_blocks_are_those_of_vllm(size: tuple[int, int], precision: torch.dt
     assert blocks.weight.shape == matrix.shape and blocks.weight_scale_inv.dtype == torch.float32
     assert torch.equal(blocks.weight.view(torch.uint8), weight.view(torch.uint8))
     assert torch.equal(blocks.weight_scale_inv, scale)
+
+
+def test_engine_arguments_read_from_source_are_those_of_vllm_s_class() -> None:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert known_engine_args() == {field.name for field in fields(AsyncEngineArgs)}
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_after_a_sleep_every_tensor_of_an_engine_is_sent_or_was_kept(
+    models: Callable[[str, bool], Path], family: str, tied: bool
+) -> None:
+    """Level 2 keeps the buffers and the parameters that the engine's patterns name (vLLM 0.32, `Worker.sleep`), and what
+    latent attention makes of `kv_b_proj` is made again after each sync. No other tensor may have memory of its own."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    shape = ModelShape.from_directory(models(family, tied))
+    plan = engine_plan(shape, Layout(), RolloutLayout())
+    sent = {plan.destination_parameters[number] for number in set(plan.destination_parameter.tolist())}
+    with vllm_model(models(family, tied), RolloutLayout(), 0) as built:
+        parameters = {name for name, _ in built.named_parameters()}
+        kept = {pattern: set(matching(parameters, pattern)) for pattern in fixed_parameters(shape)}
+        assert all(kept.values()), "vLLM refuses a pattern that no parameter matches"
+        assert parameters == sent.union(*kept.values())
+        assert all(sent.isdisjoint(one) for one in kept.values())
+        latent = [module for module in built.modules() if isinstance(module, MLAAttention)]
+        for attention in latent:
+            attention.process_weights_after_loading(torch.float32)
+        assert len(latent) == (shape.num_layers if shape.latent else 0)
+        known = {tensor.untyped_storage().data_ptr() for tensor in [*built.parameters(), *built.buffers()]}
+        for owner, module in built.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.numel() and not name.endswith("_cpu"):
+                    assert value.untyped_storage().data_ptr() in known, f"{owner}.{name}"

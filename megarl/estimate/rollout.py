@@ -10,7 +10,7 @@ With t the engine's tensor ranks and b the bytes of its precision:
                   and each block of 128 x 128 a scale of four
     engine        the KV cache, as the recipe sizes it
     activations   of a prefill step of `batched_tokens` tokens: four hidden states, attention's input and output, and
-                  SwiGLU's gate, up and product
+                  SwiGLU's gate, up and product; with CUDA graphs GRAPH_BYTES for each layer and graph
     logits        a row of the whole vocabulary for each running sequence: logits in b and four copies in fp32 (widened,
                   log-probabilities, probabilities, the sampler's noise)
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megarl.estimate.attention import cache_width
 from megarl.estimate.memory import Memory
 from megarl.estimate.roles import BYTES, expert_weights, layer_weights
 from megarl.family import ModelShape
@@ -26,12 +27,24 @@ from megarl.reshard.blocks import block_bytes, quantised_parameters
 from megarl.reshard.boxes import RolloutLayout
 from megarl.reshard.vllm import held_experts, padded_vocab, stage_layers
 
+# What null means for `rollout.kv_cache_bytes` and `phases.rollout.max_concurrent` on CPUs. On GPUs the cache is what the
+# planner leaves, and a data-parallel rank runs an engine's share of a step's sequences, up to GPU_CONCURRENT of them.
+CPU_CACHE_BYTES, CPU_CONCURRENT = 256 << 20, 64
+GPU_CONCURRENT, MOST_CONCURRENT = 256, 2048
+# Tokens of one engine step. On CPUs no prompt is cut, so the longest sequence fits, and fewer tokens leave an engine idle.
+# GPUs take long prompts in chunks.
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
+# vLLM captures 51 graphs of mixed batches and 35 of decode batches. Its log of Llama-3.2-1B (vLLM pull request 11349) says
+# 0.21 GiB for 35 graphs of 16 layers.
+NUM_GRAPHS, GRAPH_BYTES = 86, 400 << 10
+CACHE_BLOCK_TOKENS, MIB = 16, 2**20
+
 
 @dataclass(frozen=True)
 class Engines:
     """The rollout engines: `count` of them, each cut as `layout`; `utilization` is the recipe's
     `rollout.memory_utilization`, `placement` its `rollout.placement`, and `shared` says that their memory is the host's, as
-    the trainer's is: on CPUs. `quantization` is `rollout.quantization`."""
+    the trainer's is: on CPUs. `quantization` is `rollout.quantization`; `graphs` says that they capture CUDA graphs."""
 
     shape: ModelShape
     count: int
@@ -44,11 +57,13 @@ class Engines:
     placement: str = "colocated"
     shared: bool = False
     quantization: str | None = None
+    graphs: bool = False
 
     @property
     def memory(self) -> Memory:
         """What the fullest worker of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
-        return engine_memory(
+        graphs = NUM_GRAPHS * GRAPH_BYTES * cached_layers(self.shape, self.layout) if self.graphs else 0
+        return Memory(activations=graphs) + engine_memory(
             self.shape,
             self.layout,
             self.precision,
@@ -57,6 +72,19 @@ class Engines:
             self.batched_tokens,
             self.quantization,
         )
+
+    @property
+    def token_bytes(self) -> int:
+        """KV cache of one token on the worker with most layers."""
+        width = cache_width(self.shape, self.layout.tensor) * BYTES[self.precision]
+        return cached_layers(self.shape, self.layout) * width
+
+    def cache_within(self, room_bytes: int, longest: int) -> int:
+        """The KV cache that `room_bytes` of a device leave beside everything else of a worker, and no more than what its
+        sequences need at their longest, in vLLM's blocks and whole MiB. Negative where there is no room."""
+        blocks = -(-longest // CACHE_BLOCK_TOKENS) + 1
+        most = self.max_concurrent // self.layout.data * blocks * CACHE_BLOCK_TOKENS * self.token_bytes
+        return min(-(-most // MIB) * MIB, room_bytes - replace(self, kv_cache_bytes=0).memory.total)
 
     @property
     def workers(self) -> int:
@@ -81,8 +109,28 @@ class Engines:
         """What of that a trainer rank finds on its device while it works: all on a CPU, where nobody sleeps; nothing on a
         GPU of its own, nor beside an engine that sleeps. vLLM's level 2 keeps neither weights nor cache on the device and
         empties the allocator behind the working memory; the context and the collectives' buffers, which it keeps, are
-        counted in RESERVE, as a trainer's own are (vLLM 0.32, `CuMemAllocator.sleep`). Not yet run on a GPU."""
+        counted in RESERVE, as a trainer's own are, and CUDA graphs go to the host (vLLM 0.32, `CuMemAllocator.sleep`)."""
         return self.awake_bytes(ranks, None) if self.shared else 0
+
+
+def device_share(needed_bytes: int, device_bytes: int, stated: float | None) -> float:
+    """vLLM's `gpu_memory_utilization`: the share of a device that must be free for an engine to start, which is the
+    `stated` one, or what a worker needs. vLLM's own default, 0.92, is never free beside a trainer. Raises ValueError where
+    a worker needs more than the device."""
+    if needed_bytes > device_bytes:
+        raise ValueError(
+            f"a worker of an engine needs {needed_bytes / 2**30:.3g} GiB, and its device has {device_bytes / 2**30:.3g}: "
+            "more rollout.tensor, or a smaller rollout.kv_cache_bytes"
+        )
+    return stated if stated is not None else needed_bytes / device_bytes
+
+
+def concurrent_sequences(on_gpu: bool, num_sequences: int, engines: int, data: int) -> int:
+    """What null means for `phases.rollout.max_concurrent`, a multiple of the engine's `data` ranks."""
+    each = -(-CPU_CONCURRENT // data)
+    if on_gpu:
+        each = min(GPU_CONCURRENT, -(-num_sequences // (engines * data)))
+    return min(each, MOST_CONCURRENT // data) * data
 
 
 def engine_memory(
@@ -95,7 +143,7 @@ def engine_memory(
     quantization: str | None = None,
 ) -> Memory:
     """The fullest worker of an engine that runs up to `max_concurrent` sequences at once and takes up to `batched_tokens`
-    prompt tokens a step (`Recipe.batched_tokens`)."""
+    prompt tokens a step."""
     width, tensor = BYTES[precision], layout.tensor
     local = replace(shape, groups=max(shape.groups, tensor))
     vocabulary = padded_vocab(shape) // tensor * shape.hidden

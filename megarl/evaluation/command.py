@@ -19,6 +19,7 @@ from megarl.family import ModelShape
 from megarl.placement import EnginePlace
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
+from megarl.recipe.engine_sizes import with_engine_sizes
 from megarl.reward.service import check_services
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
@@ -34,6 +35,7 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
             "evaluation: the recipe has no such section; add one, as "
             "`evaluation: {prompts: {kind: jsonl, path: held_out.jsonl, prompt_field: question, answer_field: answer}}`"
         )
+    recipe = with_engine_sizes(recipe, platform.total_bytes)
     with ExitStack() as stack:
         if run is not None and model is None:
             directory = _exported(run, stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-")))

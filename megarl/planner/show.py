@@ -18,7 +18,7 @@ from megarl.planner.measured import Measured
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
 from megarl.recipe.memory import GIB
-from megarl.recipe.table import engine_name, layout_name
+from megarl.recipe.table import concurrency, engine_name, layout_name
 
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")
 NUMBER_COLUMNS = (
@@ -168,7 +168,7 @@ def _other_cells(recipe: Recipe, found: Forecast, phase: str, earlier: Measured 
     cells["seconds"] = "" if seconds is None else _short(seconds)
     if phase == "rollout":
         cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
-        cells["micro-batch"] = f"{section.rollout.max_concurrent} at a time"
+        cells["micro-batch"] = concurrency(recipe)
         cells["TFLOP"] = _short(found.rollout_flops / 1e12)
     if phase == "reward":
         cells["micro-batch"] = f"{section.reward.sequences} a task"

@@ -299,6 +299,8 @@ def _engine_keys(found: Forecast, asked: Job) -> Iterator[Suggestion]:
     for key, value in asdict(engines.layout).items():
         if key != "tensor" and asdict(stated.layout)[key] != value:
             yield Suggestion(f"rollout.{key}", value, "tensor ranks alone make the engines fit")
+    reason = f"up to {engines.max_concurrent * engines.count} at a time, of {asked.limits.num_sequences} in a step"
+    yield Suggestion("phases.rollout.max_concurrent", engines.max_concurrent, reason)
     tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
     yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)

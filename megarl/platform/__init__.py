@@ -38,6 +38,11 @@ class Platform:
         return torch.cuda.device_count() if self.kind == "cuda" else None
 
     @property
+    def total_bytes(self) -> int | None:
+        """Memory of this process's device; None on a CPU."""
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if self.kind == "cuda" else None
+
+    @property
     def device_variable(self) -> str | None:
         """The environment variable that lists the devices a process may see, numbered anew from 0 in its order."""
         return "CUDA_VISIBLE_DEVICES" if self.kind == "cuda" else None

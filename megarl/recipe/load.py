@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.recipe.checkpoint import Fetch
+from megarl.recipe.engine_sizes import size_engines
 from megarl.recipe.memory import resolve_caps, with_least_caps
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
@@ -25,11 +26,11 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = (), f
 
 
 def load_unfitted(path: str | Path, overrides: list[str] | tuple[str, ...] = (), fetch: Fetch | None = None) -> Recipe:
-    """The same without a look at the device: every `max_tokens: auto` is the smallest legal cap, which need not fit.
+    """The same whether or not it fits the device: every `max_tokens: auto` is the smallest legal cap.
 
     For a search of a layout that fits, never for a run. Raises RecipeError with every other violation.
     """
-    return with_least_caps(_read(path, overrides, fetch))
+    return with_least_caps(size_engines(_read(path, overrides, fetch), fetch)[0])
 
 
 def parse_recipe(data: dict[str, Any], fetch: Fetch | None = None) -> Recipe:
@@ -60,7 +61,8 @@ def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | Non
 
 def _resolved(recipe: Recipe, fetch: Fetch | None) -> Recipe:
     """Only a legal recipe has layouts and models to measure."""
-    resolved, found = resolve_caps(recipe, fetch)
-    if found:
-        raise RecipeError(found)
+    sized, found = size_engines(recipe, fetch)
+    resolved, more = resolve_caps(sized, fetch)
+    if found or more:
+        raise RecipeError([*found, *more])
     return resolved

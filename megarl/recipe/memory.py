@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from megarl.estimate import Adapters, Engines, Frozen, Role, Savings, largest_cap, usable_bytes
+from megarl.estimate.rollout import (
+    CPU_BATCHED_TOKENS,
+    CPU_CACHE_BYTES,
+    GPU_BATCHED_TOKENS,
+    concurrent_sequences,
+)
 from megarl.family import ModelShape
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
@@ -62,23 +68,29 @@ def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
     return model_shape(recipe.path(role), fetch)
 
 
-def engines_of(recipe: Recipe, shape: ModelShape) -> Engines | None:
-    """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed."""
-    rollout = recipe.rollout
+def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> Engines | None:
+    """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed. `on_gpu` is the recipe's
+    `device.kind` where it is not given. Sizes that nobody has settled (`engine_sizes.py`) are those of CPUs."""
+    rollout, given = recipe.rollout, recipe.rollout.engine_args
     if rollout.replay is not None:
         return None
+    if on_gpu is None:
+        on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
+    least = GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS
+    cuts_prompts = on_gpu and given.get("enable_chunked_prefill") is not False
     return Engines(
         shape,
         rollout.engines,
         rollout.layout,
         recipe.rollout_precision,
-        rollout.kv_cache_bytes,
-        recipe.phases.rollout.max_concurrent,
-        recipe.batched_tokens,
+        rollout.kv_cache_bytes or CPU_CACHE_BYTES,
+        recipe.phases.rollout.max_concurrent or concurrent_sequences(False, 1, 1, rollout.data),
+        given.get("max_num_batched_tokens") or (least if cuts_prompts else max(recipe.max_sequence_tokens, least)),
         rollout.memory_utilization,
         rollout.placement,
         shared=_on_cpu(recipe),
         quantization=rollout.quantization,
+        graphs=on_gpu and not given.get("enforce_eager"),
     )
 
 

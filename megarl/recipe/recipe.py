@@ -50,8 +50,6 @@ PHASES = (
 FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
 UPDATE_PHASES = ("critic_update", "actor_update")
 ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
-# Fewer prompt tokens a step than this leave an engine idle.
-MIN_BATCHED_TOKENS = 2048
 # Which role runs an engine phase.
 ROLE_OF = {
     "reward_model": "reward_model",
@@ -178,11 +176,6 @@ class Recipe(Section):
     def max_sequence_tokens(self) -> int:
         """Longest possible sequence: prompt and completion."""
         return self.data.max_prompt_tokens + self.max_completion_tokens
-
-    @property
-    def batched_tokens(self) -> int:
-        """Prompt tokens that an engine takes in one step: no prompt is cut, so the longest sequence at least."""
-        return max(self.max_sequence_tokens, MIN_BATCHED_TOKENS)
 
     @property
     def updates_per_batch(self) -> int:

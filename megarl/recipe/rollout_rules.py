@@ -9,8 +9,9 @@ from megarl.estimate.attention import cache_width
 from megarl.estimate.roles import BYTES
 from megarl.estimate.rollout import cached_layers
 from megarl.family import ModelShape
+from megarl.recipe.foreign_fields import dataclass_fields
 from megarl.recipe.layout_rules import divisors, tensor_size
-from megarl.recipe.nearest import closest_number
+from megarl.recipe.nearest import closest_number, closest_text
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.violation import Violation
 from megarl.reshard import vllm
@@ -21,12 +22,38 @@ Violations = Iterator[Violation]
 BESIDE_ROW_BYTES = 256
 # Families whose vLLM model (0.32) ends with an error on a pipeline stage that has no layer with experts.
 EXPERTS_ON_EVERY_STAGE = ("mixtral", "qwen3_moe")
+# Arguments of vLLM that `rollout.engine_args` must not say, and the keys that say them; "" where megarl needs one value.
+OWNED_ENGINE_ARGS = {
+    "model": "model.path",
+    "dtype": "rollout.precision",
+    "quantization": "rollout.quantization",
+    "tensor_parallel_size": "rollout.tensor",
+    "pipeline_parallel_size": "rollout.pipeline",
+    "data_parallel_size": "rollout.data",
+    "enable_expert_parallel": "rollout.expert_parallel",
+    "max_model_len": "rollout.max_new_tokens, with data.max_prompt_tokens",
+    "max_num_seqs": "phases.rollout.max_concurrent",
+    "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
+    "gpu_memory_utilization": "rollout.memory_utilization",
+    "enable_sleep_mode": "rollout.placement",
+    "sleep_mode_offload_cudagraph": "rollout.placement",
+    "sleep_preserve_parameter_names": "rollout.placement",
+    "enable_return_routed_experts": "actor.router_replay",
+    "disable_log_stats": "run.trace",
+    "seed": "run.seed",
+    "weight_transfer_config": "weight_sync",
+    "worker_extension_cls": "",
+    "distributed_executor_backend": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "logprobs_mode": "",
+}
 
 
 def concurrent(recipe: Recipe) -> Violations:
     """Data-parallel ranks decode side by side, each as many sequences."""
     count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
-    if count % ranks:
+    if count is not None and count % ranks:
         nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
         rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
         yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
@@ -43,6 +70,28 @@ def routed_experts(recipe: Recipe) -> Violations:
     if recipe.rollout.data > 1:
         what = rule.format("a data-parallel rank knows those of its own tokens")
         yield Violation("rollout.data", recipe.rollout.data, what, f"1, and {_more_engines(recipe)}")
+
+
+def known_engine_args() -> set[str] | None:
+    """Names of vLLM's engine arguments, from the source that is installed here; None without vLLM."""
+    fields = dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+    return None if fields is None else set(fields)
+
+
+def engine_args(recipe: Recipe) -> Violations:
+    """Arguments that are passed on exist, and no other key says them."""
+    given = recipe.rollout.engine_args
+    known = known_engine_args() if given else None
+    for name, value in given.items():
+        key = f"rollout.engine_args.{name}"
+        owner = OWNED_ENGINE_ARGS.get(name)
+        if owner:
+            yield Violation(key, value, f"the recipe says it under {owner}", owner)
+        elif owner is not None:
+            yield Violation(key, value, "megarl sets it, and works with no other value", f"remove {key}")
+        elif known is not None and name not in known:
+            nearest = closest_text(name, sorted(known - OWNED_ENGINE_ARGS.keys()))
+            yield Violation(key, value, "vLLM's AsyncEngineArgs has no such argument", nearest)
 
 
 def dealt_over_one(recipe: Recipe) -> Violations:
@@ -115,11 +164,18 @@ def _stages(recipe: Recipe, shape: ModelShape) -> Violations:
     if stages > layers:
         rule = f"must be at most the {layers} layers of the model: each stage has one"
         yield Violation("rollout.pipeline", stages, rule, str(layers))
-    elif shape.family in EXPERTS_ON_EVERY_STAGE and not _experts_everywhere(shape, stages):
+    elif (shape.family in EXPERTS_ON_EVERY_STAGE or _keeps_bias(recipe, shape)) and not _experts_everywhere(shape, stages):
         held = next(one for one in _layers_of_stages(shape, stages) if not any(map(shape.has_experts, one)))
-        rule = f"leaves a stage with layers {held[0]} to {held[-1]}, none with experts, where vLLM does not start"
+        what = "sleep" if _keeps_bias(recipe, shape) else "start"
+        rule = f"leaves a stage with layers {held[0]} to {held[-1]}, none with experts, where vLLM does not {what}"
         nearest = closest_number(stages, lambda size: _experts_everywhere(shape, size), layers)
         yield Violation("rollout.pipeline", stages, rule, nearest)
+
+
+def _keeps_bias(recipe: Recipe, shape: ModelShape) -> bool:
+    """Whether engines keep parameters through their sleep: vLLM ends with an error on a stage that has none of them."""
+    sleeps = recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
+    return sleeps and bool(vllm.fixed_parameters(shape))
 
 
 def _layers_of_stages(shape: ModelShape, stages: int) -> list[range]:
@@ -148,11 +204,11 @@ def _experts(recipe: Recipe, shape: ModelShape) -> Violations:
 
 
 def kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
-    """The cache of the stage with most layers holds a whole sequence."""
+    """The cache of the stage with most layers holds a whole sequence; one of null does (`engine_sizes.py`)."""
     width = cache_width(shape, recipe.rollout.tensor) * BYTES[recipe.rollout_precision]
     token_bytes = cached_layers(shape, recipe.rollout.layout) * width
     needed = token_bytes * recipe.max_sequence_tokens
-    if recipe.rollout.kv_cache_bytes < needed:
+    if recipe.rollout.kv_cache_bytes is not None and recipe.rollout.kv_cache_bytes < needed:
         rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
         yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
 

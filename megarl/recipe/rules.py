@@ -550,6 +550,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     megatron_rules.recompute,
     wire_rules.delta,
     rollout_rules.concurrent,
+    rollout_rules.engine_args,
     rollout_rules.routed_experts,
     rollout_rules.dealt_over_one,
     rollout_rules.own_devices,

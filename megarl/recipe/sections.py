@@ -320,13 +320,17 @@ class RolloutSection(Section):
     """Deadline of one step's rollouts and of every other call to an engine."""
     max_restarts: Count = 2
     """How often a dead engine is started again before the run ends."""
-    kv_cache_bytes: Positive = 268435456
-    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank."""
+    kv_cache_bytes: Positive | None = None
+    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank. null: on a
+    GPU what weights, working memory and the trainer's roles at rest leave of the device, up to all concurrent sequences at
+    their longest; 256 MiB on CPUs."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """On GPU, share of the device's memory that must be free for an engine to start, and that it may use in all; null leaves
-    it to vLLM. The cache itself has `kv_cache_bytes`. `megarl check --plan` prints the largest safe share."""
+    """On GPU, share of the device's memory that must be free for an engine to start; null takes what a worker needs by
+    megarl's estimate: weights, `kv_cache_bytes`, working memory and CUDA graphs. `megarl check --plan` prints the largest
+    safe share."""
     engine_args: dict[str, Any] = {}
-    """Further arguments of vLLM's engines, under vLLM's names."""
+    """Further arguments of vLLM's engines, under vLLM's names (`AsyncEngineArgs`), as `{enforce_eager: true}`. They go
+    before what megarl chooses for a device; what other keys of the recipe say is refused here."""
     replay: FilePath | None = None
     """Directory of dumped rollouts to read in place of running engines."""
 
@@ -353,8 +357,9 @@ class MicroBatchSection(Section):
 class RolloutPhaseSection(Section):
     prompts: Positive
     """Prompts of one step."""
-    max_concurrent: Annotated[int, Field(ge=1, le=2048)] = 64
-    """Sequences one engine decodes at a time."""
+    max_concurrent: Annotated[int, Field(ge=1, le=2048)] | None = None
+    """Sequences one engine decodes at a time. null: 64 on CPUs; on GPUs an engine's share of a step's sequences, up to 256
+    for each data-parallel rank."""
 
 
 class RewardPhaseSection(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
+from megarl.recipe.rollout_rules import known_engine_args
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
@@ -58,6 +59,28 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
     )
 
 
+def concurrency(recipe: Recipe) -> str:
+    """How many sequences an engine decodes at a time."""
+    count = recipe.phases.rollout.max_concurrent
+    return "all that fit" if count is None else f"{count} at a time"
+
+
+def engine_lines(recipe: Recipe) -> list[str]:
+    """The sizes of the rollout engines, and what of `rollout.engine_args` nobody could check here."""
+    rollout = recipe.rollout
+    if rollout.replay is not None:
+        return []
+    if rollout.kv_cache_bytes is None or recipe.phases.rollout.max_concurrent is None:
+        sizes = "a run takes what its GPUs leave; device: {memory_gib: ...} shows it here"
+        lines = [f"rollout.kv_cache_bytes, phases.rollout.max_concurrent: null, {sizes}"]
+    else:
+        cache = f"{rollout.kv_cache_bytes / 2**30:.3g} GiB of KV cache"
+        lines = [f"engines: {cache} a worker, {recipe.phases.rollout.max_concurrent} sequences at a time"]
+    if rollout.engine_args and known_engine_args() is None:
+        lines.append("rollout.engine_args: not checked, as vLLM is not installed here")
+    return lines
+
+
 def layout_name(layout: Layout) -> str:
     """The layout in the field's short words, without the data-parallel size: TP2+SP x CP2 x PP2xVP2(1+3+2+2) x EP4xETP1, of
     all but tensor and pipeline only what is cut."""
@@ -86,7 +109,7 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         batch = f"{section.prompts} prompts x {recipe.algorithm.group_size}"
         if recipe.algorithm.dynamic_sampling is not None:
             batch += f", up to {recipe.algorithm.dynamic_sampling.max_rounds} times"
-        return PhaseRow(phase, source, engines, f"{section.max_concurrent} at a time", batch)
+        return PhaseRow(phase, source, engines, concurrency(recipe), batch)
     if phase == "reward":
         return PhaseRow(
             phase,

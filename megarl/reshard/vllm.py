@@ -91,6 +91,12 @@ def fixed_tensors(shape: ModelShape) -> set[str]:
     return {prefix + weight.name for prefix, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed}
 
 
+def fixed_parameters(shape: ModelShape) -> list[str]:
+    """Patterns of vLLM's names of the parameters that no update moves and no plan sends, one for each kind."""
+    weights = [weight for _, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed]
+    return sorted({f"*.{weight.name if weight.vllm is None else weight.vllm.parameter}" for weight in weights})
+
+
 def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
     """Global layer numbers, from 0, of one stage: even, and each layer that is left over goes to one of the stages before
     the last, from the back."""

@@ -16,14 +16,13 @@ import numpy as np
 import psutil
 import torch
 
-from megarl.cores import NodeLoad, bind, engine_cores, worker_threads
+from megarl.cores import bind, engine_cores, worker_threads
 from megarl.family import ModelShape
-from megarl.placement import EnginePlace, visible_devices
+from megarl.placement import visible_devices
 from megarl.preemption import holds_signals, keep_holding_signals
-from megarl.reshard.boxes import RolloutLayout
 from megarl.rollout.batch import GroupFacts, GroupResult
+from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.plugin import BACKEND
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.sync.segment import machine
@@ -35,40 +34,9 @@ if TYPE_CHECKING:
 
 # How soon the death of an engine core is seen by a call that waits for it.
 DEATH_POLL_S = 0.25
-# vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
-QUANTIZATIONS = {"fp8": "fp8_per_block"}
-# The smallest that vLLM's attention for CPUs takes without a warning.
-CPU_BLOCK = 32
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 # Of a worker: whether another process failed before it, what happened, and whether that was a deadline.
 Failure = tuple[bool, str, bool]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine is started with; seconds and bytes as named, tokens otherwise."""
-
-    index: int
-    model_path: str
-    precision: str
-    layout: RolloutLayout
-    max_model_len: int
-    batched_tokens: int
-    max_new_tokens: int
-    max_concurrent: int
-    kv_cache_bytes: int
-    memory_utilization: float | None
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    seed: int
-    record_routing: bool = False
-    quantization: str | None = None
-    place: EnginePlace = EnginePlace(0, ())
-    device_variable: str | None = None  # that the place's devices are set in; None on a CPU
-    takes_turns: bool = False  # with the trainer, for the memory of a GPU
-    load: NodeLoad | None = None  # of its node, where processes are bound to cores
-    position: int = 0  # among the node's engines
-    times_requests: bool = False  # keeps when each request came, began and ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,12 +138,14 @@ class RolloutEngine:
             # Before anything asks the driver. Ray leaves the list as its node has it, as no GPU is asked of it (2.60).
             os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
         self._bind()
+        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
         statistics = {"stat_loggers": [silent_statistics()]} if self._settings.times_requests else {}
         try:
-            self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings), **statistics)
+            arguments = AsyncEngineArgs(**engine_arguments(self._settings, _device_bytes()))
+            self._engine = AsyncLLM.from_engine_args(arguments, **statistics)
             await self._engine.update_weight_version(str(self._version))
             if self._settings.layout.workers > 1:
                 await self._engine.collective_rpc("megarl_complete")
@@ -235,7 +205,8 @@ class RolloutEngine:
 
     async def sleep(self) -> None:
         """Give the device's memory to the trainer until the next sync, whose `pause` brings back the memory of weights, and
-        whose `receive` that of the cache. No weights are kept (vLLM's level 2): a sync writes all. Not yet run on a GPU."""
+        whose `receive` that of the cache. vLLM's level 2 keeps buffers and the parameters that no sync sends, and nothing
+        else: a sync writes all other weights."""
         async with self._turn:
             self._dirty = "it sleeps, without weights, until the next sync"
             self._asleep = True
@@ -435,65 +406,15 @@ def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) ->
         )
 
 
-def _engine_args(settings: EngineSettings) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    more: dict[str, Any] = {}
-    if settings.record_routing:
-        # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
-        more = {"enable_return_routed_experts": True} if _records_itself() else {"enable_prefix_caching": False}
-    # vLLM counts it against the device's whole memory, whoever else uses that, and does not start where less is free.
-    share = {} if settings.memory_utilization is None else {"gpu_memory_utilization": settings.memory_utilization}
-    return AsyncEngineArgs(
-        model=settings.model_path,
-        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
-        quantization=None if settings.quantization is None else QUANTIZATIONS[settings.quantization],
-        tensor_parallel_size=settings.layout.tensor,
-        pipeline_parallel_size=settings.layout.pipeline,
-        data_parallel_size=settings.layout.data,
-        enable_expert_parallel=settings.layout.expert_parallel,
-        distributed_executor_backend="mp" if settings.layout.workers > 1 else "uni",
-        enforce_eager=True,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts those of a data-parallel rank
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        enable_sleep_mode=settings.takes_turns,
-        **share,
-        **more,
-        # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32,
-        # "CPU Generator does not use offset") and which ends the engine. So prompts are never cut.
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=settings.batched_tokens,
-        skip_tokenizer_init=True,  # token ids in, token ids out
-        generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied
-        disable_log_stats=not settings.times_requests,
-        seed=settings.seed % 2**32,
-        weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.rollout.receiver.WorkerReport",
-        **_for_cpus(settings.model_path),
-    )
-
-
-def _for_cpus(model_path: str) -> dict[str, Any]:
-    """What an engine on CPUs is told besides (vLLM 0.32).
-
-    Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
-    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary
-    kernel for CPUs takes the stride between heads for that between tokens; latent attention hands it a part of each head,
-    and all positions but the first come out wrong. So there it is torch that rotates.
-    """
+def _device_bytes() -> int | None:
+    """Memory of the first device that this process sees, by its driver, so that none of it is taken; None on CPUs."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return {}
-    if ModelShape.from_directory(model_path).latent is None:
-        return {"block_size": CPU_BLOCK}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return None if current_platform.is_cpu() else int(current_platform.get_device_total_memory())
 
 
 def _records_itself() -> bool:
-    """Whether vLLM records which experts tokens choose (see `routing.py`). Not yet run on a GPU."""
+    """Whether vLLM records which experts tokens choose (see `routing.py`)."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()

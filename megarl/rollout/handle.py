@@ -14,7 +14,8 @@ import ray
 from megarl.cores import BIND, CHOSEN
 from megarl.platform import current as device_platform
 from megarl.rollout.cluster import node_share
-from megarl.rollout.engine import EngineProcess, EngineSettings, RolloutEngine
+from megarl.rollout.engine import EngineProcess, RolloutEngine
+from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.sync.manifest import SyncError
 from megarl.sync.segment import machine

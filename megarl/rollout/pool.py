@@ -18,11 +18,13 @@ from megarl.data.sample import Prompt
 from megarl.family import ModelShape
 from megarl.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
+from megarl.recipe.memory import engines_of
 from megarl.recipe.recipe import Recipe
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
-from megarl.rollout.engine import EngineSettings, GroupRequest, request_seed
+from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.handle import EngineHandle
@@ -67,7 +69,10 @@ class EnginePool:
         engine; without any they are placed on this machine. `bound_ranks`: trainer ranks of a node, where processes are
         bound to cores."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
-        self._vocab = ModelShape.from_directory(model_path).vocab
+        shape = ModelShape.from_directory(model_path)
+        sizes = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
+        assert sizes is not None, "engines that are not replayed"
+        self._vocab = shape.vocab
         self._model_path, self._stops = str(model_path), tuple(int(token) for token in stop_token_ids)
         self._environments: Environments | None = None  # of a recipe with one, from the start on
         self._version: int | None = None  # the last one that was published
@@ -94,10 +99,11 @@ class EnginePool:
                     precision=recipe.rollout_precision,
                     layout=rollout.layout,
                     max_model_len=recipe.max_sequence_tokens,
-                    batched_tokens=recipe.batched_tokens,
+                    batched_tokens=sizes.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,
-                    max_concurrent=recipe.phases.rollout.max_concurrent,
-                    kv_cache_bytes=rollout.kv_cache_bytes,
+                    max_concurrent=sizes.max_concurrent,
+                    kv_cache_bytes=sizes.kv_cache_bytes,
+                    needed_bytes=sizes.memory.total,
                     memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
                     stop_token_ids=self._stops,
@@ -109,6 +115,7 @@ class EnginePool:
                     takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
                     times_requests=recipe.run.trace != "none",
+                    engine_args=rollout.engine_args,
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
@@ -528,5 +535,6 @@ def open_pool(
         routed = recipe.actor.router_replay
         greedy, played = recipe.algorithm.advantage == "remax", recipe.environment is not None
         size = recipe.algorithm.group_size
+        assert section.max_concurrent is not None, "settled where a recipe with a replay is loaded"
         return ReplayPool(recipe.rollout.replay, size, section.max_concurrent, routed, greedy, played)
     return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places, bound_ranks)

@@ -4,6 +4,9 @@ Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN objec
 with shape (0,). So a live parameter of the full shape is written in place, and a packed one is built anew and packed
 again; both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU
 too, under the parameter's own name and with room for padding.
+
+On GPUs vLLM captures CUDA graphs, which read parameters where they were at the capture. What vLLM makes anew of them, as
+scales in a kernel's layout, is copied there.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     init_info_cls = NoInit
     update_info_cls = Update
     supports_draft_weight_update = False
+    # By module and parameter: where those live whose content is in spare memory. None on CPUs, which have no CUDA graphs.
+    _homes: dict[str, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,6 +95,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # each thread has its own
         self._owner: str | None = None  # the module that is being written
         self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
+        if self.device.type != "cpu":
+            self._homes = {}
         self._repack_s = 0.0  # by the thread that called
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
@@ -280,6 +287,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
             target.zero_()  # padding is never sent
+        if self._homes is not None:
+            self._homes.setdefault(owner, {}).setdefault(name, live)
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target if len(shape) == 2 else target.view(rows, cols)
 
@@ -302,8 +311,25 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._unpacked.append(owner)
 
     def _process(self, owner: str) -> None:
-        """Let vLLM pack what was written, as it does after load."""
+        """Let vLLM pack what was written, as it does after load; on a GPU every parameter stays where it is."""
         module = self._modules[owner]
+        if self._homes is None:
+            self._repack(module)
+            return
+        homes = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
+        homes |= self._homes.get(owner, {})
+        self._repack(module)
+        for name, home in homes.items():
+            made = getattr(module, name)
+            if made.shape != home.shape or made.dtype != home.dtype:
+                what = f"{made.dtype} of {tuple(made.shape)}, and CUDA graphs read {home.dtype} of {tuple(home.shape)}"
+                raise SyncError(f"vLLM made {owner}.{name} anew as {what}")
+            if made.data_ptr() != home.data_ptr():
+                home.copy_(made)
+                made.data = home  # kernels that refer to the new parameter read it too
+        self._homes.pop(owner, None)
+
+    def _repack(self, module: torch.nn.Module) -> None:
         quant_method = getattr(module, "quant_method", None)
         # These quantise what a checkpoint brings, once. What came now is quantised: what follows that is left to be done.
         if isinstance(quant_method, Fp8PerBlockOnlineMoEMethod):
