@@ -103,6 +103,19 @@ def test_every_fault_is_named_with_a_way_out(name: str, tmp_path: Path, monkeypa
     assert all(text in ours[key] for key, text in expected.items()), ours
 
 
+def test_a_start_refuses_what_needs_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `check` did not know the device: on a CPU, a GPU before Hopper, or without Transformer Engine."""
+    from megarl.run import check_models
+
+    moe_act = ("actor.memory", SELECTIVE | {"recompute_modules": ["moe_act", "core_attn"]})
+    edits = [("model.path", "experts"), ("actor.layout.sequence_parallel", True), ("actor.layout.expert_tensor", 1), moe_act]
+    recipe = load_recipe(write(make_folder(tmp_path, monkeypatch), edited(*edits)))
+    with pytest.raises(RecipeError) as caught:
+        check_models(recipe)
+    (found,) = [one for one in caught.value.violations if one.key == "actor.memory.recompute_modules"]
+    assert "Transformer Engine's layers alone" in found.rule and found.nearest == "[core_attn]"
+
+
 def test_legal_options_and_recompute_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "cp_comm_type": "a2a", "moe_z_loss_coeff": 1}
     edits = [
