@@ -1,4 +1,4 @@
-"""What DeepSeek-V3's and Gemma 3's `config.json` may say, in the words of transformers 4 and 5, and what is refused."""
+"""What a `config.json` may say, in the words of transformers 4 and 5, and what is refused; what it leaves out."""
 
 import pytest
 
@@ -116,3 +116,83 @@ def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
     sent = set(engine_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
     kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
     assert checkpoint_sizes(shape).keys() - sent == kept
+
+
+DENSE = SIZES | {
+    "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False, "rope_theta": 5e4, "hidden_act": "silu",
+}  # fmt: skip
+MIXED = {"num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+COMPLETE = {
+    "llama": DENSE,
+    "qwen2": {key: value for key, value in DENSE.items() if key != "head_dim"},
+    "qwen3": DENSE,
+    "qwen3_moe": DENSE | MIXED | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma3_text": GEMMA | {
+        "max_position_embeddings": 512, "rope_theta": 5e4, "rope_local_base_freq": 1e3, "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "deepseek_v3": DENSE | DEEPSEEK,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", COMPLETE)
+def test_a_key_that_is_left_out_means_what_transformers_and_vllm_take_it_for(family):
+    """Or it is refused. Engines read config.json through transformers, whose defaults are the family's."""
+    from transformers import AutoConfig
+
+    everything = {key: value for key, value in COMPLETE[family].items() if key != "model_type"}
+    # vLLM and transformers have no other routing for DeepSeek-V3, and no key for it.
+    fixed = {"model_type": family} | {key: everything[key] for key in ("scoring_func", "topk_method") if key in everything}
+    compared = 0
+    for left_out in (None, *everything):
+        config = {key: value for key, value in everything.items() if key != left_out}
+        try:
+            shape = ModelShape.from_config({"model_type": family} | config)
+        except (ValueError, KeyError):
+            continue
+        theirs = AutoConfig.for_model(family, **config).to_dict()
+        assert shape == ModelShape.from_config(theirs | fixed), left_out
+        compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("llama", {"sliding_window": 128}, "sliding_window = 128"),
+        ("deepseek_v3", {"sliding_window": 128}, "sliding_window = 128"),
+        ("llama", {"qkv_bias": True}, "qkv_bias = true"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5"),
+        ("llama", {"is_causal": False}, "is_causal = False"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "beside"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "beside",
+        ),
+        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings = 64"),
+        ("deepseek_v3", {"index_topk": 64}, "index_topk = 64"),
+    ],
+)
+def test_what_an_engine_would_act_on_and_the_trainer_would_not_is_refused(family, change, words):
+    """The policy that is trained would not be the one that is sampled."""
+    config = COMPLETE[family] | {"model_type": family}
+    ModelShape.from_config(config)
+    with pytest.raises(ValueError, match="^there: ") as caught:
+        ModelShape.from_config(config | change, "there")
+    assert words in str(caught.value)
+
+
+def test_gemmas_old_and_new_words_at_once_mean_what_transformers_makes_of_them():
+    both = COMPLETE["gemma3_text"] | {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    shape = ModelShape.from_config(both)
+    assert (shape.rope_theta, dict(shape.rope_scaling)["factor"], shape.local_rope_theta) == (1e6, 8.0, 1e3)

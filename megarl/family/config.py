@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megarl.family.shape import Experts, ModelShape
@@ -24,6 +25,23 @@ def whole_number(config: Mapping[str, Any], origin: str, key: str, least: int = 
     return size
 
 
+# Keys that vLLM or transformers act on and megarl does not, with the value under which they change nothing.
+_UNREAD = {
+    "is_causal": True, "logit_scale": 1.0, "bias": False, "dual_chunk_attention_config": None,
+    "shared_expert_intermediate_size": 0, "index_topk": None, "partial_rotary_factor": 1.0, "compression_config": None,
+}  # fmt: skip
+
+
+def _refuse_unread(config: Mapping[str, Any], origin: str, neutral: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key by which the engines would sample from another model than the trainer's."""
+    for key, value in neutral.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(
+                f"{origin}: {key} = {config[key]!r} is not supported: vLLM acts on it, and the trainer does not; take a "
+                "model without it, or remove the key where its weights do not need it"
+            )
+
+
 # What each scaling of the rotary embedding must say, and what it may leave out.
 _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "linear": (("factor",), {}),
@@ -35,7 +53,23 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def read_rope(config: Mapping[str, Any], origin: str, scalings: Sequence[str]) -> tuple[float, tuple[tuple[str, Any], ...]]:
     """(base, scaling) of the rotary embedding; the latter with its `rope_type`, one of `scalings`, or empty. transformers 5
     writes rope_parameters, 4 wrote rope_theta and rope_scaling. Raises ValueError for another scaling."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if old and new and old != new:
+        raise ValueError(
+            f"{origin}: rope_scaling = {old} beside rope_parameters = {new}: transformers and vLLM take the first alone, "
+            "with its rope_theta or the default one; write all of it into rope_parameters"
+        )
+    rope = dict(new or old or {})
+    nested = next((key for key, value in rope.items() if isinstance(value, Mapping)), None)
+    if nested is not None:
+        raise ValueError(f"{origin}: rope_parameters.{nested}: rotary embeddings by kind of layer are not supported")
+    _refuse_unread(rope, origin, {"partial_rotary_factor": 1.0})
+    scaled_from = config.get("original_max_position_embeddings")
+    if scaled_from not in (None, rope.get("original_max_position_embeddings")):
+        raise ValueError(
+            f"{origin}: original_max_position_embeddings = {scaled_from} outside of rope_parameters is not supported; "
+            "write it there alone"
+        )
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if kind == "default":
@@ -58,16 +92,24 @@ def read_decoder(
     qk_norm: bool = False,
     experts: Experts | None = None,
     scalings: Sequence[str] = ("llama3",),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelShape:
-    """What every family says in the same words. Raises ValueError for what no family supports."""
+    """What every family says in the same words. `defaults` is what transformers, and with it vLLM, assumes where config.json
+    lacks a key. Raises ValueError for what no family supports."""
+    config = {**defaults, **config}
     refuse(config, origin, "use_sliding_window", "mlp_bias")
+    _refuse_unread(config, origin, _UNREAD | {"qk_norm": qk_norm})
+    if "use_sliding_window" not in defaults:  # vLLM takes a window from any config.json
+        _refuse_unread(config, origin, {"sliding_window": 0})
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"{origin}: layer_types = {config['layer_types']} is not supported; full_attention everywhere is")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(
             f"{origin}: quantization_config.quant_method = {method!r} is not supported; convert the checkpoint to bf16 first"
         )
     if not qkv_bias:
-        refuse(config, origin, "attention_bias")
+        refuse(config, origin, "attention_bias", "qkv_bias")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{origin}: hidden_act = {config['hidden_act']!r} is not supported; silu is")
     theta, scaling = read_rope(config, origin, scalings)

@@ -19,9 +19,13 @@ from megarl.family.table import Family, Held, Weight
 
 # Of the norms inside attention Hugging Face's model takes this whatever rms_norm_eps says, vLLM's takes rms_norm_eps.
 _EPSILON = 1e-6
+# What transformers assumes where config.json says nothing, and vLLM with it.
+_DEFAULTS = {"max_position_embeddings": 4096, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
+             "num_key_value_heads": 128}  # fmt: skip
 
 
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
+    config = _DEFAULTS | dict(config)
     shape = read_decoder(config, origin, scalings=("yarn",), experts=_read_experts(config, origin))
     latent = LatentAttention(
         key_value_rank=whole_number(config, origin, "kv_lora_rank"),

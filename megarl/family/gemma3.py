@@ -13,6 +13,7 @@ from megarl.family.table import Family, Weight
 
 # What transformers assumes where config.json says nothing.
 _PATTERN = 6  # every so many layers sees everything
+_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True}
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
@@ -22,8 +23,8 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     if activation != "gelu_pytorch_tanh":
         raise ValueError(f"{origin}: hidden_activation = {activation!r} is not supported; gelu_pytorch_tanh is")
     everywhere, local_theta = _read_ropes(config, origin)
-    stated = {"tie_word_embeddings": True, **config, "rope_parameters": everywhere}
-    shape = read_decoder(stated, origin, scalings=("linear",), qk_norm=True)
+    own = {"rope_parameters": everywhere, "rope_scaling": None, "sliding_window": None, "layer_types": None}
+    shape = read_decoder({**config, **own}, origin, scalings=("linear",), qk_norm=True, defaults=_DEFAULTS)
     scalar = config.get("query_pre_attn_scalar", 256)
     if not isinstance(scalar, int | float) or scalar <= 0:
         raise ValueError(f"{origin}: query_pre_attn_scalar = {scalar!r} must be a number above 0")
@@ -41,17 +42,16 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 def _read_ropes(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], float]:
     """Rotary embedding of the layers that see everything, and base of those with a window. transformers 5 writes both below
-    rope_parameters, 4 wrote rope_theta, rope_scaling and rope_local_base_freq."""
-    parameters = config.get("rope_parameters")
-    if parameters:
-        everywhere, local = dict(parameters.get("full_attention") or {}), dict(parameters.get("sliding_attention") or {})
-    else:
-        everywhere = dict(config.get("rope_scaling") or {}) | {"rope_theta": config.get("rope_theta", _GLOBAL_THETA)}
-        local = {"rope_theta": config.get("rope_local_base_freq", _LOCAL_THETA)}
+    rope_parameters, 4 wrote rope_theta, rope_scaling and rope_local_base_freq; of both at once transformers makes this."""
+    parameters = config.get("rope_parameters") or {}
+    everywhere = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA} | dict(parameters.get("full_attention") or {})
+    everywhere |= dict(config.get("rope_scaling") or {})
+    local = {"rope_theta": config.get("rope_local_base_freq") or _LOCAL_THETA}
+    local |= dict(parameters.get("sliding_attention") or {})
     kind = local.get("rope_type", "default")
     if kind != "default":
         raise ValueError(f"{origin}: rope_type = {kind!r} of sliding_attention is not supported; default is")
-    return {"rope_theta": _GLOBAL_THETA} | everywhere, float(local.get("rope_theta", _LOCAL_THETA))
+    return everywhere, float(local["rope_theta"])
 
 
 def _read_windows(config: Mapping[str, Any], origin: str, num_layers: int) -> tuple[int, ...]:

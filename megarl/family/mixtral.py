@@ -10,13 +10,15 @@ from megarl.family.config import read_decoder, read_expert_counts, refuse, whole
 from megarl.family.shape import Experts, ModelShape
 from megarl.family.table import Family, Weight
 
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+
 
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
-    refuse(config, origin, "sliding_window", "router_jitter_noise")
+    refuse(config, origin, "router_jitter_noise")
     count, chosen = read_expert_counts(config, origin, "num_local_experts")
     # A softmax over the chosen experts alone is one over all of them, made to sum to 1.
     found = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
-    return read_decoder(config, origin, experts=found)
+    return read_decoder(config, origin, experts=found, defaults=DEFAULTS)
 
 
 def layer(shape: ModelShape, number: int) -> list[Weight]:

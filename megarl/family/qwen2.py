@@ -6,9 +6,10 @@ from megarl.family.blocks import llama_layer, swiglu
 from megarl.family.config import read_decoder
 from megarl.family.table import Family
 
+DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    read=partial(read_decoder, qkv_bias=True),
+    read=partial(read_decoder, qkv_bias=True, defaults=DEFAULTS),
     layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
 )

@@ -24,6 +24,7 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
         config,
         origin,
         qk_norm=True,
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "use_sliding_window": False},
         experts=Experts(
             count,
             chosen,
