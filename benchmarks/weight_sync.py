@@ -49,7 +49,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from megarl.engine.export import copy_model_files  # noqa: E402
+from megarl.data.model_files import copy_model_files  # noqa: E402
 from megarl.family import ModelShape  # noqa: E402
 from megarl.recipe.recipe import Recipe  # noqa: E402
 from megarl.reshard.boxes import Layout, RolloutLayout, Segment  # noqa: E402

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.engine.weights import WeightFiles, copy_model_files
+from megarl.data.model_files import copy_model_files
+from megarl.engine.weights import WeightFiles
 from megarl.family import ModelShape
 from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.reshard.megatron import checkpoint_sizes, megatron_segments

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megarl.data.model_files import model_directory
+from megarl.data.model_files import copy_model_files, model_directory
 from megarl.engine.checkpoint import StoredRole
 from megarl.engine.model import WithoutContent, build_model, named_shards
 from megarl.engine.parallel import start_parallel
 from megarl.engine.settings import DTYPES
 from megarl.engine.stored_adapters import MergedRole, stored_adapters
-from megarl.engine.weights import WeightFiles, copy_model_files
+from megarl.engine.weights import WeightFiles
 from megarl.family import ModelShape
 from megarl.recipe import Recipe
 from megarl.recipe.sections import LoraSection

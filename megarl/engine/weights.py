@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -22,10 +21,6 @@ from megarl.family import ModelShape
 from megarl.reshard.boxes import Segment
 from megarl.reshard.megatron import checkpoint_sizes
 from megarl.reshard.stored import INDEX, SCORE, check_weights, plan_files, stored_tensors
-
-_KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt",
-         "chat_template*", "added_tokens.json")  # fmt: skip
-
 
 _FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MAX_FILE_BYTES = 4 << 30
@@ -134,10 +129,3 @@ def load_score_head(weight: Tensor, directory: str | Path) -> None:
         raise ValueError(f"{stored.file}: {SCORE} is {found}, expected {expected}: one label")
     with torch.no_grad(), safe_open(stored.file, "pt") as handle:
         weight.copy_(handle.get_tensor(SCORE))
-
-
-def copy_model_files(source: str | Path, target: str | Path) -> None:
-    """Copy everything of a Hugging Face directory that is not a weight (config, tokenizer, templates)."""
-    for pattern in _KEPT:
-        for file in Path(source).glob(pattern):
-            shutil.copy(file, target)

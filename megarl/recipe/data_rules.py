@@ -85,6 +85,41 @@ def system_prompt(recipe: Recipe) -> Violations:
         yield Violation("data.system_prompt", recipe.data.system_prompt, rule, "put it into data.prompt_template")
 
 
+# What megarl says itself when it renders a chat, and what would have it give something else than a text.
+_RESERVED = (
+    "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+)  # fmt: skip
+
+
+def template_options(recipe: Recipe) -> Violations:
+    """They reach a template, and are not what megarl says itself."""
+    data = recipe.data
+    for name in data.template_options:
+        key = f"data.template_options.{name}"
+        if name in _RESERVED:
+            yield Violation(key, data.template_options[name], "megarl says this itself", f"remove {key}")
+    if data.template_options and (
+        not data.chat_template or (data.prompt_format == "token_ids" and recipe.environment is None)
+    ):
+        rule = "no chat is rendered (data.chat_template, data.prompt_format)"
+        yield Violation("data.template_options", data.template_options, rule, "remove data.template_options")
+
+
+def answer_is_not_asked(recipe: Recipe) -> Violations:
+    """The policy does not see the answer in the place of the question."""
+    sources = [("data.prompts", recipe.data.prompts)]
+    if recipe.evaluation is not None:
+        sources.append(("evaluation.prompts", recipe.evaluation.prompts))
+    for key, prompts in sources:
+        mixed = isinstance(prompts, MixturePromptsSection)
+        parts = [(f"{key}.parts.{at}", part) for at, part in enumerate(prompts.parts)] if mixed else [(key, prompts)]
+        for place, part in parts:
+            if not isinstance(part, ReasoningGymPromptsSection) and part.prompt_field == part.answer_field:
+                rule = "is prompt_field too, so that the prompt is the answer"
+                yield Violation(f"{place}.answer_field", part.answer_field, rule, "the field that holds the answer")
+
+
 def formats(recipe: Recipe) -> Violations:
     """Nothing is written around a prompt that is no text."""
     data = recipe.data

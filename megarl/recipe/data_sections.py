@@ -11,13 +11,13 @@ from megarl.recipe.sections import Count, Positive, Section, Share
 
 class FilePromptsSection(Section):
     kind: Literal["jsonl", "parquet"]
-    """Format of the file."""
+    """Format of the file; `jsonl` also reads one JSON array, and what gzip has packed."""
     path: Annotated[str, Field(min_length=1)]
     """The file, from the working directory."""
     prompt_field: Annotated[str, Field(min_length=1)]
     """Column that holds the question."""
     answer_field: Annotated[str, Field(min_length=1)]
-    """Column that holds the answer."""
+    """Column that holds the answer; a dotted name goes into nested objects."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """In a mixture, the share of this part against those of the others; null is 1."""
 
@@ -34,7 +34,7 @@ class HuggingFacePromptsSection(Section):
     prompt_field: Annotated[str, Field(min_length=1)]
     """Column that holds the question."""
     answer_field: Annotated[str, Field(min_length=1)]
-    """Column that holds the answer."""
+    """Column that holds the answer; a dotted name goes into nested objects."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """In a mixture, the share of this part against those of the others; null is 1."""
 
@@ -98,6 +98,8 @@ class DataSection(Section):
     """Text around the question, with `{question}` in it; null gives the question alone."""
     chat_template: bool = True
     """Render the prompt as a chat with the model's own template."""
+    template_options: dict[str, Any] = {}
+    """What the chat template is told beside the messages, as `{enable_thinking: false}`; see the model's card."""
     shuffle: bool = True
     """A new order of the prompts in each epoch."""
     prompt_format: Literal["text", "messages", "token_ids"] = "text"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.data.model_files import check_has_tokenizer
 from megarl.estimate.adapters import adapted_sizes
 from megarl.family import FAMILIES, ModelShape
 from megarl.recipe import (
@@ -39,7 +40,7 @@ from megarl.recipe.reward_sections import FunctionRewardSection
 from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
 from megarl.reshard.boxes import Layout
-from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, token_ids
+from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, read_vocabulary
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
@@ -390,6 +391,8 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
             check_weights(
                 directory, shape, critic=key in ("critic.path", "reward_model.path"), score=key == "reward_model.path"
             )
+            if key == "model.path":
+                check_has_tokenizer(directory)
         check_tokenizer(directory, shape)
     except (ValueError, OSError) as error:
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
@@ -413,10 +416,12 @@ def _roles_of_model(recipe: Recipe) -> tuple[str, ...]:
 def _tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
     """A role reads the actor's tokens: in its own tokenizer they must mean the same."""
     try:
-        own, actors = (token_ids(find_model(one, fetch)) for one in (path, recipe.model.path))
+        own, actors = (read_vocabulary(find_model(one, fetch)).tokens for one in (path, recipe.model.path))
+        num_tokens = model_shape(recipe.model.path, fetch).vocab
     except (ModelNotFound, ValueError, OSError):
         return  # each has a violation of its own
-    unlike = [token for token, number in actors.items() if own and own.get(token) != number]
+    # What the actor has no embedding of is in no prompt and no completion.
+    unlike = [token for token, number in actors.items() if own and number < num_tokens and own.get(token) != number]
     if unlike:
         token = unlike[0]
         rule = (
@@ -516,6 +521,8 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     data_rules.sources,
     data_rules.template,
     data_rules.system_prompt,
+    data_rules.template_options,
+    data_rules.answer_is_not_asked,
     data_rules.formats,
     data_rules.curriculum,
     _replay,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.data.model_files import check_fetched
 from megarl.family import FAMILIES, ModelShape
 from megarl.reshard.megatron import checkpoint_sizes
 
@@ -70,6 +71,7 @@ def stored_tensors(directory: str | Path) -> dict[str, Stored]:
 
 
 def _header(file: Path) -> Iterator[tuple[str, Stored]]:
+    check_fetched(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -164,26 +166,40 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def token_ids(directory: str | Path) -> dict[str, int]:
-    """Every token of a directory's `tokenizer.json` with its number; none without that file. Raises ValueError for a file
-    that is no tokenizer."""
+class Vocabulary(NamedTuple):
+    """The tokens of a `tokenizer.json` with their numbers: all of them, and those among them that were added to the model's
+    own, special ones or a user's."""
+
+    tokens: dict[str, int]
+    added: set[str]
+
+
+def read_vocabulary(directory: str | Path) -> Vocabulary:
+    """A directory's tokens; none without `tokenizer.json`. Raises ValueError for a file that is no tokenizer."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
-        return {}
+        return Vocabulary({}, set())
+    check_fetched(file)
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"].get("vocab", {})
         # A unigram model lists [token, score] by id, the others map tokens to ids.
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
-        added = ((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())
-        return {token: int(number) for token, number in (*pairs, *added)}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
+        return Vocabulary({token: int(number) for token, number in (*pairs, *added.items())}, set(added))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: is no tokenizer: {type(error).__name__} {error}") from error
 
 
 def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
-    """Raises ValueError for a `tokenizer.json` with a token that the embedding has no row for; others are not read."""
-    token, last = max(token_ids(directory).items(), key=lambda pair: pair[1], default=("", -1))
+    """Raises ValueError for a `tokenizer.json` of another model: the embedding has no row for a token of its own vocabulary.
+
+    Added tokens may be beyond, as the one for pictures is in Gemma's text models: prompts that hold such a token are refused
+    one by one. Other forms of tokenizers are not read.
+    """
+    tokens, added = read_vocabulary(directory)
+    own = ((token, number) for token, number in tokens.items() if token not in added)
+    token, last = max(own, key=lambda pair: pair[1], default=("", -1))
     if last >= shape.vocab:
         raise ValueError(
             f"{Path(directory) / 'tokenizer.json'}: token {token!r} has the id {last}, expected at most {shape.vocab - 1}: "
