@@ -26,7 +26,7 @@ from megarl.algorithm.policy import load_policy_loss  # noqa: E402
 from megarl.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.data.model_files import model_directory  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids  # noqa: E402
+from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
 from megarl.doctor.machine import check_precision  # noqa: E402
 from megarl.engine.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.engine.collectives import timed_waits  # noqa: E402
@@ -256,7 +256,7 @@ def build_parts(
         stack.callback(weights.close)
     prompts = rollouts = rewards = dump = samples = held_out = None
     if place.rank == 0:
-        tokenizer = load_tokenizer(str(directory))
+        tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
         check_services(recipe.verifiers)
         judged = partial(check_answer, load_terms(recipe.verifiers))
@@ -266,7 +266,8 @@ def build_parts(
             print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
         if recipe.evaluation is not None:
             held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), prompts)
-        rollouts = open_pool(recipe, str(directory), stop_token_ids(str(directory), tokenizer), recipe.run.seed,
+        stops = stop_token_ids(str(directory), tokenizer, shape.vocab)
+        rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed,
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
         rollouts.start()

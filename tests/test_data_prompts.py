@@ -1,6 +1,7 @@
 """Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.observations import Observations
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
-from megarl.data.tokenizer import load_tokenizer, render_chat, render_questions, stop_token_ids
+from megarl.data.tokenizer import load_tokenizer, prompt_tokenizer, render_chat, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
 from megarl.recipe.data_sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.telemetry.run_directory import RunDirectory
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
@@ -100,8 +102,47 @@ def test_generated_rows_follow_the_seed_and_their_own_seed_wins():
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     rows = rows_of(gym(**options), seed=1)
     assert len(rows) == 8 and all(row.fields["metadata"]["num_terms"] == 2 for row in rows)
-    assert rows == rows_of(gym(**options), seed=1) != rows_of(gym(**options), seed=2)
-    assert rows == rows_of(gym(seed=1, **options), seed=2)
+    assert rows == rows_of(gym(seed=1, **options), seed=2) != rows_of(gym(**options), seed=2)
+
+
+def test_generated_rows_do_not_follow_the_order_of_sets_in_a_process(monkeypatch):
+    """Which Python draws anew in each one: a run that is resumed would find other rows than those of its checkpoint."""
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append([row.question for row in rows_of(gym("ransom_note", size=3), seed=1)])
+    assert found[0] == found[1]
+
+
+DATED = "{{ strftime_now('%d %B %Y') }}{% if thinking is defined and not thinking %} brief{% endif %}|" + CHAT
+
+
+def test_a_chat_template_writes_the_day_of_a_runs_first_start(tmp_path):
+    """A run that goes on after midnight, or in another time zone, has the prompts that it would have had."""
+    byte_tokenizer(DATED).save_pretrained(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml")
+    run.prepare(recipe, None)
+    first = run.first_start
+    (run.path / "first_start.txt").write_text("2026-01-31T23:59:58\n")
+    run.prepare(recipe, None)  # another start of the run
+    assert abs((datetime.now() - first).total_seconds()) < 600 and run.first_start == datetime(2026, 1, 31, 23, 59, 58)
+    tokenizer = prompt_tokenizer(str(tmp_path), {"thinking": False}, run.first_start)
+    (ids,) = render_questions(tokenizer, ["1+1"], None, None, True)
+    assert tokenizer.decode(ids) == "31 January 2026 brief|<|user|>1+1<|turn_end|><|assistant|>"
+    data = section(jsonl("none"), chat_template=True)
+    answer = Observations(tokenizer, data, 300).prompt([{"role": "user", "content": "1+1"}])
+    assert answer.tolist() == ids, "an environment's own prompts are rendered alike"
+    with pytest.raises(ValueError, match="data.template_options.thinkin = False: the model's chat template does not read"):
+        prompt_tokenizer(str(tmp_path), {"thinkin": False}, first)
+
+
+def test_half_a_character_of_an_environment_is_replaced():
+    """A tokenizer refuses it, and a policy can have its tool say so."""
+    tokenizer = byte_tokenizer()
+    seen = Observations(tokenizer, section(jsonl("none"), chat_template=True), 300)
+    ids = seen.behind(-1, [{"role": "tool", "content": "a \ud83d b \U0001f600"}])
+    assert "<|tool|>a \ufffd b \U0001f600<|turn_end|>" in tokenizer.decode(ids)
 
 
 def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
@@ -109,8 +150,6 @@ def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
         rows_of(gym("chain_sums"), seed=0)
     with pytest.raises(ValueError, match=r"data.prompts.options is .*refuses: min_terms must be positive"):
         rows_of(gym(min_terms=0), seed=0)
-    with pytest.raises(ValueError, match=r"data.prompts.options is .*colour"):
-        rows_of(gym(colour=3), seed=0)
 
 
 def test_templates_render_what_the_model_expects():
@@ -186,18 +225,36 @@ def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
     for chat in (True, False):
         (ids,) = render_questions(tokenizer, ["1+1"], None, None, chat)
         assert ids[0] == start and ids.count(start) == 1
+    tokenizer.bos_token = "<|system|>"
+    (ids,) = render_questions(tokenizer, ["<|system|>1+1"], None, None, False)
+    assert ids.count(start) == 1, "a text that was rendered before begins with it"
 
 
-def test_stop_tokens_come_from_all_three_sources(tmp_path):
+def test_stop_tokens_come_from_all_three_sources(tmp_path, caplog):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     end, turn_end = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn_end|>"])
     assert stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path))) == tuple(sorted({end, turn_end}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({7, 9, end, turn_end}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
+    assert 5 not in stop_token_ids(str(tmp_path), tokenizer), "as in vLLM, config.json is asked in its place"
+    with caplog.at_level("WARNING"):
+        assert stop_token_ids(str(tmp_path), tokenizer, num_tokens=9) == (7,), "vLLM refuses what has no embedding"
+    assert "generation_config.json names the end token 9; left out" in caplog.text
+    with pytest.raises(ValueError, match="names no end token but .*the embedding has 3 rows"):
+        stop_token_ids(str(tmp_path), tokenizer, num_tokens=3)
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({5, end, turn_end}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({2, end, turn_end})), "Llama's, in transformers"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="config.json: eos_token_id = '</s>' must be a token's number"):
+        stop_token_ids(str(tmp_path), tokenizer)
+    (tmp_path / "generation_config.json").unlink()
     nothing = byte_tokenizer(chat_template=None)
     nothing.eos_token = None
-    (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ValueError, match="names no end token"):
         stop_token_ids(str(tmp_path), nothing)
 

@@ -1,10 +1,14 @@
 """Rows that cannot be used end a run by name, or are left out and counted; and what fields and data sets may hold."""
 
+import gzip
 import json
+from decimal import Decimal
 from functools import partial
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megarl.data.prompts import PromptStream
@@ -98,6 +102,109 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
         PromptStream(section(lines(tmp_path, rows[3]), **settings | {"on_bad_row": "stop"}), 0, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("chat", "system_prompt", "said"),
+    [
+        ([*CHAT, {"role": "assistant", "content": "3"}], None, "last message is of the role 'assistant'.*cut it off"),
+        ([*CHAT, {"role": "model", "content": "3"}], None, "last message is of the role 'model'"),
+        (
+            [{"role": "system", "content": "T"}, *CHAT],
+            "S",
+            r"system message, and data.system_prompt \('S'\) is another",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            None,
+            "message 0 has the part .*image_url",
+        ),
+        ([CHAT[0], {"role": "user", "content": None}], None, "message 1 is .*needs a role and a content"),
+    ],
+)
+def test_a_chat_that_is_no_prompt_is_a_bad_row(tmp_path, chat, system_prompt, said):
+    """The policy would be shown the answer, told two things, or not see all of the question."""
+    settings = {"prompt_format": "messages", "chat_template": True, "system_prompt": system_prompt}
+    source = lines(tmp_path, {"prompt": chat, "answer": "3"}, {"prompt": CHAT, "answer": "3"})
+    with pytest.raises(ValueError, match=f"line 1: field 'prompt': .*{said}.*on_bad_row: skip"):
+        PromptStream(section(source, **settings), 0, byte_tokenizer(STRICT))
+    stream = PromptStream(section(source, on_bad_row="skip", **settings), 0, byte_tokenizer(STRICT))
+    assert (stream.num_rows, stream.num_bad_rows) == (1, 1)
+
+
+def test_contents_may_be_parts_of_text_or_null_beside_a_tool_call(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]
+    # As a table gives it: every message has every field.
+    chat = [call, {"role": "user", "content": parts, "tool_calls": None}]
+    template = STRICT.replace(
+        "{{ m.content }}", "{{ m.content }}{% if 'tool_calls' in m %}({{ m.tool_calls|length }}){% endif %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    source = lines(tmp_path, {"prompt": chat, "answer": "2"})
+    (prompt,) = PromptStream(section(source, prompt_format="messages", chat_template=True), 0, tokenizer).take(1)
+    assert tokenizer.decode(prompt.token_ids) == "(1);1+1;" and prompt.question == "1+1"
+
+
+HALF = '{"prompt": %s, "answer": %s, "more": %s}'
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (HALF % (r'"a \ud83d"', '"1"', "[]"), "field 'prompt' has half of a character"),
+        (HALF % ('"a"', r'"\udc00"', "[]"), "field 'answer' has half of a character"),
+        (HALF % ('"a"', '"1"', r'[{"content": "\ud83d"}]'), "field 'more.0.content' has half of a character"),
+        (r'{"prompt": "a", "answer": "1", "\udc00": 1}', r"field '\\udc00' has half of a character"),
+        (HALF % ('"a"', "NaN", "[]"), "field 'answer' is nan; a text or a number"),
+        (HALF % ('"a"', "1e999", "[]"), "field 'answer' is inf; a text or a number"),
+        (HALF % ('"a"', '"1"', "[" * 5000 + "]" * 5000), "not JSON: maximum recursion depth"),
+    ],
+)
+def test_what_json_reads_and_nothing_else_is_a_bad_row(tmp_path, row, said):
+    """With its line: nobody finds one among a hundred thousand by a traceback."""
+    source = lines(tmp_path, good(0), row, r'{"prompt": "whole \ud83d\ude00 \u0000", "answer": "1"}')
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: {said}"):
+        PromptStream(section(source), 0, byte_tokenizer())
+    stream = PromptStream(section(source, on_bad_row="skip"), 0, byte_tokenizer())
+    assert (stream.num_rows, stream.num_bad_rows) == (2, 1)
+
+
+def test_a_text_of_a_table_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    """Arrow holds such bytes without a word, and says of which row they are to nobody."""
+    texts = pyarrow.array([b"good", b"half \xed\xa0\xbd"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    for source in (jsonl(tmp_path / "rows.parquet", "parquet"), hugging_face(tmp_path / "saved")):
+        with pytest.raises(ValueError, match="row 1: a text of it is not UTF-8"):
+            rows_of(source, seed=0)
+        assert [row.question for row in rows_of(source, seed=0, bad=BadRows("skip"))] == ["good"]
+
+
+def test_answers_may_be_decimals_or_lie_in_an_object(tmp_path):
+    rows = [{"prompt": "x", "reward_model": {"ground_truth": Decimal(number)}} for number in ("1.50", "1000", "0.00")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = jsonl(tmp_path / "rows.parquet", "parquet").model_copy(update={"answer_field": "reward_model.ground_truth"})
+    assert [row.answer for row in rows_of(source, seed=0)] == ["1.5", "1000", "0"]
+    nearly = source.model_copy(update={"answer_field": "reward_model.ground_trut"})
+    with pytest.raises(ValueError, match="row 0: no field 'reward_model.ground_trut' .*did you mean 'ground_truth'"):
+        rows_of(nearly, seed=0)
+
+
+def test_lines_may_be_an_array_in_gzip_or_in_utf_16(tmp_path):
+    rows = [good(number) | {"more": "\u00fc\u2028"} for number in range(3)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    array = json.dumps(rows, indent=1)
+    forms = [text.encode(), gzip.compress(text.encode()), text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode()]
+    forms += [array.encode(), b"\xef\xbb\xbf" + array.encode(), gzip.compress(array.encode())]
+    path = tmp_path / "rows.jsonl"
+    for content in forms:
+        path.write_bytes(content)
+        assert [row.fields for row in rows_of(jsonl(path), seed=0)] == rows
+    path.write_bytes(gzip.compress(text.encode())[:-20])
+    with pytest.raises(ValueError, match="rows.jsonl: cannot be read to its end"):
+        rows_of(jsonl(path), seed=0)
+
+
 def test_tests_of_code_may_be_lists(tmp_path):
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     source = lines(tmp_path, good(0, tests), good(1, "assert f(0) == 1"), good(2, [3]))
@@ -162,6 +269,9 @@ GYM = {"kind": "reasoning_gym", "task": "chain_sum", "size": 4}
         ({"prompts": PART, "prompt_format": "messages", "chat_template": False}, "data.prompt_format", "chat_template"),
         ({"prompts": PART, "prompt_format": "token_ids", "system_prompt": "S"}, "data.system_prompt", "is complete"),
         ({"prompts": PART, "prompt_format": "token_ids", "prompt_template": "{question}"}, "data.prompt_template", "text"),
+        ({"prompts": PART | {"answer_field": "q"}}, "data.prompts.answer_field", "the prompt is the answer"),
+        ({"prompts": PART, "template_options": {"tokenize": True}}, "data.template_options.tokenize", "says this itself"),
+        ({"prompts": PART, "template_options": {"x": 1}, "chat_template": False}, "data.template_options", "no chat"),
         ({"prompts": GYM, "curriculum": {"low": 0.9, "high": 0.1}}, "data.curriculum.low", "0.1"),
     ],
 )  # fmt: skip

@@ -38,6 +38,7 @@ class Observations:
         Where the template ends a turn with that token it is not repeated. Raises ValueError for messages that cannot be
         rendered.
         """
+        messages = _whole(messages)
         if not self._data.chat_template:
             return self._known(self._ids(_plain(messages)))
         with rendering_errors():
@@ -47,6 +48,7 @@ class Observations:
 
     def prompt(self, messages: list[Message]) -> np.ndarray:
         """int32 token ids of a prompt. Raises ValueError for messages that cannot be rendered, or too many tokens."""
+        messages = _whole(messages)
         if self._data.chat_template:
             ids = render_chat(self._tokenizer, messages, self._data.system_prompt)
         else:
@@ -70,6 +72,13 @@ class Observations:
 
 def _chat(messages: list[Message]) -> list[Message]:
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages]
+
+
+def _whole(messages: list[Message]) -> list[Message]:
+    """With a replacement character in the place of half a one (a lone surrogate), which no tokenizer takes: the policy can
+    have its environment say so, by a tool call with `\\ud83d` in it."""
+    whole = [message["content"].encode("utf-16", "surrogatepass").decode("utf-16", "replace") for message in messages]
+    return [message | {"content": content} for message, content in zip(messages, whole, strict=True)]
 
 
 def _plain(messages: list[Message]) -> str:

@@ -6,14 +6,23 @@ the file into a cache, and their errors name neither the line nor the key of a b
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import gzip
 import json
 import logging
-from collections.abc import Iterator
+import math
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from megarl.data.generated import generate
+from megarl.data.model_files import check_fetched
 from megarl.recipe.data_sections import (
     DataSection,
     FilePromptsSection,
@@ -23,6 +32,7 @@ from megarl.recipe.data_sections import (
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # of the bad rows that are left out
+_BATCH = 1000  # rows of a table that are read at once
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ class Form:
         prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
         place = _place(where, prompt_field)
         if self.prompt_format == "messages":
-            question = _messages(prompt, place)
+            prompt = _messages(prompt, place)
+            question = prompt[-1]["content"]
         elif self.prompt_format == "token_ids":
             _token_ids(prompt, place)
             question = ""
@@ -93,7 +104,7 @@ class Form:
             question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
         answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
         if self.answer_format == "json" and isinstance(answer, list | dict):
-            text = json.dumps(answer, default=str)
+            text = json.dumps(answer, default=lambda one: float(one) if isinstance(one, Decimal) else str(one))
         else:
             text = _text(answer, _place(where, answer_field), f"{self.key}.answer_field")
         return Row(question, text, fields, prompt, where, prompt_field, answer_field)
@@ -124,7 +135,7 @@ def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any
     """Where each row stands, its fields (or the error of a row that cannot be read), and the two that are asked for."""
     if source.kind == "reasoning_gym":
         own_seed = seed if source.seed is None else source.seed
-        for where, fields in _generate(source.task, source.size, own_seed, source.options, key):
+        for where, fields in generate(source.task, source.size, own_seed, source.options, key):
             yield where, fields, "question", "answer"
         return
     if source.kind == "huggingface":
@@ -151,33 +162,53 @@ def _place(where: str, field: str) -> str:
 
 
 def _value(fields: dict, where: str, field: str, key: str) -> Any:
-    if field not in fields:
-        near = difflib.get_close_matches(field, fields, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where}: no field {field!r} ({key}), it has {sorted(fields)}{hint}")
-    return fields[field]
+    """The value of a field; a dotted name (`reward_model.ground_truth`) goes into nested objects."""
+    if field in fields:
+        return fields[field]
+    value: Any = fields
+    for part in field.split("."):
+        if not isinstance(value, dict) or part not in value:
+            holder = value if isinstance(value, dict) else {}
+            near = difflib.get_close_matches(part, holder, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            has = f"it has {sorted(value)}" if isinstance(value, dict) else f"what is before {part!r} is {_shown(value)}"
+            raise ValueError(f"{where}: no field {field!r} ({key}), {has}{hint}")
+        value = value[part]
+    return value
 
 
 def _text(value: Any, place: str, key: str) -> str:
-    # A number is a fine answer; a list or null would silently become a text that no completion can equal.
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    # A number is a fine answer; a list or null would silently become a text that no completion can equal, and so would
+    # NaN, which pandas writes where there is nothing.
+    finite = isinstance(value, str | int) or (isinstance(value, float | Decimal) and math.isfinite(value))
+    if not finite or isinstance(value, bool):
         wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
         raise ValueError(f"{place} is {_shown(value)}; {wanted} ({key})")
-    text = str(value)
+    text = f"{value.normalize():f}" if isinstance(value, Decimal) else str(value)
     if not text.strip():
         raise ValueError(f"{place} is empty; a text or a number is needed ({key})")
     return text
 
 
-def _messages(value: Any, place: str) -> str:
-    """The last content of a chat, which is its question."""
-    good = isinstance(value, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in value
-    )
-    if not good or not value:
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    """A chat whose contents are texts: parts of text are joined, and what is null is left out, as tables fill up with it."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
         wanted = "data.prompt_format: messages needs a list of objects with a role and a content"
         raise ValueError(f"{place} is {_shown(value)}; {wanted}")
-    return value[-1]["content"]
+    return [_message(one, f"{place}: message {number}") for number, one in enumerate(value)]
+
+
+def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
+    message = {name: value for name, value in given.items() if value is not None}
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"{place} has the part {_shown(part)}; megarl trains on text: leave such rows or parts out")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{place} is {_shown(given)}; it needs a role and a content, a text or a list of parts of text")
+    return message | {"content": content}
 
 
 def _token_ids(value: Any, place: str) -> None:
@@ -191,27 +222,101 @@ def _shown(value: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except ValueError as error:  # of JSON or of UTF-8
-                yield where, ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
+    """One object a line, or one JSON array of all; in UTF-8, or UTF-16 with its mark; as it is or in gzip."""
+    check_fetched(path)
+    try:
+        with _unpacked(path) as content:
+            head = content.peek(4)[:4].removeprefix(codecs.BOM_UTF8)
+            lines: Iterator[bytes] = iter(content)
+            if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                lines = iter(content.read().decode("utf-16").encode().splitlines())
+            elif head.startswith(b"["):
+                whole = content.read()
+                rows = _array(whole)
+                if rows is not None:
+                    yield from ((f"{path}, element {number}", fields) for number, fields in enumerate(rows))
+                    return
+                lines = iter(whole.splitlines())
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _parsed(line, where)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read to its end: {error}; fetch or write it again") from error
+
+
+def _unpacked(path: Path) -> BufferedReader:
+    """The bytes of a file, also of one that gzip has packed, whatever its name."""
+    with path.open("rb") as stream:
+        packed = stream.read(2) == b"\x1f\x8b"
+    return BufferedReader(gzip.GzipFile(path)) if packed else path.open("rb")
+
+
+def _array(content: bytes) -> list[Any] | None:
+    """The elements of a JSON array of objects; None for anything else, such as several lists, one a line."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if any(isinstance(one, dict) for one in found) else None
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    """The fields of a line, or the error that it is."""
+    try:
+        fields = json.loads(line)
+        place = _half_character(fields) if b"\\u" in line else None
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or of a list in a list in a list
+        return ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
+    if place is not None:
+        rule = "half of a character (a lone surrogate), which no tokenizer takes; the text was cut within an emoji"
+        return ValueError(f"{where}: field {place!r} has {rule}")
+    return fields
+
+
+def _half_character(value: Any, place: str = "") -> str | None:
+    """The dotted place of the first text that is no Unicode, of which only the escapes of JSON are capable."""
+    if isinstance(value, str):
+        return place if any("\ud800" <= letter <= "\udfff" for letter in value) else None
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        inside = f"{place}.{name}".lstrip(".")
+        found = _half_character(str(name), inside) or _half_character(inner, inside)
+        if found is not None:
+            return found
+    return None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    check_fetched(path)
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
-    for number, fields in enumerate(table.to_pylist()):
-        yield f"{path}, row {number}", fields
+    for start in range(0, len(table), _BATCH):
+        batch = table.slice(start, _BATCH)
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # it does not say of which row
+            rows = [None] * len(batch)
+        for at, fields in enumerate(rows):
+            where = f"{path}, row {start + at}"
+            yield where, _decoded(where, partial(_only, batch, at)) if fields is None else fields
+
+
+def _only(batch: Any, at: int) -> dict[str, Any]:
+    return batch.slice(at, 1).to_pylist()[0]
+
+
+def _decoded(where: str, read: Callable[[], dict[str, Any]]) -> Any:
+    """A row, or the error of one whose text is no UTF-8, which Arrow holds without a word."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        return ValueError(f"{where}: a text of it is not UTF-8: {error}")
 
 
 def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[tuple[str, Any]]:
@@ -235,26 +340,12 @@ def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[t
         else:
             found = datasets.load_dataset(source.path, source.name, split=source.split)
     except (OSError, ValueError) as error:
+        for file in path.rglob("*") if path.is_dir() else ():
+            check_fetched(file)
         raise ValueError(
             f"{key}.path is {source.path!r}, from which no data set loads: {error}; give a directory that save_to_disk "
             "wrote, one of data files, or a hub name that this machine can reach or has cached"
         ) from error
-    for number, fields in enumerate(found):
-        yield f"{source.path}, {source.split} row {number}", fields
-
-
-def _generate(task: str, size: int, seed: int, options: dict, key: str) -> Iterator[tuple[str, Any]]:
-    """Rows of a reasoning-gym task. Its configs check themselves with assertions, hence the odd except."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {len(DATASETS)} tasks"
-        raise ValueError(f"{key}.task is {task!r}, which reasoning-gym does not have; {hint}")
-    try:
-        dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(f"{key}.options is {options!r}, which reasoning-gym's {task} refuses: {error}") from error
-    for i in range(size):
-        yield f"reasoning-gym {task}, row {i}", dict(dataset[i])
+    for number in range(len(found)):
+        where = f"{source.path}, {source.split} row {number}"
+        yield where, _decoded(where, partial(found.__getitem__, number))

@@ -5,9 +5,44 @@ transformers is imported where it is used: that takes seconds, and of all traine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from megarl.data.model_files import check_has_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def prompt_tokenizer(path: str, options: Mapping[str, Any], started: datetime) -> Any:
+    """The tokenizer of a model that writes every chat with `data.template_options`, and as if it were `started`: a template
+    that asks for the date, through `strftime_now`, gives a run that goes on tomorrow the prompts of today.
+
+    Raises ValueError as `load_tokenizer`, and for an option that the chat template does not read.
+    """
+    tokenizer = load_tokenizer(path)
+    if options:
+        check_template(tokenizer)
+        text = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        for name in options:
+            # These are transformers' own, which chooses the template by them or hands them on.
+            if name not in ("chat_template", "tools", "documents") and not re.search(rf"\b{re.escape(name)}\b", text):
+                raise ValueError(
+                    f"data.template_options.{name} = {options[name]!r}: the model's chat template does not read {name!r}; "
+                    "take it out, or give it the name that the template has"
+                )
+    given = dict(options)
+    if "strftime_now" in str(tokenizer.chat_template):
+        given["strftime_now"] = started.strftime  # in the place of transformers' own, which asks the clock
+    if given:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
+    return tokenizer
 
 
 def load_tokenizer(path: str) -> Any:
@@ -15,6 +50,8 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        if Path(path).is_dir():
+            check_has_tokenizer(path)
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -46,14 +83,18 @@ def render_questions(
         questions = [prompt_template.replace("{question}", question) for question in questions]
     if not chat_template:
         prefix = "" if system_prompt is None else f"{system_prompt}\n\n"
-        return tokenizer([prefix + question for question in questions])["input_ids"]
+        rows: list[list[int]] = tokenizer([prefix + question for question in questions])["input_ids"]
+        # A text that was rendered before has its start token, and the tokenizer writes another one.
+        start = [tokenizer.bos_token_id] * 2
+        return [row[1:] if row[:2] == start else row for row in rows]
     check_template(tokenizer)
     conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
     return _render(tokenizer, conversations, system_prompt)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
-    """The same for a chat. Raises ValueError with what the model's template has against it."""
+    """The same for a chat. Raises ValueError with what the model's template has against it, for a chat that ends with an
+    answer, and for a second system message."""
     check_template(tokenizer)
     (ids,) = _render(tokenizer, [_chat(messages, system_prompt)], system_prompt)
     return ids
@@ -75,6 +116,14 @@ def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
 
 
 def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
+    if messages[-1]["role"] in ("assistant", "model"):
+        raise ValueError(
+            f"the last message is of the role {messages[-1]['role']!r}, so that the prompt would hold an answer; cut it off"
+        )
+    if system_prompt is not None and any(message["role"] == "system" for message in messages):
+        raise ValueError(
+            f"the chat has a system message, and data.system_prompt ({system_prompt[:40]!r}) is another one; leave one out"
+        )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, *messages]
 
@@ -95,28 +144,41 @@ def _render(tokenizer: Any, conversations: list[list[dict[str, str]]], system_pr
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+def stop_token_ids(path: str, tokenizer: Any, num_tokens: int | None = None) -> tuple[int, ...]:
     """Every token that ends a completion, ascending.
 
-    The engine runs without a tokenizer, so it must be told. Three sources, because checkpoints disagree: the
-    generation config, the tokenizer's end token, and the special token that the chat template writes after an
-    assistant's turn. Raises ValueError where none of them names one, or the template refuses such a turn.
+    The engine runs without a tokenizer, so it must be told. Three sources, because checkpoints disagree: the generation
+    config (or config.json where there is none, as vLLM does), the tokenizer's end token, and the special token that the chat
+    template writes after an assistant's turn. Those beyond the `num_tokens` of the embedding are left out with a warning: no
+    completion can hold them, and vLLM refuses them. Raises ValueError where none is left, one is no number, or the template
+    refuses such a turn.
     """
-    from transformers import GenerationConfig
+    stops: dict[int, str] = {}
+    file, config = Path(path) / "generation_config.json", Path(path) / "config.json"
+    ends: Any = None
+    if file.is_file():
+        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    elif config.is_file():
+        from transformers import AutoConfig
 
-    stops: set[int] = set()
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a checkpoint without generation_config.json
-        ends = None
-    if ends is not None:
-        stops.update(ends if isinstance(ends, list) else [ends])
+        file, ends = config, AutoConfig.from_pretrained(path).eos_token_id  # with the family's own, where it names none
+    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        if not isinstance(end, int) or isinstance(end, bool):
+            raise ValueError(f"{file}: eos_token_id = {ends!r} must be a token's number, or a list of some")
+        stops[end] = str(file)
     if tokenizer.eos_token_id is not None:
-        stops.add(tokenizer.eos_token_id)
-    stops.update(_chat_end(tokenizer))
-    if not stops:
-        raise ValueError(f"model.path is {path!r}, which names no end token; set eos_token_id in generation_config.json")
-    return tuple(sorted(int(stop) for stop in stops))
+        stops.setdefault(int(tokenizer.eos_token_id), f"the tokenizer of {path}")
+    for end in _chat_end(tokenizer):
+        stops.setdefault(end, f"the chat template of {path}")
+    usable = tuple(sorted(end for end in stops if num_tokens is None or 0 <= end < num_tokens))
+    if not usable:
+        beyond = f" but {sorted(stops)}, and the embedding has {num_tokens} rows" if stops else ""
+        raise ValueError(
+            f"model.path is {path!r}, which names no end token{beyond}; set eos_token_id in generation_config.json"
+        )
+    for end in sorted(stops.keys() - set(usable)):
+        logger.warning("%s names the end token %d; left out: the model's embedding has %d rows", stops[end], end, num_tokens)
+    return usable
 
 
 def _chat_end(tokenizer: Any) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl.data.model_files import model_directory
 from megarl.data.prompts import PromptStream
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
 from megarl.evaluation.held_out import Evaluation, HeldOut, Judged, held_out_data
 from megarl.family import ModelShape
 from megarl.placement import EnginePlace
@@ -23,7 +23,7 @@ from megarl.reward.service import check_services
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.pool import open_pool
-from megarl.telemetry.run_directory import latest_checkpoint
+from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
@@ -39,12 +39,13 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
             directory = _exported(run, stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-")))
         else:
             directory = model_directory(model or recipe.model.path)
-        tokenizer = load_tokenizer(str(directory))
+        started = (RunDirectory.of(recipe) if run is None else RunDirectory(run)).first_start
+        tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, started)
         check_services(recipe.verifiers)
         judge, known = partial(check_answer, load_terms(recipe.verifiers)), ModelShape.from_directory(directory).vocab
         stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=known, judge=judge)
         held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
-        stops = stop_token_ids(str(directory), tokenizer)
+        stops = stop_token_ids(str(directory), tokenizer, known)
         places = engine_places(recipe, platform.num_devices)
         rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, places=places)
         stack.callback(rollouts.shutdown)

@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import prompt_tokenizer
 from megarl.environment.interface import load_environment
 from megarl.environment.keeper import Reply, Reset, Step
 from megarl.environment.tool_calls import SHORT_ERROR
@@ -31,6 +31,7 @@ from megarl.recipe.environment_section import EnvironmentSection
 from megarl.rollout.batch import EpisodeFacts, GroupResult
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.failure import RolloutError
+from megarl.telemetry.run_directory import RunDirectory
 
 # In the place of a member: the seed of a group's environments.
 OF_ENVIRONMENT = 2**32 - 1
@@ -92,7 +93,8 @@ class Environments:
         assert recipe.environment is not None
         self.section: EnvironmentSection = recipe.environment
         self.recipe, self.seed, self.stops = recipe, seed, frozenset(int(token) for token in stop_token_ids)
-        self.tokenizer = load_tokenizer(model_path)
+        started = RunDirectory.of(recipe).first_start
+        self.tokenizer = prompt_tokenizer(model_path, recipe.data.template_options, started)
         self.observations = Observations(self.tokenizer, recipe.data, num_tokens)
         check_tool_role(self.section, self.observations)
         # A reset or a step of each episode and of each greedy one, and the end of those before.

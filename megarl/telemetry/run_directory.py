@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class RunDirectory:
         self.evaluations = self.path / "evaluations.jsonl"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
+        self._first_start = self.path / "first_start.txt"
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:
@@ -109,12 +111,25 @@ class RunDirectory:
         under the name that is returned."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe_yaml(recipe))
+        if not self._first_start.is_file():
+            self._first_start.write_text(datetime.now().isoformat(timespec="seconds") + "\n")
         if checkpoint is not None or not self._has_metrics:
             return None
         number = 1
         while (kept := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
             number += 1
         return self.metrics.rename(kept)
+
+    @property
+    def first_start(self) -> datetime:
+        """When the run started first, which is the date that its prompts have; now for a run that has not."""
+        if not self._first_start.is_file():
+            return datetime.now()
+        try:
+            return datetime.fromisoformat(self._first_start.read_text().strip())
+        except ValueError as error:
+            rule = "the day of the run's first start, which chat templates may write into prompts"
+            raise RunDirectoryError(f"{self._first_start}: {error}; it holds {rule}, as 2026-01-31T12:00:00") from error
 
     @property
     def can_go_on(self) -> bool:
