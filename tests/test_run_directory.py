@@ -30,7 +30,7 @@ def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
     for torn in ('{"time": "2026', '{"time"', "\0\0\0"):
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(torn)
-        assert starts.starts_summary(tmp_path) in ([], starts.starts_summary(tmp_path))
+        starts.starts_summary(tmp_path)  # reads over it
         starts.record_end(tmp_path, starts.REQUEUED, "SIGTERM after step 3")
         starts.record_start(tmp_path, ["b"], 3)
     assert starts.starts_summary(tmp_path) == [
@@ -56,7 +56,6 @@ def test_a_torn_memory_of_a_sink_begins_another_run_there(tmp_path: Path) -> Non
 
 def test_a_line_that_did_not_fit_costs_that_line_alone(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    (tmp_path / "real.jsonl").write_text('{"a": 1}\n')
     path.symlink_to(FULL)
     lines = LineFile(path)
     with pytest.raises(OSError) as caught:
