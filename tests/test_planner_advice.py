@@ -194,7 +194,7 @@ def test_actor_logprob_is_never_sped_up_away_from_actor_update(tmp_path: Path) -
 
 
 def test_what_cannot_fit_is_said_without_a_change(tmp_path: Path) -> None:
-    found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=12"])
+    found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=14"])
     said = ("no cap and no layout of these ranks fits", "neither memory.recompute: full nor", "the trainer must hold less")
     advice = [one for one in fit(found) if one.kind != "savings" or one.phase == "actor_update"]
     assert {one.kind for one in advice} == {"memory", "savings", "engine"}

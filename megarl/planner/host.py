@@ -13,6 +13,7 @@ from megarl.planner.advice import gib
 from megarl.planner.forecast import is_update, on_devices, worst_memory
 from megarl.planner.job import Job, job_of
 from megarl.recipe import Recipe
+from megarl.recipe.sections import BUCKET_BYTES
 
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
 # likely in each octave grow by 1 / ln 2 on average.
@@ -81,7 +82,7 @@ def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     sync = recipe.weight_sync
-    buckets = NUM_BUCKETS * sync.bucket_bytes * (ranks + workers)
+    buckets = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES[kind]) * (ranks + workers)
     copies = _sent_bytes(job) * ranks + _received_bytes(job.engines) * workers if sync.wire == "delta" else 0
     return HostMemory(
         devices=_on_cpus(job, ranks, workers) if kind == "cpu" else 0,

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from megarl.platform import cpu_megatron, device_memory, profiling, transfers
 from megarl.platform.messages import GlooMessages, NcclMessages
 from megarl.platform.peaks import peak_of
-
-# Of a weight sync's bucket: on a CPU two fit its cache; on a GPU the host waits for the device once a bucket.
-BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
+from megarl.recipe.sections import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Platform:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of the weight sync where the recipe gives none."""
-        return BUCKET_BYTES[self.kind]
+        return BUCKET_BYTES["cpu" if self.kind == "cpu" else "gpu"]
 
     def pair_without_peer_access(self, devices: Iterable[int]) -> tuple[int, int] | None:
         """The first two of these devices of which one cannot reach the other's memory; None where all can, and on a CPU."""

@@ -433,6 +433,10 @@ class DeviceSection(Section):
         return int(self.memory_gib * 2**30)
 
 
+# Bytes of a bucket where the recipe gives none: on a CPU two fit its cache, on a GPU the host waits for the device once each.
+BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
+
+
 class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
     """How new weights reach the engines. On one machine: `shared_memory`, of the host; or `cuda_ipc`, where trainer ranks

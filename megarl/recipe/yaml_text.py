@@ -62,6 +62,15 @@ class _Dumper(yaml.SafeDumper):
     }
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Unquoted or in single quotes, YAML folds these line breaks into spaces.
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def dump_yaml(data: Any) -> str:
     """The text of plain data, keys in their order."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
