@@ -1,4 +1,4 @@
-# megarl for NVIDIA GPUs (CUDA 13, Python 3.12). Not yet built, and not yet run on a GPU: docs/install.md.
+# megarl for NVIDIA GPUs (CUDA 13, Python 3.12). Not yet built: docs/install.md.
 #
 #     docker build -t megarl:cuda .
 #

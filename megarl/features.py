@@ -19,7 +19,6 @@ from megarl.reshard.boxes import RolloutLayout
 
 # The number of a layout that no key holds.
 DATA = "data (what the others leave of `trainer.ranks`, with a distributed optimizer)"
-NOT_RUN = "not yet run on a GPU"
 DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: what has run is in `docs/gpu.md`"
 # Options that ask for nothing, or leave the choice to megarl.
 UNSAID = ("none", "auto")

@@ -15,6 +15,7 @@ from megarl.planner.forecast import forecast_phase
 from megarl.planner.job import job_of
 from megarl.planner.nodes import find_placement
 from megarl.recipe import load_recipe
+from megarl.recipe.rules import NOT_RUN
 from megarl.schedule import plan_phase
 from tests.cluster_cases import MODELS
 from tests.planner_cases import document_of
@@ -50,6 +51,7 @@ def test_a_recipe_for_a_cluster_fits_it(file: Path) -> None:
     assert 0 < found["device"]["engine_share"] <= found["device"]["safe_memory_utilization"]
     assert found["placement"]["trainer_nodes"] == recipe["trainer"]["ranks"] // GPUS_OF_A_NODE, found["placement"]
     assert f"not checked: weights and tokenizer of model.path = {recipe['model']['path']}" in found["not_checked"]
+    assert sum(NOT_RUN in line for line in found["not_checked"]) == 1
     # fp32 gradients of bf16 weights, and no second copy of them.
     worst = found["device"]["worst_memory"]["actor_update"]
     assert 1.9 < worst["gradients"] / worst["weights"] < 2.2

@@ -3,7 +3,7 @@
 Every collective and message of torch.distributed ends in a call of `Work.wait` (torch 2.13: a blocking one makes the call
 itself, one of the layers' asynchronous ones is waited for by megatron-core), so this one method is timed. With gloo the host
 waits there until the slowest rank has come and the bytes have moved. With NCCL it is the device that waits, as part of what
-it computes, and the span is next to nothing: there such waits are in `forward` and `backward`. Not yet run on a GPU.
+it computes, and the span is next to nothing: there such waits are in `forward` and `backward`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _add(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any])
 
 def _normalised(linear: Any, x: Tensor) -> Tensor:
     """What the weight multiplies. Transformer Engine's fused layer takes the input of its norm, so the norm is computed here
-    once more. Not yet run on a GPU."""
+    once more."""
     if not hasattr(linear, "layer_norm_weight"):
         return x
     weight = linear.layer_norm_weight + 1 if linear.zero_centered_gamma else linear.layer_norm_weight

@@ -203,11 +203,11 @@ class Platform:
         return profiling.TorchRanges()
 
     def device_ranges(self) -> profiling.NvtxRanges:
-        """Named parts of a step in the profiler of the device's maker; on a GPU alone. Not yet run on a GPU."""
+        """Named parts of a step in the profiler of the device's maker; on a GPU alone."""
         return profiling.NvtxRanges()
 
     def start_capture(self) -> None:
-        """Have that profiler record from here to `stop_capture`; on a GPU alone. Not yet run on a GPU."""
+        """Have that profiler record from here to `stop_capture`; on a GPU alone."""
         profiling.start_capture()
 
     def stop_capture(self) -> None:
@@ -215,7 +215,7 @@ class Platform:
         profiling.stop_capture()
 
     def record_allocations(self) -> None:
-        """Have the device's allocator keep its history; nothing on a CPU, which has none. Not yet run on a GPU."""
+        """Have the device's allocator keep its history; nothing on a CPU, which has none."""
         if self.kind == "cuda":
             profiling.record_allocations()
 

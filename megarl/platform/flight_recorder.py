@@ -11,7 +11,7 @@ import torch
 def dump_flight_recorder(path: Path) -> None:
     """Write what torch has recorded, in the form that its own reader takes (`torchfrtrace --prefix flight-recorder-
     FOLDER`), and as JSON beside it. From any thread. Without any setting torch 2.13 records 2000 collectives
-    (TORCH_FR_BUFFER_SIZE), of gloo as of NCCL, each in a recorder of its own. NCCL's is not yet run on a GPU."""
+    (TORCH_FR_BUFFER_SIZE), of gloo as of NCCL, each in a recorder of its own."""
     recorder: Any = torch._C._distributed_c10d
     binary, text = recorder._dump_fr_trace, recorder._dump_fr_trace_json
     if hasattr(recorder, "_dump_nccl_trace"):  # there where torch is built with NCCL

@@ -63,7 +63,7 @@ class GlooMessages:
 
 
 class NcclMessages:
-    """From and to the memory of the current device. Not yet run on a GPU.
+    """From and to the memory of the current device.
 
     All messages of a member run one after the other in one stream of its device, in the order in which they began, and each
     waits for its partner. NCCL knows no numbers. Members that all begin theirs in one common order cannot wait for each

@@ -1,7 +1,7 @@
 """What devices can compute at most, by their names, as their makers publish it: dense, without sparsity.
 
 In 10**12 floating-point operations a second: fp8; bf16 and fp16; fp32 without TF32, which torch does not use unless it is
-asked. From NVIDIA's data sheets. Not yet run on a GPU.
+asked. From NVIDIA's data sheets.
 """
 
 from __future__ import annotations

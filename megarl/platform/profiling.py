@@ -1,7 +1,4 @@
-"""What profilers and memory reports know of the device: ranges, captured steps, the allocator's history.
-
-NVTX ranges, the captures of Nsight Systems and the allocator's history are not yet run on a GPU.
-"""
+"""What profilers and memory reports know of the device: ranges, captured steps, the allocator's history."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -149,10 +150,15 @@ def recomputed(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
         layout = recipe.layout(role)
         if layout.stages or shape.num_layers % (layout.pipeline * layout.virtual_pipeline) == 0:
             places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
-            most = max(len(chunk_layers(shape, layout, *place)) for place in places)
-            if memory.recompute_num_layers > most:
-                rule = f"a model chunk of the {role}'s pipeline stages has at most {most} layers"
-                yield Violation(f"{role}.memory.recompute_num_layers", memory.recompute_num_layers, rule, str(most))
+            layers = sorted({len(chunk_layers(shape, layout, *place)) for place in places})
+            key, number = f"{role}.memory.recompute_num_layers", memory.recompute_num_layers
+            if number > layers[-1]:
+                rule = f"a model chunk of the {role}'s pipeline stages has at most {layers[-1]} layers"
+                yield Violation(key, number, rule, str(layers[-1]))
+            elif memory.recompute_method == "uniform" and any(count % number for count in layers):
+                # megatron-core 0.16.1 runs past the end of a chunk.
+                rule = f"uniform recompute cuts each model chunk of the {role} evenly, and they have {layers} layers"
+                yield Violation(key, number, rule, str(math.gcd(*layers)))
     if memory.recompute != "selective":
         return
     missing = _missing(shape, memory.recompute_modules)

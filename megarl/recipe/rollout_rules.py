@@ -103,7 +103,7 @@ def dealt_over_one(recipe: Recipe) -> Violations:
 
 def on_cpu(recipe: Recipe) -> Violations:
     """With dealt experts over tensor ranks of several data-parallel ones, vLLM's build for CPUs (0.32) was off by 2 in its
-    log-probabilities, before any sync. Experts that are cut are right, and so are stages. Not yet run on a GPU."""
+    log-probabilities, before any sync. Experts that are cut are right, and so are stages."""
     if recipe.rollout.layout.cuts_tokens and vllm_is_for_cpus():
         rule = "over tensor and data-parallel ranks it gives wrong numbers in vLLM's build for CPUs, which is installed here"
         yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")

@@ -48,6 +48,9 @@ from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 
 Violations = Iterator[Violation]
 
+# What `megarl check` says of the GPU path, and docs/gpu.md until `benchmarks/gpu.py` has recorded a run.
+NOT_RUN = "not yet run on a GPU"
+
 
 def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violation]:
     """Every violation of a rule over several fields, in the order of RULES."""
@@ -402,10 +405,12 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
 
 
 def not_checked(recipe: Recipe) -> list[str]:
-    """What the rules could not look at of the recipe's models, a line each."""
+    """What the rules could not look at, a line each: parts of the recipe's models, and the path of a GPU."""
     named = {role: recipe.path(role) for role in ("model", "reference", "critic", "reward_model")}
     own = {role: path for role, path in named.items() if role == "model" or path != recipe.model.path}
     lines = [checkpoint.not_checked(f"{role}.path", path) for role, path in own.items()]
+    if recipe.device is not None and recipe.device.kind == "gpu":
+        lines.append(f"megarl's GPU path: {NOT_RUN}; docs/gpu.md lists what has")
     return [line for line in lines if line is not None]
 
 

@@ -103,7 +103,7 @@ class TrainerSection(Section):
     """The loss scale that `precision: fp16` starts with; it is lowered after overflows and raised after good updates."""
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
     """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
-    Needs a GPU that has FP8. Not yet run on a GPU."""
+    Needs a GPU that has FP8."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
     megatron: dict[str, Any] = {}
@@ -195,16 +195,15 @@ class MemorySection(Section):
     """With `recompute: full`, layers in one chunk (`uniform`) or layers recomputed in each stage (`block`)."""
     offload_activations: bool = False
     """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
-    computation; not yet run on a GPU."""
+    computation."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What moves to the host's memory while the role runs no phase that needs it: `optimizer` its fp32 weights, moments and
-    gradient buffers outside of updates, `all` the weights outside of its phases as well. Not yet run on a GPU."""
+    gradient buffers outside of updates, `all` the weights outside of its phases as well."""
 
 
 class ReferenceMemorySection(Section):
     offload: Literal["none", "all"] = "none"
-    """`all` keeps the weights in the host's memory and brings them to the device for `reference_logprob`. Not yet run on a
-    GPU."""
+    """`all` keeps the weights in the host's memory and brings them to the device for `reference_logprob`."""
 
 
 class FreezeSection(Section):
@@ -249,7 +248,7 @@ class ActorSection(Section):
     """Send each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
     engine sent it to; the experts' weights in the sum, and the gradient of the router, are the trainer's own. The recorded
     choice takes one byte (two beyond 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU
-    use vLLM's own recording; not yet run on a GPU."""
+    use vLLM's own recording."""
 
 
 class ReferenceSection(Section):
@@ -298,24 +297,23 @@ class RolloutSection(Section):
     """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
     without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
     none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
-    `megarl/cores.py` deals the cores. Not yet run on a GPU."""
+    `megarl/cores.py` deals the cores."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1
-    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is. Not yet run on a GPU."""
+    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is."""
     data: Positive = 1
     """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
-    experts need none: more `engines` do the same. Not yet run on a GPU."""
+    experts need none: more `engines` do the same."""
     expert_parallel: bool = False
-    """Deal experts whole over the tensor and data-parallel ranks of an engine; false cuts each over them. Not yet run on a
-    GPU."""
+    """Deal experts whole over the tensor and data-parallel ranks of an engine; false cuts each over them."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format in the engines; null takes `trainer.precision`."""
     quantization: Literal["fp8"] | None = None
     """`fp8`: engines hold the linear weights of the layers as e4m3 with a scale for each 128 x 128 block, and the trainer
-    ranks quantise them before they send them; null for none. Not yet run on a GPU, and vLLM has no kernels for most CPUs."""
+    ranks quantise them before they send them; null for none. vLLM has no kernels for most CPUs."""
     timeout_s: Seconds = 600.0
     """Deadline of one step's rollouts and of every other call to an engine."""
     max_restarts: Count = 2
@@ -433,7 +431,7 @@ class DeviceSection(Section):
         return int(self.memory_gib * 2**30)
 
 
-# Bytes of a bucket where the recipe gives none: on a CPU two fit its cache, on a GPU the host waits for the device once each.
+# Bytes of a bucket where the recipe gives none: on a CPU two fit its cache, on a GPU the host waits for the device at each.
 BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
 
 
@@ -444,7 +442,7 @@ class WeightSyncSection(Section):
     `nccl` from GPU to GPU, where `rollout.placement: separate` gives each trainer rank and each worker a GPU of its own.
     `auto` takes `shared_memory` or `cuda_ipc` where trainer ranks and engines are on one machine, else `nccl` between GPUs
     that are apart, else `gloo`. Where two GPUs of the machine cannot reach each other's memory it takes `nccl` or
-    `shared_memory` in the place of `cuda_ipc`. `cuda_ipc` and `nccl` were not yet run on a GPU."""
+    `shared_memory` in the place of `cuda_ipc`."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
     """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
     the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
@@ -454,7 +452,7 @@ class WeightSyncSection(Section):
     it sends, and a worker of what it receives, in the host's memory."""
     verify: Literal["all", "sampled"] = "all"
     """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
-    version others, and always the first of what one rank wrote into a bucket. Elsewhere all are. Not yet run on a GPU."""
+    version others, and always the first of what one rank wrote into a bucket. Elsewhere all are."""
     bucket_bytes: Positive | None = None
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
     shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB on CPUs, of

@@ -38,7 +38,7 @@ SinkSection = Annotated[TensorboardSinkSection | WandbSinkSection | MlflowSinkSe
 class ProfileSection(Section):
     kind: Literal["torch", "nsight"] = "torch"
     """`torch` writes a Chrome trace of each of the steps and ranks into `profile/` of the run directory; `nsight` marks
-    phases and spans by NVTX ranges and has Nsight Systems capture these steps (not yet run on a GPU)."""
+    phases and spans by NVTX ranges and has Nsight Systems capture these steps."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)]
     """The steps to profile, from 1."""
     ranks: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = (0,)

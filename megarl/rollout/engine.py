@@ -396,7 +396,7 @@ class RolloutEngine:
 
 def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:
     """Raises RolloutError where a worker keeps quantised weights as no sync brings them: before the first step, not at its
-    end. `formats` is what the workers said of theirs (`WeightReceiver.other_formats`). Not yet run on a GPU."""
+    end. `formats` is what the workers said of theirs (`WeightReceiver.other_formats`)."""
     found = [one for worker in formats for one in worker]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -27,7 +27,7 @@ def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[N
     """Within this, an error that says that memory could not be had gets a note with the path of a snapshot.
 
     `platform` is megarl.platform.current: on a GPU the allocator's history is recorded from here on, and written beside the
-    snapshot (not yet run on a GPU).
+    snapshot.
     """
     platform.record_allocations()
     try:
