@@ -202,6 +202,8 @@ CASES = (
         for name, savings in {
             f"selective recompute, {precision}": Savings("selective", modules=("core_attn", "mlp")),
             f"full recompute, {precision}": Savings("full"),
+            f"full recompute of one layer a stage, {precision}": Savings("full", method="block"),
+            f"recompute of the feed-forward part, {precision}": Savings("selective", modules=("core_attn", "mlp")),
             f"activations on the host, {precision}": Savings(offload_activations=True),
             f"full recompute, inputs on the host, {precision}": Savings("full", True),
         }.items()

@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
         {"actor.memory.recompute_num_layers": "2"},
     ),
     "layers that no even cut gives": (
-        [("actor.layout", {"pipeline": 1, "stages": []}), ("actor.memory", {"recompute": "full", "recompute_num_layers": 3})],
+        [("actor.layout.pipeline", 1), ("actor.memory", {"recompute": "full", "recompute_num_layers": 3})],
         {"actor.memory.recompute_num_layers": "evenly"},
     ),
 }  # fmt: skip

@@ -25,7 +25,7 @@ Gemma's norms keep the normalised input in fp32, and it has four a layer; latent
 its keys. Both are upper estimates, not compared with a measurement.
 
 Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
-(h b / s; in fp32 that is the first norm's input) and what it sent (h b / s).
+(h b / s; in fp32 that is the first norm's input).
 """
 
 from __future__ import annotations
@@ -166,14 +166,12 @@ def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token that a stage keeps of what it received and sent until its backward pass."""
+    """Bytes of each token that a stage keeps of what it received until its backward pass; what it sent it frees."""
     width = role.bytes_per_weight
     first_layer = stage_layers(role.shape, role.layout, pipeline_rank)[0]
     first = width == _FP32 or role.recomputes_whole(first_layer)  # then it is what the first layer keeps
     offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
-    received = hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
-    sent = 0 if role.has_head(pipeline_rank) else hidden_width(role) * width
-    return received + sent
+    return hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
 
 
 def sent_back_per_token(role: Role, pipeline_rank: int) -> int:
@@ -218,7 +216,9 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
     # A layer's forward pass needs more than its backward pass, to which each operation gets its tensors by itself.
     wide = 0 if width == _FP32 else _FP32 * hidden
     final_norm += hidden * width if wide and final_norm else 0
-    return max(forward_per_token(role) + wide, again + feed_forward if again else 0, final_norm)
+    # The stage's input counts as received already, and of the micro-batch before only the gradient is still being sent.
+    counted = 2 * hidden * width if pipeline_rank > 0 else 0
+    return max(forward_per_token(role) + wide - counted, again + feed_forward if again else 0, final_norm)
 
 
 def forward_per_token(role: Role) -> int:
