@@ -75,6 +75,7 @@ def test_both_exports_are_what_was_trained(tmp_path):
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path):
+    save_tiny_model(tmp_path / "model")
     recipe = tiny_recipe(tmp_path, "plain", False, 1, 1, 1, 1)
     run = tmp_path / "runs" / "plain"
     (run / "checkpoints" / "step-000001").mkdir(parents=True)

@@ -27,7 +27,7 @@ def below(process: int, deep: bool = True) -> list[int]:
         one = waiting.pop()
         for children in Path(f"/proc/{one}/task").glob("*/children"):
             with suppress(OSError):  # it has ended
-                (waiting if deep else found).extend(map(int, children.read_text().split()))
+                (waiting if deep else found).extend(map(int, children.read_text(encoding="utf-8").split()))
         if one != process:
             found.append(one)
     return found

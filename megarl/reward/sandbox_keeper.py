@@ -290,7 +290,7 @@ def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a process 1 that is no signal at all, from inside
         _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
-        Path("/proc/self/oom_score_adj").write_text("1000")  # before anything else of this machine
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # before anything else of this machine
         _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
         if (program := os.fork()) == 0:
@@ -302,7 +302,7 @@ def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn
             if process == program:
                 ending = {"status": os.waitstatus_to_exitcode(ended), "cpu_s": used.ru_utime + used.ru_stime}
                 break
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the keeper must hear of it
         ending = {"fault": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
         os.write(status, json.dumps(ending).encode())
@@ -320,7 +320,7 @@ def _become_program(asked: dict[str, Any], given: int, pipes: dict[str, int]) ->
         python = asked["python"]
         # No user site, no directory of the program on its path, no bytecode beside it.
         os.execve(python, [python, "-s", "-P", "-B", PROGRAM], _environment(python))
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the keeper must hear of it
         os.write(pipes["status"], json.dumps({"fault": f"{type(error).__name__}: {error}"}).encode())
     finally:
         os._exit(1)

@@ -173,7 +173,7 @@ class RunDirectory:
         if not self._first_start.is_file():
             return datetime.now()
         try:
-            return datetime.fromisoformat(self._first_start.read_text().strip())
+            return datetime.fromisoformat(self._first_start.read_text(encoding="utf-8").strip())
         except ValueError as error:
             rule = "the day of the run's first start, which chat templates may write into prompts"
             raise RunDirectoryError(f"{self._first_start}: {error}; it holds {rule}, as 2026-01-31T12:00:00") from error
