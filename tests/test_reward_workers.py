@@ -22,6 +22,7 @@ from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import process, process_tree
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers
+from tests.sink_cases import wait_for
 
 OWN_REWARDS = """
 import os, time
