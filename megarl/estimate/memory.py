@@ -80,7 +80,7 @@ def resident(role: Role, pipeline_rank: int, during: str = "update") -> Memory:
     weights = (stage_weights(role, pipeline_rank) + adapter_weights(role, pipeline_rank)) * role.bytes_per_weight
     trained = trained_weights(role, pipeline_rank)
     copies = 2 if role.precision == "fp32" else 3
-    gradients, optimizer = _FP32 * trained, _FP32 * copies * _share(role, pipeline_rank)
+    gradients, optimizer = _FP32 * trained, _FP32 * copies * optimizer_share(role, pipeline_rank)
     host, offload = 0, role.savings.offload
     if during != "update" and offload != "none":
         host, gradients, optimizer = optimizer, 0, 0  # gradients are dropped
@@ -297,7 +297,7 @@ def _stage(role: Role, rank: int) -> int:
     return rank // (role.layout.ranks // role.layout.pipeline)
 
 
-def _share(role: Role, pipeline_rank: int) -> int:
+def optimizer_share(role: Role, pipeline_rank: int) -> int:
     """Weights of a stage whose optimizer states one rank holds: data-parallel and context-parallel ranks share them, and
     of routed experts those that hold the same ones."""
     layout, experts = role.layout, trained_expert_weights(role, pipeline_rank)

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from megarl.estimate import Engines, Role, Savings, moved_away
-from megarl.estimate.roles import adapter_weights, stage_weights, trained_weights
+from megarl.estimate.memory import optimizer_share
+from megarl.estimate.roles import adapter_weights, stage_weights
 from megarl.placement import EnginePlace, NodesNeeded, PlacementError
 from megarl.planner.advice import gib
 from megarl.planner.forecast import is_update, on_devices, worst_memory
@@ -115,9 +116,9 @@ def _without_roles(savings: Savings) -> Savings:
 
 
 def _gathered_bytes(role: Role) -> int:
-    """fp32 weights and moments of a rank's whole stage, which megatron-core's `fully_reshardable` checkpoint gathers on each
-    rank (`DistributedOptimizer.get_parameter_state_dp_zero`)."""
-    return 3 * 4 * max(trained_weights(role, stage) for stage in range(role.layout.pipeline))
+    """fp32 weights and moments of the parameters that one rank saves, about its share of the stage
+    (`engine/checkpoint.py`, `_states_of_owned`)."""
+    return 3 * 4 * max(optimizer_share(role, stage) for stage in range(role.layout.pipeline))
 
 
 def _sent_bytes(job: Job) -> int:
@@ -147,7 +148,7 @@ def _way_out(recipe: Recipe, node: HostMemory, ranks: int) -> str:
     ways = {
         "offloaded": "memory.offload: none for a role",
         "activations": "memory.offload_activations: false, or recompute",
-        "checkpoint": "more tensor or pipeline ranks, which gather less each",
+        "checkpoint": "more trainer ranks, which save less each",
     }
     largest = max(fields(node), key=lambda field: getattr(node, field.name)).name
     fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
