@@ -103,7 +103,7 @@ def asked(judge, texts, deadline_s=60.0, **settings):
 
 
 def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge):
-    bad = {
+    bad: dict[Any, Any] = {
         "nan": float("nan"), "inf": [-np.inf], "zero": -0.0, "large": 1 << 64, "day": date(2024, 1, 2), (1, 2): None,
         "money": Decimal("1.50"), "bytes": b"\xffa", "array": np.array([[1.5, np.nan]], np.float32), 7: {np.int64(3)},
         "half": "a\ud800b", "small": -(1 << 63),

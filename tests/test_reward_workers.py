@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,7 +222,8 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     (tmp_path / "tags" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     text = "so <answer>7</answer>"
     schema = SchemaRewardSection(kind="json_schema", json_schema={"type": "integer"})
-    parts = [VerifierSection(kind="exact"), PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$"), schema]
+    pattern = PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$")
+    parts: list[Any] = [VerifierSection(kind="exact"), pattern, schema]
     workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), RewardPhaseSection(timeout_s=60.0), local=True)
     try:
         texts = Payload([text, "7", "7<|end|>"], tokenizer)
