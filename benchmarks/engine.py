@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' batches
 
 from megarl.doctor.machine import multiplies_bf16  # noqa: E402
+from megarl.recipe.sections import MemorySection  # noqa: E402
 from megarl.reshard.boxes import Layout  # noqa: E402
 from megarl.schedule import Schedule, plan_phase  # noqa: E402
 from tests.engine_cases import engine, random_batch, start  # noqa: E402
@@ -47,9 +48,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAME = {"fp32": 1e-3, "bf16": 0.2}  # log-probabilities of two implementations
 
 
-def engine_runs(directory: str, place: Any, precision: str, lengths: list[tuple[int, int]], per: int, step: bool) -> Runs:
+def engine_runs(
+    directory: str, place: Any, precision: str, lengths: list[tuple[int, int]], per: int, step: bool, recompute: str = "none"
+) -> Runs:
     """An update and a forward phase over `lengths` (prompt, completion), `per` sequences a micro-batch."""
-    trained = engine(directory, place, lr=1e-6, precision=precision)
+    memory = MemorySection.model_validate({"recompute": recompute})
+    trained = engine(directory, place, lr=1e-6, precision=precision, memory=memory)
     batch = random_batch(trained.shape.vocab, lengths)
     schedule = Schedule("actor_update", sequences=per, mini_batch=len(lengths))
     (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches

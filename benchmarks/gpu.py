@@ -9,11 +9,13 @@ Each part is a process of its own with a deadline, so that one that fails does n
     parity      two steps of tiny models, local and Transformer Engine specs, against one rank on the CPU; fp32 and bf16
     dense       update and log-probabilities of a random 1.5B model, micro-batches of 8,192 packed tokens, bf16: model FLOPs
                 utilisation, and the peak of reserved memory against the estimate
-    experts     the same of a random mixture-of-experts model with 3B active weights of 4.7B, without the optimizer's step
+    experts     the same of a random mixture-of-experts model with 3B active weights of 4.7B, with full recompute and without
+                the optimizer's step, for which one GPU has no room; no target
     memory      what offload hands to other processes, as another process sees it
     colocated   three steps of the 1.5B model with vLLM on the trainer's GPU: engines start, sleep, wake, and take weights by
                 `cuda_ipc`; the rate of a sync against that of a copy on the device
-    quickstart  20 steps of `recipes/quickstart.yaml` on one rank: rewards, seconds by phase, idle shares
+    quickstart  20 steps of `recipes/quickstart.yaml` on one rank, where its model is there: rewards, seconds by phase, idle
+                shares
 
 `--dry-run` walks the parts on a CPU with tiny models, two steps a run and `recipes/cpu/grpo.yaml` in place of the
 quickstart; what only a GPU can show is recorded with the reason that it did not run.
@@ -27,6 +29,7 @@ CPU's in fp32 and 0.2 in bf16. `benchmarks/results.py` writes docs/gpu.md from `
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -41,6 +44,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from rich.console import Console
@@ -171,16 +175,17 @@ def reference(dry: bool, folder: Path) -> Result:
 
 def dense(dry: bool, folder: Path) -> Result:
     """Update with the optimizer's step, and log-probabilities, of a dense model."""
-    return speed(DENSE, dry, folder / "dense", takes_steps=True, checked=True)
+    return speed(DENSE, dry, folder / "dense", recompute="none", takes_steps=True)
 
 
 def experts(dry: bool, folder: Path) -> Result:
     """The same of a mixture-of-experts model, whose optimizer states one GPU has no room for."""
-    return speed(EXPERTS, dry, folder / "experts", takes_steps=False, checked=False)
+    return speed(EXPERTS, dry, folder / "experts", recompute="full", takes_steps=False)
 
 
-def speed(config: Result, dry: bool, directory: Path, takes_steps: bool, checked: bool) -> Result:
-    """Model FLOPs utilisation by kind of run, and peak reserved memory against the estimate; `checked` against targets."""
+def speed(config: Result, dry: bool, directory: Path, recompute: str, takes_steps: bool) -> Result:
+    """Model FLOPs utilisation by kind of run, and peak reserved memory against the estimate; with the optimizer's steps both
+    have targets."""
     from benchmarks.engine import alternate, engine_runs
     from megarl.estimate.flops import forward_flops, update_flops
     from megarl.family import ModelShape
@@ -192,12 +197,13 @@ def speed(config: Result, dry: bool, directory: Path, takes_steps: bool, checked
     random_model(config, directory)
     lengths, precision = (DRY_LENGTHS, "fp32") if dry else (LENGTHS, "bf16")
     place, shape = start(Layout()), ModelShape.from_config(config)
-    runs = {"engine": engine_runs(str(directory), place, precision, lengths, PER_MICRO_BATCH, step=takes_steps)}
+    runs = {"engine": engine_runs(str(directory), place, precision, lengths, PER_MICRO_BATCH, takes_steps, recompute)}
     peak_tflops = current.peak_tflops(precision)
     values: Result = {"precision": precision, "peak_tflops": peak_tflops}
     targets = []
     for kind, flops in (("update", update_flops), ("logprob", forward_flops)):
         if torch.cuda.is_available():
+            current.release_memory()  # else the peak is that of the run before
             torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(alternate(runs, kind, 1 if dry else 5)["engine"])
         total = sum(flops(shape, prompt + completion, completion) for prompt, completion in lengths)
@@ -206,24 +212,27 @@ def speed(config: Result, dry: bool, directory: Path, takes_steps: bool, checked
             values[kind]["utilisation"] = NEEDS_GPU
         else:
             share = values[kind]["utilisation"] = total / (seconds * peak_tflops * 1e12)
-            if checked:
+            if takes_steps:
                 targets.append(target(f"{kind}: utilisation", share, UTILISATION[kind], share >= UTILISATION[kind]))
-        estimate = estimated_bytes(shape, lengths, precision, kind == "update", takes_steps)
+        estimate = estimated_bytes(shape, lengths, precision, kind == "update", recompute, takes_steps)
         reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
         values[kind] |= {"estimated_bytes": estimate, "reserved_bytes": reserved or NEEDS_GPU}
-        if reserved is not None:
+        if reserved is not None and takes_steps:
             error = estimate / reserved - 1
             within = abs(error) <= ESTIMATE_WITHIN
             targets.append(target(f"{kind}: estimate / peak reserved memory - 1", error, ESTIMATE_WITHIN, within))
     return {"values": values, "targets": targets}
 
 
-def estimated_bytes(shape: Any, lengths: list[tuple[int, int]], precision: str, update: bool, takes_steps: bool) -> int:
+def estimated_bytes(
+    shape: Any, lengths: list[tuple[int, int]], precision: str, update: bool, recompute: str, takes_steps: bool
+) -> int:
     """The estimate for one rank that has taken optimizer steps, or else without the moments that a first step makes."""
-    from megarl.estimate import Role, peak
+    from megarl.estimate import Role, Savings, peak
     from megarl.reshard.boxes import Layout
 
-    role = Role("actor", shape, Layout(), precision, trained=True, on_cpu=not torch.cuda.is_available())
+    on_cpu, savings = not torch.cuda.is_available(), Savings(recompute)
+    role = Role("actor", shape, Layout(), precision, trained=True, on_cpu=on_cpu, savings=savings)
     micro_batch = lengths[:PER_MICRO_BATCH]
     memory = peak(
         [role],
@@ -333,6 +342,9 @@ def quickstart(dry: bool, folder: Path) -> Result:
     recipe, changes = ROOT / "recipes" / "quickstart.yaml", ["trainer.ranks=1", "actor.layout.pipeline=1"]
     if dry:
         recipe, changes = ROOT / "recipes" / "cpu" / "grpo.yaml", ["run.steps=2"]
+    model = yaml.safe_load(recipe.read_text())["model"]["path"]
+    if not (ROOT / model / "config.json").is_file():
+        return {"values": {"did not run": f"{model} is not here; `make setup` prepares it"}, "targets": []}
     lines = train(recipe, folder / "runs" / "quickstart", *changes)
     rewards = [line["reward/mean"] for line in lines]
     totals = run_totals(lines)
@@ -387,17 +399,29 @@ def run_part(name: str, dry: bool, folder: Path) -> Result:
     command = [sys.executable, __file__, "--part", name, "--folder", str(folder), "--into", str(into)]
     began = time.monotonic()
     with log.open("w") as output:
-        try:
-            code = subprocess.run(
-                [*command, *(["--dry-run"] if dry else [])], stdout=output, stderr=subprocess.STDOUT, timeout=deadline_s
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        # A session of its own: ranks and engines that it has started end with it.
+        part = subprocess.Popen(
+            [*command, *(["--dry-run"] if dry else [])], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code = wait_or_end(part, deadline_s)
     seconds = time.monotonic() - began
     if code == 0:
         return {"status": "ran", "seconds": seconds, **json.loads(into.read_text())}
     why = f"deadline of {deadline_s} s" if code is None else f"exit status {code}"
     return {"status": "failed", "seconds": seconds, "why": why, "output": log.read_text(errors="replace").splitlines()[-40:]}
+
+
+def wait_or_end(part: subprocess.Popen[bytes], deadline_s: int) -> int | None:
+    """The exit status; None past the deadline, where all processes of the part's session are ended."""
+    try:
+        return part.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(process.pid) == part.pid:
+                    process.kill()
+        part.wait()
+        return None
 
 
 def show(parts: dict[str, Result]) -> None:

@@ -54,6 +54,7 @@ from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E40
 from megarl.recipe.engine_sizes import with_engine_sizes  # noqa: E402
 from megarl.recipe.feature_rules import trained_sections  # noqa: E402
 from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
+from megarl.recipe.sections import BUCKET_BYTES  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reshard.stored import check_weights  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
@@ -67,7 +68,7 @@ from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
 from megarl.rollout.watchers import nodes_beside, watched_nodes  # noqa: E402
 from megarl.sync.manifest import SyncError  # noqa: E402
 from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
-from megarl.sync.transport import REPORT_WAITS  # noqa: E402
+from megarl.sync.transport import REPORT_WAITS, TRANSPORTS  # noqa: E402
 from megarl.telemetry import PhaseClock, ProgressLine, starts, work  # noqa: E402
 from megarl.telemetry.clock import recording  # noqa: E402
 from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
@@ -280,8 +281,9 @@ def build_parts(
     weights = None
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
+        memory = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
-                                section.bucket_bytes or platform.bucket_bytes, section.timeout_s, section.mode,
+                                section.bucket_bytes or BUCKET_BYTES[memory], section.timeout_s, section.mode,
                                 stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
                                 recipe.rollout.quantization, recipe.actor.lora is not None)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:

@@ -2,12 +2,15 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.engine.batch import pack
+from megarl.engine.engine import Engine
 from megarl.reshard.boxes import Layout
 from megarl.schedule import MicroBatch, Schedule, plan_phase
 from megarl.schedule.schedule import in_micro_batch
@@ -138,3 +141,14 @@ def test_padding_is_a_sequence_of_its_own_without_a_head_position():
     exact = pack(batch, MicroBatch((1, 0), 7, 7), torch.device("cpu"), Layout())
     assert exact.bounds.tolist() == [0, 4, 7]
     assert (exact.num_sequences, exact.num_tokens, exact.num_slots) == (2, 7, 7)
+
+
+def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -> None:
+    """Under context parallelism a sequence of the recipe's longest length is padded beyond it."""
+    told = {}
+    for longest in (1001, 1004):
+        role = SimpleNamespace(_has_own_attention=False, _max_sequence_tokens=1001)
+        bounds = torch.tensor([0, longest], dtype=torch.int32)
+        micro: Any = SimpleNamespace(continues=(), bounds=bounds, longest=longest)
+        told[longest] = Engine._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
+    assert told == {1001: 1001, 1004: 1004}

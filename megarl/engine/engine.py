@@ -437,7 +437,7 @@ class Engine:
         if own:
             return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
-        longest = self._max_sequence_tokens or micro.longest
+        longest = max(self._max_sequence_tokens or 0, micro.longest)  # context parallelism pads sequences
         return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def gather_weights(self) -> None:

@@ -83,7 +83,7 @@ def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     sync = recipe.weight_sync
-    buckets = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES[kind]) * (ranks + workers)
+    buckets = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
     copies = _sent_bytes(job) * ranks + _received_bytes(job.engines) * workers if sync.wire == "delta" else 0
     return HostMemory(
         devices=_on_cpus(job, ranks, workers) if kind == "cpu" else 0,

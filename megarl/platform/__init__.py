@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megarl.platform import cpu_megatron, device_memory, profiling, transfers
 from megarl.platform.messages import GlooMessages, NcclMessages
 from megarl.platform.peaks import peak_of
-from megarl.recipe.sections import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,6 @@ class Platform:
         peak = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         return peak
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket of the weight sync where the recipe gives none."""
-        return BUCKET_BYTES["cpu" if self.kind == "cpu" else "gpu"]
 
     def pair_without_peer_access(self, devices: Iterable[int]) -> tuple[int, int] | None:
         """The first two of these devices of which one cannot reach the other's memory; None where all can, and on a CPU."""

@@ -72,7 +72,8 @@ def _on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tuple[int
     if rollout.kv_cache_bytes is not None:
         return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, beside)
     stated = rollout.memory_utilization
-    room = usable_bytes(device_bytes) - rest_bytes if stated is None else int(stated * device_bytes)
+    room = usable_bytes(device_bytes) - rest_bytes
+    room = room if stated is None else min(room, int(stated * device_bytes))
     cache, least = engines.cache_within(room, recipe.max_sequence_tokens), engines.token_bytes * recipe.max_sequence_tokens
     if cache >= least:
         return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, beside)

@@ -190,9 +190,9 @@ class MemorySection(Section):
     `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
-    `block` recomputes the first `recompute_num_layers` layers of each pipeline stage and keeps the others."""
+    `block` recomputes the first `recompute_num_layers` layers of each model chunk and keeps the others."""
     recompute_num_layers: Positive = 1
-    """With `recompute: full`, layers in one chunk (`uniform`) or layers recomputed in each stage (`block`)."""
+    """With `recompute: full`, layers recomputed together (`uniform`), or recomputed layers of each model chunk (`block`)."""
     offload_activations: bool = False
     """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
     computation."""
@@ -455,8 +455,9 @@ class WeightSyncSection(Section):
     version others, and always the first of what one rank wrote into a bucket. Elsewhere all are."""
     bucket_bytes: Positive | None = None
     """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
-    shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB on CPUs, of
-    which both fit the cache; 128 MiB on GPUs, where the host waits for the device once a bucket."""
+    shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB in the
+    host's memory, of which both fit a CPU's cache; 128 MiB in a GPU's (`cuda_ipc`, `nccl`), where the host waits for the
+    device once a bucket."""
     timeout_s: Seconds = 120.0
     """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
     longer for a rank. Other waits of a sync are multiples of it, too, which errors name; what vLLM does with the weights
