@@ -99,7 +99,7 @@ ATTACKS: dict[str, tuple[str, str, dict]] = {
     "files outside": (f"for folder in ('/dev/shm', '/var/tmp', '/usr', '/dev', '/'):\n    try:\n"
                       f"        open(folder + '/{MARK}', 'w')\n        sys.exit(0)\n    except OSError: pass\nassert 0",
                       "failed", {}),
-    "held: files in /tmp are its own": (f"open('/tmp/{MARK}', 'w').write('x')", "passed", {}),
+    "held: temporary files are its own": (f"open(os.environ['TMPDIR'] + '/{MARK}', 'w').write('x')", "passed", {}),
     # Processes.
     "forks without end": ("while True: os.fork()", "processes", {}),
     "threads without end": ("while True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", "processes",
@@ -169,7 +169,10 @@ def become_of_all() -> dict[str, list[str]]:
 
 def as_nobody() -> None:
     """Be an ordinary user, who can read this environment: by mounts of this process alone where it is in root's folders."""
-    needed = sandbox_keeper._outermost(iter({str(ROOT), *map(os.path.realpath, (sys.prefix, sys.base_prefix))}))
+    needed = set[str]()
+    for path in sandbox_keeper._outermost(iter({str(ROOT), *map(os.path.realpath, (sys.prefix, sys.base_prefix))})):
+        # A folder that is closed itself, as `mktemp -d` makes them, is opened entry by entry.
+        needed |= {path} if Path(path).stat().st_mode & 0o001 else {str(entry) for entry in Path(path).iterdir()}
     closed = {
         str(above) for path in needed for above in list(Path(path).parents)[:-1] if not above.stat().st_mode & 0o001
     }  # fmt: skip
@@ -180,7 +183,7 @@ def as_nobody() -> None:
         sandbox_keeper._mount("tmpfs", folder, "tmpfs", 0, "mode=755")
         for path, descriptor in opened.items():
             if path.startswith(f"{folder}/"):
-                sandbox_keeper._bind(descriptor, path, is_folder=True)
+                sandbox_keeper._bind(descriptor, path, is_folder=os.path.isdir(f"/proc/self/fd/{descriptor}"))
     os.setgroups([])
     os.setresgid(*[sandbox_keeper.NOBODY] * 3)
     os.setresuid(*[sandbox_keeper.NOBODY] * 3)
