@@ -102,7 +102,7 @@ class EnginePool:
                     batched_tokens=sizes.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,
                     max_concurrent=sizes.max_concurrent,
-                    kv_cache_bytes=sizes.kv_cache_bytes,
+                    kv_cache_bytes=rollout.kv_cache_bytes or sizes.kv_cache_bytes,
                     needed_bytes=sizes.memory.total,
                     memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
