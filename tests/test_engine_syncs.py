@@ -61,7 +61,9 @@ class _Copies(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         moves = name == "to" and any(isinstance(one, str | torch.device) for one in (*args[1:], kwargs.get("device")))
         listed = name == "__getitem__" and isinstance(args[1], list)
-        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        # A tensor that is one already lies on the device.
+        given = bool(args) and isinstance(args[0], torch.Tensor)
+        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None and not given
         if name in METHODS or moves or listed or made:
             self.seen[_place(name)] += 1
         return func(*args, **kwargs)
