@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -66,6 +67,8 @@ class Faulty(Environment):
                 time.sleep(3600)
             case "dies":
                 os._exit(3)
+            case "dies between turns":
+                threading.Timer(0.05, os._exit, [9]).start()
             case "gives a text":
                 return "well done"  # type: ignore[return-value]
             case "gives a wrong reward":

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.data.prompts import PromptStream
-from megarl.data.sources import BadRows
+from megarl.data.sources import BadRows, load_rows
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.data_sections import HuggingFacePromptsSection
 from megarl.recipe.reward_sections import CodeRewardSection, VerifierSection
@@ -188,6 +188,19 @@ def test_answers_may_be_decimals_or_lie_in_an_object(tmp_path):
     nearly = source.model_copy(update={"answer_field": "reward_model.ground_trut"})
     with pytest.raises(ValueError, match="row 0: no field 'reward_model.ground_trut' .*did you mean 'ground_truth'"):
         rows_of(nearly, seed=0)
+
+
+def test_no_digit_of_a_decimal_is_lost(tmp_path):
+    """A correct answer of the policy would be judged wrong."""
+    numbers = ["12345678901234567890123456789012.345600", "98765432109876543210987654321098.000000", "0.500000"]
+    texts = ["12345678901234567890123456789012.3456", "98765432109876543210987654321098", "0.5"]
+    rows = [{"prompt": "x", "answer": Decimal(number), "all": [Decimal(number)]} for number in numbers]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = jsonl(tmp_path / "rows.parquet", "parquet")
+    assert [row.answer for row in rows_of(source, seed=0)] == texts
+    data = section(source.model_copy(update={"answer_field": "all"}), answer_format="json")
+    answers = [row.answer for row in load_rows(data.prompts, 0, data, "data.prompts", BadRows("stop"))]
+    assert answers == [f'["{texts[0]}"]', f"[{texts[1]}]", "[0.5]"]
 
 
 def test_lines_may_be_an_array_in_gzip_or_in_utf_16(tmp_path):

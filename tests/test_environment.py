@@ -27,8 +27,10 @@ from megarl.environment.tool_calls import MalformedCall, read_call
 from megarl.environment.workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
+from megarl.reward.process_tree import below
 from megarl.rollout.failure import RolloutError
 from tests.environments import Counting
+from tests.sink_cases import wait_for
 
 TOOLS = Calculator.tools
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
@@ -183,6 +185,64 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
     assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
+
+
+def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
+    async def play() -> list[Reply]:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            await worker.ask("one", Reset({"fault": "dies between turns"}, 1))
+            said = [await worker.ask("one", Step("x"))]
+            wait_for(lambda: not below(worker._keeper.pid))
+            return [*said, await worker.ask("one", Step("x")), await worker.ask("one", Reset({"fault": ""}, 1))]
+        finally:
+            worker.close()
+
+    first, second, again = asyncio.run(play())
+    assert first.failure == again.failure == "", "the turn itself was answered"
+    assert second == Reply(failure="crashed: its process died with exit status 9", cause="crash")
+
+
+STARTS_A_HELPER = """
+import subprocess
+from tests.environments import Faulty as Base
+from megarl.environment import environment
+
+HELPER = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+@environment
+class Asks(Base):
+    def step(self, turn):
+        HELPER.stdin.write(b"ok\\n")
+        HELPER.stdin.flush()
+        assert HELPER.stdout.readline() == b"ok\\n"
+        return super().step(turn)
+"""
+
+
+def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_helper.py").write_text(STARTS_A_HELPER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def play() -> tuple[list[Reply], list[int]]:
+        worker = EnvironmentWorker(section(target="starts_a_helper:Asks"), sys.path)
+        try:
+            said = []
+            for name in ("one", "two"):
+                await worker.ask(name, Reset({"fault": ""}, 1))
+                said.append(await worker.ask(name, Step("x")))
+                await worker.end([name])
+                wait_for(lambda: len(below(worker._keeper.pid)) <= 1)
+            return said, below(worker._keeper.pid)
+        finally:
+            worker.close()
+
+    said, helpers = asyncio.run(play())
+    assert said == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 2
+    assert len(helpers) == 1
+    wait_for(lambda: not Path(f"/proc/{helpers[0]}").exists())
 
 
 def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is_left() -> None:

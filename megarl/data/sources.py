@@ -104,7 +104,7 @@ class Form:
             question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
         answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
         if self.answer_format == "json" and isinstance(answer, list | dict):
-            text = json.dumps(answer, default=lambda one: float(one) if isinstance(one, Decimal) else str(one))
+            text = json.dumps(answer, default=_plain)
         else:
             text = _text(answer, _place(where, answer_field), f"{self.key}.answer_field")
         return Row(question, text, fields, prompt, where, prompt_field, answer_field)
@@ -184,10 +184,24 @@ def _text(value: Any, place: str, key: str) -> str:
     if not finite or isinstance(value, bool):
         wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
         raise ValueError(f"{place} is {_shown(value)}; {wanted} ({key})")
-    text = f"{value.normalize():f}" if isinstance(value, Decimal) else str(value)
+    text = _digits(value) if isinstance(value, Decimal) else str(value)
     if not text.strip():
         raise ValueError(f"{place} is empty; a text or a number is needed ({key})")
     return text
+
+
+def _digits(value: Decimal) -> str:
+    """All digits of a number; `Decimal.normalize` would round to 28 of them."""
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds for a value that it does not know: a text for a number that a float would round."""
+    if not isinstance(value, Decimal):
+        return str(value)
+    number = float(value)
+    return number if Decimal(repr(number)) == value else int(value) if value == value.to_integral_value() else _digits(value)
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:

@@ -89,6 +89,9 @@ class Keeper:
         self._parent, self._made, self._options, self._memory_bytes = parent, made, options, memory_bytes
         self._episodes: dict[Any, tuple[int, Connection]] = {}  # process and its end of a pipe
         self._steps: dict[Any, bool] = {}  # episodes at work: whether they answer a turn
+        self._played: set[Any] = set()  # episodes that were asked a turn
+        self._died: dict[Any, Reply] = {}  # episodes whose process died between turns: what the next one is told
+        self._kept = set(below(os.getpid(), deep=False))  # what the user's module has started: all episodes may use it
         # It knows the pipes, and is not told all of them for each answer.
         self._look_at = 0.0
         self._selector = selectors.DefaultSelector()
@@ -123,6 +126,9 @@ class Keeper:
         self._look_at = time.monotonic() + LOOK_S
 
     def _hear(self, episode: Any, question: Make | Reset | Step | End) -> None:
+        if isinstance(question, End | Make | Reset):
+            self._played.discard(episode)
+            self._died.pop(episode, None)
         if isinstance(question, End):
             if episode in self._episodes:
                 self._end(episode)
@@ -134,9 +140,12 @@ class Keeper:
                 self._parent.send((episode, Reply(failure=_no_process(error, len(self._episodes)))))
                 return
         if episode not in self._episodes:
-            self._parent.send((episode, Reply(failure="the process of its environment is gone")))
+            gone = Reply(failure="the process of its environment is gone")
+            self._parent.send((episode, self._died.get(episode, gone)))
             return
         self._steps[episode] = isinstance(question, Step)
+        if isinstance(question, Step):
+            self._played.add(episode)
         with suppress(ConnectionError):  # then its pipe says so, which is handed on
             self._episodes[episode][1].send(question)
 
@@ -144,8 +153,11 @@ class Keeper:
         try:
             reply = self._episodes[episode][1].recv()
         except (EOFError, ConnectionError):
-            cause = "crash" if self._steps.get(episode) else ""
+            is_asked, cause = episode in self._steps, "crash" if self._steps.get(episode, episode in self._played) else ""
             reply = Reply(failure=f"crashed: its process died with {self._end(episode)}", cause=cause)
+            if not is_asked:  # a tool call of the turn before may have killed it meanwhile
+                self._died[episode] = reply
+                return
         self._steps.pop(episode, None)
         self._parent.send((episode, reply))
 
@@ -175,7 +187,7 @@ class Keeper:
         end_all(process, itself=True)
         _, status = os.waitpid(process, 0)
         # What a process has left that ended by itself is below this one now, and belongs to no other episode.
-        own = {one for one, _ in self._episodes.values()}
+        own = self._kept | {one for one, _ in self._episodes.values()}
         for stray in set(below(os.getpid(), deep=False)) - own:
             end_all(stray, itself=True)
             with suppress(ChildProcessError):
@@ -272,7 +284,10 @@ def serve(parent: Connection) -> None:
         return
     parent.send(None)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    Keeper(parent, made, section.options, section.memory_mib << 20).run()
+    try:
+        Keeper(parent, made, section.options, section.memory_mib << 20).run()
+    finally:
+        end_all(os.getpid())
 
 
 if __name__ == "__main__":
