@@ -53,7 +53,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
         folder = _own_folder(Path(temporary) / f"megarl-cache-{os.getuid()}")
         for name, kept in HOME_CACHES.items():
             environment.setdefault(name, str(folder / kept))
-        if "HF_HOME" not in environment and not (home / ".cache/huggingface/datasets").exists():
+        if "HF_HOME" not in environment and not os.path.exists(home / ".cache/huggingface/datasets"):
             environment.setdefault("HF_DATASETS_CACHE", str(folder / "datasets"))
     if is_one_node and lacks_ray_token(environment):
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -105,10 +105,16 @@ def short_name(directory: str) -> str:
 
 def can_write(directory: Path) -> bool:
     """Whether this user can make files in a directory, or make the directory."""
+    place = nearest_existing(directory)
+    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
+
+
+def nearest_existing(directory: Path) -> Path:
+    """A directory, or the nearest above it that this user can see: `Path.exists` raises where one may not be searched."""
     place = directory.absolute()
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
-    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return place
 
 
 def _own_folder(folder: Path) -> Path:

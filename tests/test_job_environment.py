@@ -3,6 +3,8 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -84,6 +86,38 @@ def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "home/.ray").mkdir(parents=True)
     (tmp_path / "home/.ray/auth_token").write_text("a")
     assert "RAY_AUTH_TOKEN" not in adapted(**home), "a token that is there serves"
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from megarl.doctor import machine
+from megarl.job_environment import adapt_environment
+if os.getuid() == 0:
+    os.setuid(65534)
+environment = {"HOME": sys.argv[1], "TMPDIR": sys.argv[2]}
+adapt_environment(environment)
+home, runs = machine._home(environment), machine._writable("run directory", Path(sys.argv[1]) / "runs")
+print(environment["HF_DATASETS_CACHE"], home.verdict.name, runs.verdict.name)
+"""
+
+
+@pytest.mark.parametrize("inside", ["", "home/of/another"])
+def test_a_home_that_may_not_be_searched(inside: str) -> None:
+    """HOME=/root as another user: schedulers and containers leave it so."""
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))
+    closed = temporary / "closed"
+    try:
+        (closed / inside).mkdir(parents=True)
+        temporary.chmod(0o777)
+        closed.chmod(0)
+        command = [sys.executable, "-c", AS_ANOTHER_USER, str(closed / inside), str(temporary)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert said.stdout.split()[1:] == ["WARN", "FAIL"], said.stderr
+        assert Path(said.stdout.split()[0]).is_relative_to(temporary)
+    finally:
+        closed.chmod(0o700)
+        shutil.rmtree(temporary)
 
 
 def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:

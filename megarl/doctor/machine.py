@@ -18,6 +18,7 @@ from megarl.job_environment import (
     home_directory,
     is_too_long,
     lacks_ray_token,
+    nearest_existing,
     temporary_directory,
 )
 from megarl.reward.sandbox import refusal
@@ -119,9 +120,7 @@ def _memory() -> Finding:
 
 def _writable(name: str, directory: Path) -> Finding:
     """Whether a directory, or the nearest one above it that exists, takes files and has space."""
-    place = directory.absolute()
-    while not place.exists():
-        place = place.parent
+    place = nearest_existing(directory)
     if not place.is_dir():
         return fail(name, f"{place} is a file", f"remove it, or choose another place than {directory}")
     try:

@@ -68,9 +68,12 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
         if not text.endswith("\n"):
             break  # the last line of a run that was killed while it wrote
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(line, dict):
+            raise ValueError(f"{path}, line {number}: a {type(line).__name__}, and a line is an object of numbers")
+        lines.append(line)
     return lines
 
 
