@@ -281,9 +281,9 @@ def build_parts(
     weights = None
     if not replayed:
         section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
-        memory = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
+        bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
         settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
-                                section.bucket_bytes or BUCKET_BYTES[memory], section.timeout_s, section.mode,
+                                section.bucket_bytes or BUCKET_BYTES[bucket_in], section.timeout_s, section.mode,
                                 stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
                                 recipe.rollout.quantization, recipe.actor.lora is not None)  # fmt: skip
         if section.mode == "checkpoint" and place.rank == 0:

@@ -331,7 +331,8 @@ def test_engine_arguments_read_from_source_are_those_of_vllm_s_class() -> None:
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert known_engine_args() == {field.name for field in fields(AsyncEngineArgs)}
+    given = {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert known_engine_args().keys() == given  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)

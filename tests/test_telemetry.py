@@ -122,6 +122,9 @@ def test_a_metrics_file_that_is_missing_or_broken_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(ValueError, match="metrics.jsonl, line 2: not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match="metrics.jsonl, line 1: a list"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():

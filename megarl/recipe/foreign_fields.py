@@ -5,9 +5,31 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+_TYPES: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "text"),
+}
+_OPTIONAL = re.compile(r"Optional\[(.*)\]|(\w+) \| None|None \| (\w+)")
+
+
+def needed_type(value: Any, annotation: str) -> str | None:
+    """What a value must be for a field of a plain type, as "a whole number", where it is not; None for a fitting value and
+    for annotations that are no plain type."""
+    optional = _OPTIONAL.fullmatch(annotation)
+    inner = annotation if optional is None else next(part for part in optional.groups() if part is not None)
+    if inner not in _TYPES or (value is None and optional is not None):
+        return None
+    kind, words = _TYPES[inner]
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    return None if fits else words
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.family import ModelShape
 from megarl.recipe.feature_rules import trained_sections
-from megarl.recipe.foreign_fields import dataclass_fields
+from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.nearest import closest_text
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import MemorySection
@@ -58,13 +58,7 @@ FIXED = frozenset(
 )
 OWNER_OF = {field: owner for owner, fields in _OWNERS.items() for field in fields.split()}
 # Types of fields that a recipe has no words for.
-_OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig")
-_TYPES = {
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "text"),
-}
+_OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
 
 
 def options(recipe: Recipe) -> Violations:
@@ -97,14 +91,9 @@ def _type(key: str, value: Any, annotation: str) -> Violations:
     inner = annotation if optional is None else optional[1]
     if _OBJECTS.search(inner):
         yield Violation(key, value, f"is a Python object ({annotation}), which a recipe cannot hold", f"remove {key}")
-    elif value is None and optional is not None:
-        return
-    elif inner in _TYPES:
-        kind, words = _TYPES[inner]
-        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-        if not fits:
-            yield Violation(key, value, f"must be {words}: megatron-core says {annotation}")
-    elif inner.startswith("Literal["):
+    elif words := needed_type(value, annotation):
+        yield Violation(key, value, f"must be {words}: megatron-core says {annotation}")
+    elif value is not None and inner.startswith("Literal["):
         words_of = re.findall(r"'([^']*)'", inner)
         if words_of and value not in words_of:
             yield Violation(key, value, f"must be one of {', '.join(words_of)}", closest_text(value, words_of))

@@ -9,7 +9,7 @@ from megarl.estimate.attention import cache_width
 from megarl.estimate.roles import BYTES
 from megarl.estimate.rollout import cached_layers
 from megarl.family import ModelShape
-from megarl.recipe.foreign_fields import dataclass_fields
+from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.layout_rules import divisors, tensor_size
 from megarl.recipe.nearest import closest_number, closest_text
 from megarl.recipe.recipe import Recipe
@@ -72,10 +72,10 @@ def routed_experts(recipe: Recipe) -> Violations:
         yield Violation("rollout.data", recipe.rollout.data, what, f"1, and {_more_engines(recipe)}")
 
 
-def known_engine_args() -> set[str] | None:
-    """Names of vLLM's engine arguments, from the source that is installed here; None without vLLM."""
+def known_engine_args() -> dict[str, str] | None:
+    """Names of vLLM's engine arguments and their annotations, from the source that is installed here; None without vLLM."""
     fields = dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
-    return None if fields is None else set(fields)
+    return None if fields is None else {name: text for name, text in fields.items() if not name.startswith("_")}
 
 
 def engine_args(recipe: Recipe) -> Violations:
@@ -90,8 +90,13 @@ def engine_args(recipe: Recipe) -> Violations:
         elif owner is not None:
             yield Violation(key, value, "megarl sets it, and works with no other value", f"remove {key}")
         elif known is not None and name not in known:
-            nearest = closest_text(name, sorted(known - OWNED_ENGINE_ARGS.keys()))
+            nearest = closest_text(name, sorted(known.keys() - OWNED_ENGINE_ARGS.keys()))
             yield Violation(key, value, "vLLM's AsyncEngineArgs has no such argument", nearest)
+        elif words := needed_type(value, (known or {}).get(name, "")):
+            yield Violation(key, value, f"must be {words}")
+    tokens = given.get("max_num_batched_tokens")
+    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens < 1:
+        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
 
 
 def dealt_over_one(recipe: Recipe) -> Violations:
