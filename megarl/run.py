@@ -307,7 +307,7 @@ def build_parts(
                              os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
         stack.callback(rollouts.shutdown)
         rollouts.start()
-        rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=replayed)
+        rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replayed)
         stack.callback(rewards.close)
         if recipe.run.dump_rollouts:
             dump = partial(dump_rollout, run.rollouts)

@@ -204,7 +204,7 @@ def test_a_share_or_all_of_the_tests():
 
 def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
-    workers = RewardWorkers([section], model, RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
+    workers = RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
     try:
         texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
         result = workers.score(payload(model, texts), [prompt("assert square(3) == 9")] * 2, 4, group_size=2)

@@ -268,7 +268,7 @@ def test_a_sample_counts_where_every_part_has_judged_it(judge, model):  # noqa: 
         VerifierSection(kind="exact"),
         HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0),
     ]
-    workers = RewardWorkers(specs, model, RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)
+    workers = RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)
     try:
         result = workers.score(payload(model, ["a0", "a0", "a1", "x"]), prompts(2), 4, group_size=2)
     finally:
@@ -282,7 +282,7 @@ def test_a_sample_counts_where_every_part_has_judged_it(judge, model):  # noqa: 
 
 def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
     part = HttpRewardSection(kind="http", url=judge.url)
-    workers = RewardWorkers([part], model, RewardPhaseSection(timeout_s=60.0), local=True)
+    workers = RewardWorkers([part], model, (0,), RewardPhaseSection(timeout_s=60.0), local=True)
     try:
         assert workers.score(payload(model, ["a", "bb"]), prompts(1), 2, group_size=2).rewards.tolist() == [1, 2]
     finally:

@@ -22,7 +22,7 @@ from megarl.recipe.reward_sections import (
 from megarl.recipe.sections import RewardPhaseSection
 from megarl.reward import process, process_tree
 from megarl.reward.process import VerifierProcess
-from megarl.reward.workers import RewardWorkers
+from megarl.reward.workers import RewardWorkers, Scorer
 from tests.sink_cases import wait_for
 
 OWN_REWARDS = """
@@ -224,7 +224,8 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     schema = SchemaRewardSection(kind="json_schema", json_schema={"type": "integer"})
     pattern = PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$")
     parts: list[Any] = [VerifierSection(kind="exact"), pattern, schema]
-    workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), RewardPhaseSection(timeout_s=60.0), local=True)
+    section = RewardPhaseSection(timeout_s=60.0)
+    workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)
     try:
         texts = Payload([text, "7", "7<|end|>"], tokenizer)
         result = workers.score(texts, prompts(text, "7<|end|>"), 3, group_size=2)
@@ -233,6 +234,15 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
     assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
     assert result.parts["judge"].tolist() == [1, 0, 1]
+
+
+def test_the_tokens_that_end_a_completion_are_those_that_the_engines_stop_at(model):
+    """Which is by the template's options too, of which a model's files know nothing."""
+    from megarl.data.tokenizer import load_tokenizer
+
+    ids = load_tokenizer(model)("7;")["input_ids"]
+    assert Scorer([], model, (ids[1],), sys.path, 1 << 30)._text(ids) == "7"
+    assert Scorer([], model, (0,), sys.path, 1 << 30)._text(ids) == "7;"
 
 
 def test_a_function_that_needs_more_memory_to_load_says_which_key(tmp_path, monkeypatch):
@@ -273,7 +283,7 @@ def check_batch(workers, model):
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
     section = RewardPhaseSection(sequences=3, timeout_s=8.0)
-    workers = RewardWorkers(own_rewards, model, section, local=True)
+    workers = RewardWorkers(own_rewards, model, (0,), section, local=True)
     try:
         check_batch(workers, model)
     finally:
@@ -282,7 +292,7 @@ def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
     specs = [VerifierSection(kind="last_number")]
-    workers = RewardWorkers(specs, model, RewardPhaseSection(sequences=2, timeout_s=60.0), local=True)
+    workers = RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=2, timeout_s=60.0), local=True)
     try:
         with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
             workers.score(payload(model, ["1"] * 4), prompts("1", "x"), 4, group_size=2)
@@ -299,7 +309,7 @@ def test_the_same_batch_through_ray(model, own_rewards):
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         section = RewardPhaseSection(sequences=3, timeout_s=8.0)
-        workers = RewardWorkers(own_rewards, model, section, local=False)
+        workers = RewardWorkers(own_rewards, model, (0,), section, local=False)
         check_batch(workers, model)
         workers.close()
     finally:

@@ -52,7 +52,7 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, places=places)
         stack.callback(rollouts.shutdown)
         rollouts.start()
-        rewards = RewardWorkers(recipe.verifiers, str(directory), recipe.phases.reward, local=False)
+        rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=False)
         stack.callback(rewards.close)
         judged = Judged()
         while held_out.go_on(judged, rollouts, rewards, 0):

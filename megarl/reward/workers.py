@@ -104,13 +104,17 @@ class Scorer:
     """Scores tasks with one verifier process, and asks services beside it: here in `local` mode, or inside a Ray actor."""
 
     def __init__(
-        self, specs: Sequence[JudgeSection], model_path: str, import_path: Sequence[str], memory_bytes: int
+        self,
+        specs: Sequence[JudgeSection],
+        model_path: str,
+        stop_token_ids: Sequence[int],
+        import_path: Sequence[str],
+        memory_bytes: int,
     ) -> None:
-        from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+        from megarl.data.tokenizer import load_tokenizer
 
         mark_from_environment()
-        self._tokenizer = load_tokenizer(model_path)
-        self._stops = frozenset(stop_token_ids(model_path, self._tokenizer))
+        self._tokenizer, self._stops = load_tokenizer(model_path), frozenset(stop_token_ids)
         self._services = services_of(specs)
         has_verifiers = len(self._services) < len(specs)
         self._verifiers = VerifierProcess(specs, import_path, memory_bytes) if has_verifiers else None
@@ -156,7 +160,8 @@ class Scorer:
 class RewardWorkers:
     """Scores whole batches, cut into tasks of `phases.reward.sequences`.
 
-    `specs` is the recipe's `reward` list, `section` its `phases.reward`. With `local` the scorer lives in
+    `specs` is the recipe's `reward` list, `section` its `phases.reward`; `stop_token_ids` are those that end a
+    completion, as the engines have them. With `local` the scorer lives in
     this process (its verifiers do not); otherwise in `section.workers` Ray actors of the connected cluster, which
     fetch and decode the tokens there. Raises ValueError for reward terms that do not load.
     """
@@ -165,14 +170,16 @@ class RewardWorkers:
         self,
         specs: Sequence[JudgeSection],
         model_path: str,
+        stop_token_ids: Sequence[int],
         section: RewardPhaseSection,
         local: bool,
     ) -> None:
         self._terms = load_terms(specs)
         self._sequences = section.sequences
         self._timeout_s = section.timeout_s
-        self._local = Scorer(specs, model_path, sys.path, section.memory_mib << 20) if local else None
-        self._actors, self._processes = ([], []) if local else _start_actors(specs, model_path, section)
+        arguments = (list(specs), model_path, tuple(stop_token_ids), sys.path, section.memory_mib << 20)
+        self._local = Scorer(*arguments) if local else None
+        self._actors, self._processes = ([], []) if local else _start_actors(arguments, section.workers)
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
@@ -284,17 +291,14 @@ class RewardWorkers:
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
-def _start_actors(
-    specs: Sequence[JudgeSection], model_path: str, section: RewardPhaseSection
-) -> tuple[list[Any], list[int]]:
+def _start_actors(arguments: tuple[Any, ...], workers: int) -> tuple[list[Any], list[int]]:
     """Ray actors and their processes, which have answered once, so that a reward that does not load shows when the run
     starts."""
     import ray
 
     # No CPU is reserved: on a small machine the engines hold them all, and scoring waits for engines anyway.
     remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_task_retries=MAX_WORKER_RESTARTS)(Scorer)
-    named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(section.workers)]
-    arguments = (list(specs), model_path, sys.path, section.memory_mib << 20)
+    named = [{"env_vars": watched_environment(f"reward-worker-{number}")} for number in range(workers)]
     actors = [remote.options(runtime_env=one).remote(*arguments) for one in named]
     try:
         return actors, ray.get([actor.ready.remote() for actor in actors], timeout=TASK_GRACE_S)
