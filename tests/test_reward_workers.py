@@ -199,8 +199,8 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
         keeper = verifiers._child.pid
         verdicts = verifiers.score_task(["fill", "fill shared", "fork", "start", "a"], prompts(*"aaaaa"), timeout_s=120)
         child = verifiers._child
-        # The verifier, what it has started and what it has left; a verdict does not wait for them to start.
-        wait_for(lambda: len(process_tree.below(child.pid)) == 5)
+        # The verifier and the two that it has left at least; a verdict does not wait for them to start.
+        wait_for(lambda: len(process_tree.below(child.pid)) >= 3)
         below = process_tree.below(child.pid)
         (crashed,) = verifiers.score_task(["start and die"], prompts("a"), timeout_s=60)
         assert not any(os.path.exists(f"/proc/{one}") for one in [keeper, *below]), "something has outlived its verifier"
