@@ -181,8 +181,8 @@ def train_with_other_sizes(recipe, where):
         batch = generate(pool, prompts, step, resync)
         return replace(batch, executed=replace(batch.executed, prompts=3))
 
-    def other_rewards(workers, specs, path, section, **more):
-        start(workers, specs, path, section.model_copy(update={"sequences": 5}), **more)
+    def other_rewards(workers, specs, path, stops, section, **more):
+        start(workers, specs, path, stops, section.model_copy(update={"sequences": 5}), **more)
 
     other = {"max_concurrent": (ReplayPool, "generate", other_rollout), "prompts": (ReplayPool, "generate", fewer_prompts),
              "reward": (RewardWorkers, "__init__", other_rewards)}  # fmt: skip
