@@ -2,7 +2,7 @@
 #
 #     docker build -t megarl:cuda .
 #
-# Every Python package is pinned in locks/gpu-py312.txt, which tests/test_packaging.py holds to the `gpu` extra. Layers go
+# Every Python package is pinned in locks/gpu-py312.txt, which tests/project/test_packaging.py holds to the `gpu` extra. Layers go
 # from what changes least to what changes most: a change of the sources rebuilds the last one, of some megabytes.
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

@@ -24,7 +24,7 @@ quickstart: setup
 
 # Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM or jobs runs beside the
 # tests of Megatron's engines, of whole runs and of pure code; both streams end at about the same time.
-BESIDE := $(wildcard $(patsubst %,tests/test_%*.py,rollout_ sync_ launch_ watchdog_ reward_ agent node))
+BESIDE := $(patsubst %,tests/%,cluster reward rollout weight_sync)
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
 test: setup
@@ -49,8 +49,8 @@ test-learning: setup
 # between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
 # do all others, in two streams.
 OWN := adapter_export attention compiled logprobs objective plans weights
-BESIDE_019 := $(patsubst %,tests/test_engine_%.py,checkpoint experts finite freeze golden place precision stages)
-OF_MEGATRON := $(filter-out $(OWN:%=tests/test_engine_%.py),$(wildcard tests/test_engine_*.py tests/test_platform_*.py))
+BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden place precision stages)
+OF_MEGATRON := $(filter-out $(OWN:%=tests/megatron/test_%.py),$(wildcard tests/megatron/test_*.py tests/platform/test_*.py))
 
 test-megatron-0.19: setup
 	test -d $(MEGATRON_019)/megatron || $(PYTHON) -m pip install --quiet --target $(MEGATRON_019) --no-deps \

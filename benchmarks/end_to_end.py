@@ -60,7 +60,7 @@ from benchmarks.end_to_end_figures import (  # noqa: E402
     targets,
     too_few,
 )
-from megarl.node.processes import end_at_once  # noqa: E402
+from megarl.cluster.processes import end_at_once  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 TRL, TRL_FOLDER = "trl==1.16.0", ROOT / ".venv-trl"
@@ -115,7 +115,7 @@ def parsed() -> argparse.Namespace:
 
 def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """Commit, device and what all sides are told."""
-    from megarl.doctor.machine import multiplies_bf16
+    from megarl.cluster.doctor_machine import multiplies_bf16
     from megarl.recipe import load_recipe
 
     bf16 = multiplies_bf16()
@@ -178,9 +178,9 @@ def run_side(side: str, seed: int, config: dict[str, Any]) -> Run:
 
 def write_prompts(path: Path, seed: int, config: dict[str, Any]) -> Path:
     """The prompts of all steps of a seed, as the quickstart draws them; a line each, in the order of use."""
-    from megarl.data.model_files import model_directory
     from megarl.data.prompts import PromptStream
     from megarl.data.tokenizer import load_tokenizer
+    from megarl.models.model_files import model_directory
     from megarl.recipe import load_recipe
 
     recipe = load_recipe(RECIPE, [])

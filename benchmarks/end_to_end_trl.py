@@ -107,7 +107,7 @@ def timed_trainer(clock: Clock) -> type:
 
 def sync_weights(generation: Any) -> None:
     """In place of VLLMGeneration.sync_weights: vLLM's own reload, which unpacks and packs again layer by layer. The head's
-    packed copy, where it is the embedding, it leaves old (vLLM 0.32; see megarl/rollout/receiver.py)."""
+    packed copy, where it is the embedding, it leaves old (vLLM 0.32; see megarl/weight_sync/receiver.py)."""
     runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
     runner.reload_weights(weights_iterator=generation._iter_named_params())
     model = runner.get_model()

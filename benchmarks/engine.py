@@ -35,9 +35,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' batches
 
-from megarl.doctor.machine import multiplies_bf16  # noqa: E402
+from megarl.cluster.doctor_machine import multiplies_bf16  # noqa: E402
+from megarl.models.layout import Layout  # noqa: E402
 from megarl.recipe.sections import MemorySection  # noqa: E402
-from megarl.reshard.boxes import Layout  # noqa: E402
 from megarl.schedule import Schedule, plan_phase  # noqa: E402
 from tests.engine_cases import engine, random_batch, start  # noqa: E402
 

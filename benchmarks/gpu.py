@@ -142,8 +142,8 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
     from dataclasses import replace
 
     from megarl import platform as megarl_platform
-    from megarl.engine.model import spec_name
-    from megarl.reshard.boxes import Layout
+    from megarl.megatron.model import spec_name
+    from megarl.models.layout import Layout
     from tests.engine_cases import start, train_roles
     from tests.tiny_models import save_tiny_model
 
@@ -187,10 +187,10 @@ def speed(config: Result, dry: bool, directory: Path, recompute: str, takes_step
     """Model FLOPs utilisation by kind of run, and peak reserved memory against the estimate; with the optimizer's steps both
     have targets."""
     from benchmarks.engine import alternate, engine_runs
-    from megarl.estimate.flops import forward_flops, update_flops
-    from megarl.family import ModelShape
+    from megarl.models import ModelShape
+    from megarl.models.layout import Layout
+    from megarl.planner.flops import forward_flops, update_flops
     from megarl.platform import current
-    from megarl.reshard.boxes import Layout
     from tests.engine_cases import start
 
     config = tiny(config) if dry else config
@@ -228,8 +228,9 @@ def estimated_bytes(
     shape: Any, lengths: list[tuple[int, int]], precision: str, update: bool, recompute: str, takes_steps: bool
 ) -> int:
     """The estimate for one rank that has taken optimizer steps, or else without the moments that a first step makes."""
-    from megarl.estimate import Role, Savings, peak
-    from megarl.reshard.boxes import Layout
+    from megarl.models.layout import Layout
+    from megarl.planner.memory import peak
+    from megarl.planner.roles import Role, Savings
 
     on_cpu, savings = not torch.cuda.is_available(), Savings(recompute)
     role = Role("actor", shape, Layout(), precision, trained=True, on_cpu=on_cpu, savings=savings)
@@ -251,8 +252,8 @@ def estimated_bytes(
 def memory(dry: bool, folder: Path) -> Result:
     """How much more memory another process finds free once a role has gone to the host."""
     from megarl import platform as megarl_platform
+    from megarl.models.layout import Layout
     from megarl.recipe.sections import MemorySection
-    from megarl.reshard.boxes import Layout
     from tests.engine_cases import engine, start
 
     config = tiny(DENSE) if dry else DENSE

@@ -66,7 +66,7 @@ def write_inputs(folder: Path, steps: int, hidden: int, sequences: int) -> None:
 
 def train(folder: Path, schedule: str, steps: int, sequences: int) -> list[dict[str, Any]]:
     """The metrics of one run."""
-    from megarl.cores import thread_environment
+    from megarl.cluster.cores import thread_environment
     from tests.runs import tiny_recipe
 
     cut = {"sequences": PER_MICRO_BATCH} if schedule == "static" else {"max_tokens": CAP_TOKENS}
@@ -78,7 +78,7 @@ def train(folder: Path, schedule: str, steps: int, sequences: int) -> list[dict[
         "phases__actor_update": {"mini_batch": sequences // 2, "micro_batch": cut},
     }
     recipe = tiny_recipe(folder, schedule, False, RANKS, 1, 1, steps, **changes)
-    command = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+    command = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(RANKS), __file__]
     environment = {**os.environ, **thread_environment(os.environ, 1), "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, f"--as-rank={schedule}", str(recipe)], cwd=ROOT, env=environment, check=True)
     return [json.loads(line) for line in (folder / "runs" / schedule / "metrics.jsonl").read_text().splitlines()]
@@ -113,8 +113,8 @@ def pad_to_the_longest() -> None:
     """From here on this rank plans micro-batches whose sequences are all as long as the longest, and runs the padding."""
     import torch
 
-    from megarl.engine import engine
-    from megarl.engine.batch import PackedMicroBatch, parts_of
+    from megarl.megatron import role as engine
+    from megarl.megatron.batch import PackedMicroBatch, parts_of
     from megarl.schedule import plan
 
     class Padded(PackedMicroBatch):
@@ -142,10 +142,10 @@ def pad_to_the_longest() -> None:
 
 def run_rank(schedule: str, recipe: str) -> int:
     """One trainer rank, as `megarl/train.py` is one."""
-    from megarl.preemption import ASKED
+    from megarl.cluster.preemption import ASKED
 
     ASKED.watch()
-    from megarl.run import main as train_rank
+    from megarl.build import main as train_rank
 
     if schedule == "static":
         pad_to_the_longest()

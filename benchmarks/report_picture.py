@@ -18,13 +18,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from megarl.report import charts
-from megarl.report.answers import head
-from megarl.report.findings import find
-from megarl.report.one_run import subtitle
-from megarl.report.page import page, plots
-from megarl.report.reading import Run, read_run
-from megarl.report.timeline import timeline
+from megarl.telemetry import report_charts as charts
+from megarl.telemetry.report_answers import head
+from megarl.telemetry.report_findings import find
+from megarl.telemetry.report_one_run import subtitle
+from megarl.telemetry.report_page import page, plots
+from megarl.telemetry.report_reading import Run, read_run
+from megarl.telemetry.report_timeline import timeline
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "report.png"

@@ -49,8 +49,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl.models.layout import Layout
 from megarl.planner.distribution import DISTRIBUTIONS, draw
-from megarl.reshard.boxes import Layout
 from megarl.schedule import Cost, Schedule, plan_phase, quality
 from megarl.schedule.bound import RankModel, least_time
 from megarl.schedule.cost import run_times

@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megarl.reshard.plan import ReshardPlan
+from megarl.weight_sync.plan import ReshardPlan
 
 NUM_BUCKETS = 2
 # [bucket][part] -> (source rank, bytes)

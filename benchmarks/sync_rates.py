@@ -27,15 +27,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.sync_model import Rates
-from megarl.family import ModelShape
-from megarl.reshard import megatron, vllm
-from megarl.reshard.boxes import Layout, RolloutLayout
-from megarl.sync.copies import Works, num_copy_threads
-from megarl.sync.in_place import words_of
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.publish import EngineFacts, SyncSettings, WeightSync
-from megarl.sync.read import Box, StreamReader
-from megarl.sync.transport import TRANSPORTS
+from megarl.models import ModelShape
+from megarl.models import megatron_weights as megatron
+from megarl.models import vllm_weights as vllm
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.weight_sync.copies import Works, num_copy_threads
+from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.manifest import WeightManifest
+from megarl.weight_sync.publish import EngineFacts, SyncSettings, WeightSync
+from megarl.weight_sync.read import Box, StreamReader
+from megarl.weight_sync.transport import TRANSPORTS
 from tests.ranks import run_ranks
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}

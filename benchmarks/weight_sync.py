@@ -49,12 +49,12 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from megarl.data.model_files import copy_model_files  # noqa: E402
-from megarl.family import ModelShape  # noqa: E402
+from megarl.models import ModelShape  # noqa: E402
+from megarl.models.layout import Layout, RolloutLayout, Segment  # noqa: E402
+from megarl.models.megatron_weights import megatron_segments  # noqa: E402
+from megarl.models.model_files import copy_model_files  # noqa: E402
 from megarl.recipe.recipe import Recipe  # noqa: E402
-from megarl.reshard.boxes import Layout, RolloutLayout, Segment  # noqa: E402
-from megarl.reshard.megatron import megatron_segments  # noqa: E402
-from megarl.sync.publish import SyncSettings, WeightSync  # noqa: E402
+from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
 from tests.memory_cases import write_model  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.rollout_cases import checkpoint, cut, recipe  # noqa: E402

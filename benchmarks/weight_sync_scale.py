@@ -6,7 +6,7 @@
 
 For each model: a trainer layout, engines, and nodes of GPUs; with --only the layouts may be others. The trainer and the
 engines have GPUs of their own, as far as possible on nodes of their own. Weights travel in bf16, as a run sends them: by one
-plan for all engines, to the workers of each in orders of their own (`megarl/reshard/order.py`), into two buckets. Columns:
+plan for all engines, to the workers of each in its order (`megarl/weight_sync/order.py`), into two buckets. Columns:
 
 - bytes: what a worker receives, over the bytes of its own shard.
 - GB: the most that goes out of a rank's network card, into a worker's, and out of a worker's NVLink.
@@ -23,7 +23,7 @@ plan for all engines, to the workers of each in orders of their own (`megarl/res
   the peak memory of the process that made them.
 
 Engines of 32 workers are in here for what their sync would cost: megarl places an engine on one node, and so refuses them on
-nodes of 8 GPUs (`megarl/placement.py`).
+nodes of 8 GPUs (`megarl/planner/placement.py`).
 
 Targets (with --check, exit 1 when one is missed): every worker receives exactly its own shard; megarl within 1.15 x of the
 bound for every model; the plans of the largest one in 10 s and 2 GB.
@@ -64,21 +64,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
 from benchmarks.sync_model import Cluster, Machine, Rates, Reader, bucket_parts, sync_seconds  # noqa: E402
-from megarl.family import ModelShape  # noqa: E402
+from megarl.models import ModelShape  # noqa: E402
+from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
+from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe, layout_rules  # noqa: E402
 from megarl.recipe.layout_rules import spread_layers  # noqa: E402
-from megarl.reshard.boxes import Layout, RolloutLayout  # noqa: E402
-from megarl.reshard.engines import engine_plan  # noqa: E402
-from megarl.reshard.order import copy_order  # noqa: E402
-from megarl.reshard.plan import ReshardPlan  # noqa: E402
-from megarl.reshard.sides import vllm_boxes  # noqa: E402
-from megarl.reshard.vllm import check_layout  # noqa: E402
-from megarl.sync.stream import Stream  # noqa: E402
+from megarl.weight_sync.engines import engine_plan  # noqa: E402
+from megarl.weight_sync.order import copy_order  # noqa: E402
+from megarl.weight_sync.plan import ReshardPlan  # noqa: E402
+from megarl.weight_sync.sides import vllm_boxes  # noqa: E402
+from megarl.weight_sync.stream import Stream  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
-PIECE_BYTES = 2 << 20  # `megarl.sync.in_place.PIECE_BYTES`, which needs torch
-MOST_COPY_THREADS = 4  # `megarl.sync.copies.MOST_THREADS`, likewise
+PIECE_BYTES = 2 << 20  # `megarl.weight_sync.in_place.PIECE_BYTES`, which needs torch
+MOST_COPY_THREADS = 4  # `megarl.weight_sync.copies.MOST_THREADS`, likewise
 AT_MOST = 1.3  # measured over predicted, on this machine
 MOST_PLAN_SECONDS, MOST_PLAN_BYTES = 10.0, 2e9
 # Options that one mode alone reads, with their defaults: one H100 in one direction with its network card of 400 Gb/s, and
@@ -147,7 +147,7 @@ class Case:
         return tuple(first + gpu // cluster.node_gpus for gpu in gpus)
 
     def order(self, plan: ReshardPlan, engine: int, worker: int) -> np.ndarray:
-        """As `megarl.sync.manifest.sync_stream` has it, which needs torch."""
+        """As `megarl.weight_sync.manifest.sync_stream` has it, which needs torch."""
         workers = self.rollout.workers
         return copy_order(plan, worker, engine * workers + worker, self.engines * workers)
 
@@ -334,8 +334,8 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
 
 
 def machine_order(plan: ReshardPlan, worker: int, workers: int, engines: int, in_place: bool) -> np.ndarray:
-    """As `megarl.sync.publish` has it, which needs torch. Of engines on one node the first leads, in its own order where
-    engines have some; what is read in place has one for all of them."""
+    """As `megarl.weight_sync.publish` has it, which needs torch. Of engines on one node the first leads, in its own order
+    where engines have some; what is read in place has one for all of them."""
     return copy_order(plan, worker, worker, workers if in_place else engines * workers)
 
 
@@ -424,7 +424,7 @@ def run_machine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         parser.error(str(error))
     in_place = arguments.transport == "shared_memory"
     sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes, in_place
-    # As `megarl.sync.copies.num_copy_threads` says, which needs torch.
+    # As `megarl.weight_sync.copies.num_copy_threads` says, which needs torch.
     copy_threads = max(1, min(MOST_COPY_THREADS, arguments.cores // rollout.workers)) if in_place else 0
     timed, message_s = None, 0.0
     if arguments.rates is not None:

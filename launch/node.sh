@@ -32,4 +32,4 @@ tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$tree"
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m megarl.node "$@"
+exec "$python" -m megarl.cluster.node "$@"

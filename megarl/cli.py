@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.exit_status import BAD_INPUT, REQUEUE
-from megarl.output import endure_closed_pipes
+from megarl.telemetry.exit_status import BAD_INPUT, REQUEUE
+from megarl.telemetry.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -115,9 +115,9 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, then train it on this machine with torchrun."""
-    from megarl.cores import thread_environment
-    from megarl.data.model_files import model_directory
-    from megarl.preemption import handle_signals, hold_signals
+    from megarl.cluster.cores import thread_environment
+    from megarl.cluster.preemption import handle_signals, hold_signals
+    from megarl.models.model_files import model_directory
 
     handle_signals(_leave)
     loaded = _load(recipe, overrides or [], fetch=model_directory)
@@ -153,8 +153,8 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
+    from megarl.cluster.slurm_job import check_time, describe, fill, fit_job, submit_job
     from megarl.recipe.checkpoint import fetch_config
-    from megarl.slurm_job import check_time, describe, fill, fit_job, submit_job
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
     if not slurm:
@@ -190,8 +190,8 @@ def evaluate(
     run = Path(source) if Path(source).is_dir() else None
     if run is not None and not (run / "recipe.yaml").is_file():
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
-    from megarl.data.model_files import model_directory
-    from megarl.job_environment import adapt_environment
+    from megarl.cluster.job_environment import adapt_environment
+    from megarl.models.model_files import model_directory
     from megarl.telemetry.run_directory import RunDirectory
 
     adapt_environment(os.environ)
@@ -203,9 +203,9 @@ def evaluate(
     loaded = _load(recipe, [*moved, *(overrides or [])], fetch=model_directory)
     from ray.exceptions import RayError
 
-    from megarl.evaluation.command import evaluate as answer
-    from megarl.evaluation.command import report as described
-    from megarl.placement import PlacementError
+    from megarl.planner.placement import PlacementError
+    from megarl.rollout.evaluation_command import evaluate as answer
+    from megarl.rollout.evaluation_command import report as described
     from megarl.rollout.failure import RolloutError
 
     try:
@@ -224,7 +224,7 @@ def export(
     """Write a run's last checkpoint as a Hugging Face directory, adapters merged in."""
     _need_run(run_dir)
     # The libraries' import notices are not the user's to mend.
-    command = [sys.executable, "-W", "ignore", "-m", "megarl.engine.export_command", str(run_dir), str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export_command", str(run_dir), str(out)]
     command += ["--adapter"] if adapter else []
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -243,8 +243,8 @@ def report(
     for directory, name in ((run_dir, "RUN_DIR"), (other, "OTHER_DIR")):
         if directory is not None:
             _need_run(directory, name)
-    from megarl.report.command import compare
-    from megarl.report.command import report as write_report
+    from megarl.telemetry.report import compare
+    from megarl.telemetry.report import report as write_report
 
     try:
         if other is None:
@@ -289,8 +289,8 @@ def doctor(
 ) -> None:
     """Examine this node, and with --nodes all of a job: what would stop a run, and what to do about it. Exit status 1 for
     a node that is not fit."""
-    from megarl.doctor.examination import Question, examine
-    from megarl.doctor.finding import Verdict
+    from megarl.cluster.doctor import Question, examine
+    from megarl.cluster.doctor_finding import Verdict
 
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
@@ -321,7 +321,7 @@ def doctor(
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:
     """The command of one machine: torchrun, with the exit status of its ranks."""
-    launcher = [sys.executable, "-m", "megarl.agent", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "megarl.train", recipe, *overrides, *([resume.value] if resume.value else [])]
 
 
@@ -366,8 +366,8 @@ def _recipes_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int | None, ranks_per_node: int | None) -> None:
     """Print every recipe's table and placement, or violations; exit with BAD_INPUT when one is illegal or fits no nodes,
     after all of them."""
-    from megarl.placement import PlacementError
     from megarl.planner.nodes import find_placement, placement_lines
+    from megarl.planner.placement import PlacementError
     from megarl.recipe import RecipeError, load_recipe
     from megarl.recipe.checkpoint import fetch_config
     from megarl.recipe.rules import not_checked
@@ -425,7 +425,7 @@ def _print_table(recipe: Recipe) -> None:
 
 
 def _print_features() -> None:
-    from megarl.features import features
+    from megarl.recipe.feature_table import features
 
     table = Table()
     for title in ("feature", "recipe key", "supported"):

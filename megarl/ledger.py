@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager
 from platform import node as host_name
 from typing import Any
 
-from megarl.engine.exchange import gather_to_all
-from megarl.evaluation.held_out import Evaluation
-from megarl.pipeline import Pipeline
+from megarl.megatron.exchange import gather_to_all
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
+from megarl.rollout.evaluation import Evaluation
 from megarl.rollout.pool import EngineReport
 from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
 from megarl.telemetry.clock import StepTimes
@@ -22,6 +21,7 @@ from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.step_figures import StepFigures
 from megarl.telemetry.totals import run_totals, totals_lines
 from megarl.telemetry.trace import TraceWriter, clock_offsets
+from megarl.trainer import Pipeline
 
 CLOCK_READINGS = 5
 

@@ -7,14 +7,14 @@ with the trainer in it, that took each of them as long as the start of the run.
 import sys
 
 if __name__ == "__main__":
-    from megarl.preemption import ASKED
+    from megarl.cluster.preemption import ASKED
 
     ASKED.watch()  # before the imports, which take seconds
-    from megarl.output import endure_output
+    from megarl.telemetry.output import endure_output
 
     endure_output()
     try:
-        from megarl.run import main
+        from megarl.build import main
 
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # the agent stops a rank whose peer has failed: its traceback would bury the peer's

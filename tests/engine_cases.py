@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from megarl import platform
 from megarl.data.sample import Completion, Sample
-from megarl.engine.batch import Batch
-from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
-from megarl.engine.engine import Engine, Objective, Update, over_context, share_results
-from megarl.engine.parallel import Place, reduce_scalars, start_parallel
-from megarl.engine.weights import WeightFiles
-from megarl.family import ModelShape
+from megarl.megatron.batch import Batch
+from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.parallel import Place, reduce_scalars, start_parallel
+from megarl.megatron.role import Engine, Objective, Update, over_context, share_results
+from megarl.megatron.weights import WeightFiles
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
 from megarl.recipe.sections import OptimizerSection
-from megarl.reshard.boxes import Layout
-from megarl.reshard.megatron import checkpoint_sizes, parameter_sizes, rank_segments
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 

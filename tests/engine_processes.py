@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import torch
 
-from megarl.family import ModelShape
-from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import parameter_sizes
-from megarl.sync.manifest import SyncError, WeightManifest
-from megarl.sync.publish import EngineFacts
-from megarl.sync.read import StreamReader
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.models.vllm_weights import parameter_sizes
+from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.publish import EngineFacts
+from megarl.weight_sync.read import StreamReader
 from tests.networks import Network
 
 # Where in a sync a worker can meet its fault.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.environment import Environment, Messages, Observation, Turn, environment
+from megarl.rollout.environment import Environment, Messages, Observation, Turn, environment
 
 
 @environment

@@ -11,12 +11,13 @@ from unittest import mock
 
 import torch
 
-from megarl.engine import engine, offload, settings
-from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
-from megarl.engine.engine import Engine
-from megarl.family import ModelShape
+from megarl.megatron import offload, settings
+from megarl.megatron import role as engine
+from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.role import Engine
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
 from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
-from megarl.reshard.boxes import Layout
 from megarl.schedule import MiniBatch, Schedule, plan_phase
 from tests.engine_cases import objective_of, small_batch, start_places, total_loss
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megarl.engine.engine import Engine, Update
-from megarl.engine.offload import _optimizer_tensors
-from megarl.reshard.boxes import Layout
+from megarl.megatron.offload import _optimizer_tensors
+from megarl.megatron.role import Engine, Update
+from megarl.models.layout import Layout
 from tests.engine_cases import objective_of, small_batch, start
 from tests.feature_cases import Feature, build, cut, digest
 

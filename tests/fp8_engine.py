@@ -17,7 +17,7 @@ import torch
 def reference_kernel() -> type:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
-    from megarl.sync.codec import Blocks, dequantise_blocks
+    from megarl.weight_sync.codec import Blocks, dequantise_blocks
 
     class ReferenceKernel(Fp8BlockScaledMMLinearKernel):
         """Products with the dequantised weights."""
@@ -41,10 +41,10 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
 
-    from megarl.family import ModelShape
-    from megarl.reshard.boxes import Layout, RolloutLayout
+    from megarl.models import ModelShape
+    from megarl.models.layout import Layout, RolloutLayout
     from megarl.rollout.engine_settings import QUANTIZATIONS
-    from megarl.sync.publish import SyncSettings, WeightSync
+    from megarl.weight_sync.publish import SyncSettings, WeightSync
     from tests.in_process_engine import Receiving, close_engines, open_receiver
     from tests.rollout_cases import megatron_shards
 

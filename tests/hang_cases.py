@@ -20,8 +20,8 @@ import cloudpickle
 import psutil
 import ray
 
-from megarl.sync.transport import REPORT_WAITS
-from megarl.watchdog.stacks import MARK, marked_processes
+from megarl.telemetry.stacks import MARK, marked_processes
+from megarl.weight_sync.transport import REPORT_WAITS
 from tests.gated_reward import GATE
 from tests.ports import unused_port
 
@@ -190,7 +190,7 @@ def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault) -> 
         _plant_elsewhere(fault, folder)
     elif rank == fault.rank:
         _plant(fault, folder / "reached")
-    from megarl.run import main
+    from megarl.build import main
 
     status = main([recipe])
     sys.stdout.flush()
@@ -222,9 +222,9 @@ def _plant(fault: Fault, reached: Path) -> None:
 
 def _plant_elsewhere(fault: Fault, folder: Path) -> None:
     """Have rank 0 strike the fault's process in the middle of a call to it."""
-    from megarl.pipeline import Pipeline
     from megarl.reward.workers import RewardWorkers
     from megarl.rollout.handle import EngineHandle
+    from megarl.trainer import Pipeline
 
     call, score, step, struck = EngineHandle.call, RewardWorkers.score, Pipeline.step, False
     pipeline: Any = None

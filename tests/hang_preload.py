@@ -2,7 +2,7 @@
 
 import torch
 
-import megarl.run  # noqa: F401
+import megarl.build  # noqa: F401
 import tests.preload  # noqa: F401
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.publish import EngineFacts
+from megarl.weight_sync.manifest import WeightManifest
+from megarl.weight_sync.publish import EngineFacts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -40,7 +40,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 def open_engine(model: Path, **more: Any) -> LLM:
     from vllm import LLM
 
-    from megarl.family import ModelShape
+    from megarl.models import ModelShape
     from megarl.rollout.engine_settings import for_cpus
 
     chosen, needed = for_cpus(ModelShape.from_directory(model))
@@ -60,7 +60,7 @@ def open_receiver(model: Path, **more: Any) -> LLM:
         model,
         distributed_executor_backend="uni",
         weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.rollout.receiver.WorkerReport",
+        worker_extension_cls="megarl.weight_sync.receiver.WorkerReport",
         **more,
     )
 

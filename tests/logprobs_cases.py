@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.engine.logprobs import LogProbabilities
-from megarl.engine.parallel import Place
-from megarl.reshard.boxes import Layout
+from megarl.megatron.logprobs import LogProbabilities
+from megarl.megatron.parallel import Place
+from megarl.models.layout import Layout
 from megarl.schedule import blocks
 from tests.engine_cases import start
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from megarl.engine.checkpoint import load_checkpoint, save_checkpoint
-from megarl.engine.engine import Engine, share_results
+from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.role import Engine, share_results
+from megarl.models.layout import Layout
 from megarl.recipe.sections import LoraSection
-from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 from tests.engine_cases import engine, objective_of, small_batch, start, total_loss

@@ -18,10 +18,14 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megarl.engine.engine import Engine
-from megarl.engine.parallel import Place
-from megarl.estimate import Adapters, Frozen, Memory, Role, Savings, peak
-from megarl.family import ModelShape
+from megarl.megatron.parallel import Place
+from megarl.megatron.role import Engine
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.planner.adapters import Adapters
+from megarl.planner.memory import Memory, peak
+from megarl.planner.roles import Frozen, Role, Savings
 from megarl.recipe.sections import (
     FreezeSection,
     LoraSection,
@@ -29,8 +33,6 @@ from megarl.recipe.sections import (
     OptimizerSection,
     ReferenceMemorySection,
 )
-from megarl.reshard.boxes import Layout
-from megarl.reshard.megatron import checkpoint_sizes
 from megarl.schedule import Plan, Schedule, plan_phase
 from tests.engine_cases import in_groups, random_batch, start_places
 from tests.ranks import run_ranks

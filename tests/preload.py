@@ -5,7 +5,7 @@ import safetensors.torch  # noqa: F401
 import torch
 import torch._dynamo  # the first optimizer imports it
 
-import megarl.engine.checkpoint  # noqa: F401
+import megarl.megatron.checkpoint  # noqa: F401
 import tests.engine_cases  # noqa: F401
 
 torch.set_num_threads(1)

@@ -176,7 +176,7 @@ def _answer(message: bytes, environment: dict[str, str]) -> bytes:
 def _clean_up(caches: list[Any]) -> None:
     import torch.distributed as dist
 
-    from megarl.engine import exchange, parallel
+    from megarl.megatron import exchange, parallel
 
     from megatron.core.distributed import DistributedDataParallel  # isort: skip
 

@@ -1,5 +1,5 @@
-"""The Ray of one node, as `megarl.node` starts it, with an actor that has a child, as engines have. Sends all of them the
-signals of a preemption, then kills the actor alone; prints who was left each time."""
+"""The Ray of one node, as `megarl.cluster.node` starts it, with an actor that has a child, as engines have. Sends all
+of them the signals of a preemption, then kills the actor alone; prints who was left each time."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import ray
 
-from megarl.node.processes import Orphans, adopt_orphans, end_descendants
-from megarl.node.ray_node import ray_address, start_ray
-from megarl.node.settings import read_node_settings
-from megarl.preemption import SIGNALS, keep_holding_signals
-from megarl.rollout.cluster import join_cluster, stop_cluster
+from megarl.cluster.node_settings import read_node_settings
+from megarl.cluster.preemption import SIGNALS, keep_holding_signals
+from megarl.cluster.processes import Orphans, adopt_orphans, end_descendants
+from megarl.cluster.ray_cluster import join_cluster, stop_cluster
+from megarl.cluster.ray_node import ray_address, start_ray
 
 DEADLINE_S = 240.0
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from megarl.data.sample import Prompt, Sample
-from megarl.family import FAMILIES, ModelShape
+from megarl.models import FAMILIES, ModelShape
+from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.megatron_weights import megatron_segments
 from megarl.recipe.recipe import Recipe
-from megarl.reshard.boxes import Layout, RolloutLayout, Segment
-from megarl.reshard.megatron import megatron_segments
-from megarl.sync.in_place import own_box, words_of
-from megarl.sync.publish import SyncSettings, WeightSync
-from megarl.sync.ring import RingSender
+from megarl.weight_sync.in_place import own_box, words_of
+from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.ring import RingSender
 
 if TYPE_CHECKING:
     from megarl.rollout.pool import EnginePool

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engine.batch import Batch, pack
-from megarl.engine.engine import Engine, share_results
-from megarl.family import ModelShape
+from megarl.megatron.batch import Batch, pack
+from megarl.megatron.role import Engine, share_results
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
 from megarl.recipe.sections import MemorySection
-from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule, compare, plan_phase
 from tests.engine_cases import Figures, engine, keeping_entropy, objective_of, small_batch, start, total_loss
 

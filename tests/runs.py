@@ -132,8 +132,8 @@ def train_on_ranks(recipe: Path, resume: bool = False) -> None:
 
 
 def _train(recipe: str, resume: bool) -> None:
-    from megarl.rollout.cluster import stop_cluster
-    from megarl.run import train
+    from megarl.build import train
+    from megarl.cluster.ray_cluster import stop_cluster
     from megarl.telemetry.run_directory import Resume
 
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule import Cost, Plan, Schedule, plan_phase
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.node.processes import start_tied
+from megarl.cluster.processes import start_tied
 from tests.ports import unused_port
 
 DEADLINE_S = 240.0

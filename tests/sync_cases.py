@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.family import ModelShape
-from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import vllm_segments
-from megarl.sync.codec import Blocks, dequantise_blocks
-from megarl.sync.copies import MOST_THREADS, Works
-from megarl.sync.in_place import words_of
-from megarl.sync.manifest import WeightManifest
-from megarl.sync.publish import EngineFacts
-from megarl.sync.read import Box, StreamReader
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.models.vllm_weights import vllm_segments
+from megarl.weight_sync.codec import Blocks, dequantise_blocks
+from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.manifest import WeightManifest
+from megarl.weight_sync.publish import EngineFacts
+from megarl.weight_sync.read import Box, StreamReader
 from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]

@@ -174,9 +174,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def outputs(directory: str, spec: str) -> dict[str, Any]:
     """Log-probabilities of a model built by a layer spec, the loss and gradient norm of two updates, the names of its
     parameters, and the keys of its weights in a checkpoint."""
-    from megarl.engine import checkpoint, model
-    from megarl.engine.engine import share_results
-    from megarl.reshard.boxes import Layout
+    from megarl.megatron import checkpoint, model
+    from megarl.megatron.role import share_results
+    from megarl.models.layout import Layout
     from megarl.schedule import Schedule, plan_phase
     from tests.engine_cases import engine, objective_of, small_batch, start_parallel
 

@@ -18,17 +18,17 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 import megarl
-from megarl.placement import EnginePlace
-from megarl.reshard.boxes import RolloutLayout
+from megarl.cluster import engine_nodes as nodes
+from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
+from megarl.cluster.watchdog_judge import Deadlines
+from megarl.cluster.watchdog_settings import WatcherSettings
+from megarl.cluster.watcher_wire import OtherWatchers
+from megarl.cluster.watchers import nodes_beside, watched_nodes
+from megarl.models.layout import RolloutLayout
+from megarl.planner.placement import EnginePlace
 from megarl.rollout import handle as handle_module
-from megarl.rollout import nodes
-from megarl.rollout.cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.handle import EngineHandle
-from megarl.rollout.watchers import nodes_beside, watched_nodes
-from megarl.watchdog.judge import Deadlines
-from megarl.watchdog.settings import WatcherSettings
-from megarl.watchdog.wire import OtherWatchers
 
 DEADLINE_S = 240.0
 

@@ -3,7 +3,7 @@
 # arguments.
 #
 # Runs launch/node.sh once on each node of the job, passes SIGUSR1 on to it, and ends the job by its exit status: with 75
-# (megarl/exit_status.py: saved, start me again) the job goes back into the queue, any other status is the job's own.
+# (megarl/telemetry/exit_status.py: saved, start me again) the job goes back into the queue, any other status is the job's own.
 set -uo pipefail
 REQUEUE=75
 MOST_STALLED=3  # starts in a row that ask for another one and have saved nothing more

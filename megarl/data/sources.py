@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.generated import generate
-from megarl.data.model_files import check_fetched
+from megarl.models.model_files import check_fetched
 from megarl.recipe.data_sections import (
     DataSection,
     FilePromptsSection,

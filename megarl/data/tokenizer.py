@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.data.model_files import check_has_tokenizer
+from megarl.models.model_files import check_has_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megarl.placement import PlacementError
 from megarl.planner import document, nodes, show
 from megarl.planner.advice import advise
 from megarl.planner.fit import fit
@@ -17,6 +16,7 @@ from megarl.planner.forecast import forecast
 from megarl.planner.job import DEFAULT_LENGTHS, Job, job_of
 from megarl.planner.lengths import LengthsError
 from megarl.planner.measured import MeasuredError, measured
+from megarl.planner.placement import PlacementError
 from megarl.planner.suggest import NoDevice, NothingFits, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.checkpoint import fetch_config

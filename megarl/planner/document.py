@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from megarl.estimate import Memory
 from megarl.planner.advice import Advice
 from megarl.planner.forecast import Forecast, PhaseForecast
 from megarl.planner.measured import Measured
+from megarl.planner.memory import Memory
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe, Violation
 

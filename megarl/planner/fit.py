@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megarl.estimate import BYTES, Engines
-from megarl.estimate.attention import cache_width
-from megarl.estimate.rollout import cached_layers
 from megarl.planner.advice import Advice, cap_change, gib, shown, with_cap
+from megarl.planner.attention_cost import cache_width
+from megarl.planner.engine_memory import Engines, cached_layers
 from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, engine_room, is_update, worst_memory
 from megarl.planner.job import Job
 from megarl.planner.layouts import earlier_drains, layout_text, layouts_of, longest_slots, with_layouts
+from megarl.planner.roles import BYTES
 
 # A changed schedule or layout: the overrides, and the bytes of the fullest device in the phase's worst case.
 Fix = tuple[tuple[str, ...], int]

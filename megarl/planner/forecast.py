@@ -10,19 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import starmap
 
-from megarl.estimate import (
-    Memory,
-    Role,
-    executed_flops,
-    forward_flops,
-    largest_cap,
-    most_held,
-    peak,
-    resting,
-    sequence_cost,
-)
+from megarl.planner.cap import largest_cap
+from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
+from megarl.planner.memory import Memory, most_held, peak, resting
+from megarl.planner.roles import Role
 from megarl.schedule import Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
 
 

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from megarl.estimate import Engines, Role, Savings, moved_away
-from megarl.estimate.memory import optimizer_share
-from megarl.estimate.roles import adapter_weights, stage_weights
-from megarl.placement import EnginePlace, NodesNeeded, PlacementError
 from megarl.planner.advice import gib
+from megarl.planner.engine_memory import Engines
 from megarl.planner.forecast import is_update, on_devices, worst_memory
 from megarl.planner.job import Job, job_of
+from megarl.planner.memory import moved_away, optimizer_share
+from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError
+from megarl.planner.roles import Role, Savings, adapter_weights, stage_weights
 from megarl.recipe import Recipe
 from megarl.recipe.sections import BUCKET_BYTES
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megarl.estimate import Engines, Role, usable_bytes
+from megarl.planner.cap import usable_bytes
+from megarl.planner.engine_memory import Engines
 from megarl.planner.lengths import Lengths, Limits, find_lengths
+from megarl.planner.roles import Role
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.memory import engines_of, memory_roles
 from megarl.recipe.recipe import ROLE_OF

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
 from megarl.planner.job import Job
 from megarl.recipe import ROLE_OF
 from megarl.recipe.layout_rules import divisors, tensor_divides
-from megarl.reshard.boxes import Layout
 from megarl.schedule import Schedule
 from megarl.schedule.schedule import in_micro_batch
 

@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
 from megarl.planner.host import HostMemory, host_memory
+from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
 from megarl.recipe import Recipe
 
 # GPUs of a node where nobody says: those that `megarl launch` takes.

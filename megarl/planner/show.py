@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.estimate import RESERVE, Engines, Memory
 from megarl.planner.advice import MIB, Advice, gib
+from megarl.planner.cap import RESERVE
+from megarl.planner.engine_memory import Engines
 from megarl.planner.forecast import Forecast, PhaseForecast
 from megarl.planner.measured import Measured
+from megarl.planner.memory import Memory
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
 from megarl.recipe.memory import GIB

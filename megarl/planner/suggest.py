@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megarl.estimate import Engines
+from megarl.models import vllm_weights as vllm
+from megarl.models.layout import Layout, RolloutLayout
 from megarl.planner.advice import MIB, best_cap, gib, with_cap
+from megarl.planner.engine_memory import Engines
 from megarl.planner.fit import kv_bytes_per_token
 from megarl.planner.forecast import Forecast, cap_that_fits, engine_room, forecast, on_devices, worst_memory
 from megarl.planner.job import Job
 from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
 from megarl.recipe.layout_rules import tensor_divides
-from megarl.reshard import vllm
-from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.schedule import Schedule, bubble_share
 
 # Mean sequences in a cap that leaves the packing free to fill it.

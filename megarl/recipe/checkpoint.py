@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.family import ModelShape
-from megarl.reshard.stored import has_weights
+from megarl.models import ModelShape
+from megarl.models.stored_weights import has_weights
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 Fetch = Callable[[str], Path]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.estimate import Engines, resting, usable_bytes
-from megarl.estimate.rollout import CPU_CACHE_BYTES, concurrent_sequences
+from megarl.planner.cap import usable_bytes
+from megarl.planner.engine_memory import CPU_CACHE_BYTES, Engines, concurrent_sequences
+from megarl.planner.memory import resting
 from megarl.recipe.checkpoint import Fetch
 from megarl.recipe.memory import GIB, engines_of, memory_roles
 from megarl.recipe.recipe import Recipe

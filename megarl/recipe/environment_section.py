@@ -11,8 +11,8 @@ from megarl.recipe.sections import Positive, Seconds, Section
 
 class EnvironmentSection(Section):
     target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-    """The class as `module:Class`, one of yours or of megarl: `megarl.environment.calculator:Calculator`,
-    `megarl.environment.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
+    """The class as `module:Class`, one of yours or of megarl: `megarl.rollout.calculator:Calculator`,
+    `megarl.rollout.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
     options: dict[str, Any] = {}
     """Options of the class, by name."""
     max_turns: Positive

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
 from megarl.recipe.layout_rules import cut_by
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import ActorSection, CriticSection, FreezeSection, TrainerSection

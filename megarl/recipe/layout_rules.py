@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
 from megarl.recipe.nearest import closest_number
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import LayoutSection

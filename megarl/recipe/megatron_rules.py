@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
+from megarl.models.megatron_weights import chunk_layers
 from megarl.recipe.feature_rules import trained_sections
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.nearest import closest_text
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import MemorySection
 from megarl.recipe.violation import Violation
-from megarl.reshard.megatron import chunk_layers
 
 Violations = Iterator[Violation]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from megarl.estimate import Adapters, Engines, Frozen, Role, Savings, largest_cap, usable_bytes
-from megarl.estimate.rollout import (
+from megarl.models import ModelShape
+from megarl.planner.adapters import Adapters
+from megarl.planner.cap import largest_cap, usable_bytes
+from megarl.planner.engine_memory import (
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
     GPU_BATCHED_TOKENS,
+    Engines,
     concurrent_sequences,
 )
-from megarl.family import ModelShape
+from megarl.planner.roles import Frozen, Role, Savings
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.violation import Violation

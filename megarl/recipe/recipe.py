@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megarl.models.layout import Layout
 from megarl.recipe.algorithm_sections import AlgorithmSection
 from megarl.recipe.data_sections import DataSection
 from megarl.recipe.environment_section import EnvironmentSection
@@ -30,7 +31,6 @@ from megarl.recipe.sections import (
 )
 from megarl.recipe.telemetry_sections import TelemetrySection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
-from megarl.reshard.boxes import Layout
 from megarl.schedule.schedule import Schedule
 
 # Every phase, in the order of a step.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 
-from megarl.estimate.attention import cache_width
-from megarl.estimate.roles import BYTES
-from megarl.estimate.rollout import cached_layers
-from megarl.family import ModelShape
+from megarl.models import ModelShape
+from megarl.models import vllm_weights as vllm
+from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.planner.attention_cost import cache_width
+from megarl.planner.engine_memory import cached_layers
+from megarl.planner.roles import BYTES
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.layout_rules import divisors, tensor_size
 from megarl.recipe.nearest import closest_number, closest_text
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.violation import Violation
-from megarl.reshard import vllm
-from megarl.reshard.megatron import checkpoint_sizes
 
 Violations = Iterator[Violation]
 # At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.data.model_files import check_has_tokenizer
-from megarl.estimate.adapters import adapted_sizes
-from megarl.family import FAMILIES, ModelShape
+from megarl.models import FAMILIES, ModelShape
+from megarl.models.layout import Layout
+from megarl.models.model_files import check_has_tokenizer
+from megarl.models.stored_weights import check_tokenizer, check_weights, has_weights, read_vocabulary
+from megarl.planner.adapters import adapted_sizes
 from megarl.recipe import (
     algorithm_rules,
     checkpoint,
@@ -41,8 +43,6 @@ from megarl.recipe.reward_model_rules import reward_model_files, reward_model_is
 from megarl.recipe.reward_sections import FunctionRewardSection
 from megarl.recipe.sections import UnknownField, UpdatePhaseSection
 from megarl.recipe.violation import GIVEN, MISSING, Violation
-from megarl.reshard.boxes import Layout
-from megarl.reshard.stored import check_tokenizer, check_weights, has_weights, read_vocabulary
 from megarl.schedule.legal import violations
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 

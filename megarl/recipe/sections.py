@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from megarl.reshard.boxes import RolloutLayout
+from megarl.models.layout import RolloutLayout
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -297,7 +297,7 @@ class RolloutSection(Section):
     """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
     without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
     none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
-    `megarl/cores.py` deals the cores."""
+    `megarl/cluster/cores.py` deals the cores."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.rollout_rules import known_engine_args
-from megarl.reshard.boxes import Layout, RolloutLayout
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 

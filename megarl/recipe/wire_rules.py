@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
+from megarl.models.megatron_weights import megatron_segments
+from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors
+from megarl.models.vllm_weights import vllm_segments
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rollout_rules import BESIDE_ROW_BYTES
 from megarl.recipe.violation import Violation
-from megarl.reshard.blocks import BLOCK, block_bytes, check_blocks, quantised_tensors
-from megarl.reshard.megatron import megatron_segments
-from megarl.reshard.vllm import vllm_segments
 
 Violations = Iterator[Violation]
 

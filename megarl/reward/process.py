@@ -30,7 +30,7 @@ from megarl.recipe.reward_sections import CodeRewardSection, HttpRewardSection, 
 from megarl.reward.process_tree import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, SCORED, below, end_all, is_over
 from megarl.reward.sandbox import SandboxFault
 from megarl.reward.verifiers import load_terms, read_answer, score_terms
-from megarl.watchdog.stacks import mark_from_environment
+from megarl.telemetry.stacks import mark_from_environment
 
 START_TIMEOUT_S = 120.0
 # Of a task's time, below which no text is begun any more once one was too slow: verifiers would start for nothing.

@@ -21,7 +21,7 @@ from megarl.reward.process import MASKED, START_TIMEOUT_S, Verdict, VerifierProc
 from megarl.reward.process_tree import SCORED
 from megarl.reward.service import both, services_of
 from megarl.reward.verifiers import check_answer, load_terms, reads_answers, weighted_sum
-from megarl.watchdog.stacks import mark_from_environment, watched_environment
+from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
 logger = logging.getLogger(__name__)
 # Beyond its own deadline a task fetches its payload, decodes it, and may start a new verifier process.
@@ -44,8 +44,8 @@ class RewardResult:
     `code_num_failed`, and how many samples score 0, or are masked, for which cause, as `num_zero_memory`; `answers` is what
     each text answers, where that was asked for and some term reads it.
 
-    Where these are some of the samples that were scored (megarl/rounds.py), counts and seconds are of all of them, and
-    `num_masked_beside` are the masked ones among the others.
+    Where these are some of the samples that were scored (megarl/rollout/dynamic_sampling.py), counts and seconds are of
+    all of them, and `num_masked_beside` are the masked ones among the others.
     """
 
     rewards: np.ndarray

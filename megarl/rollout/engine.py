@@ -16,17 +16,17 @@ import numpy as np
 import psutil
 import torch
 
-from megarl.cores import bind, engine_cores, worker_threads
-from megarl.family import ModelShape
-from megarl.placement import visible_devices
-from megarl.preemption import holds_signals, keep_holding_signals
+from megarl.cluster.cores import bind, engine_cores, worker_threads
+from megarl.cluster.preemption import holds_signals, keep_holding_signals
+from megarl.models import ModelShape
+from megarl.planner.placement import visible_devices
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
-from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.sync.segment import machine
-from megarl.watchdog.stacks import mark_from_environment
+from megarl.telemetry.stacks import mark_from_environment
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.segment import machine
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.cores import NodeLoad
-from megarl.estimate.rollout import device_share
-from megarl.family import ModelShape
-from megarl.placement import EnginePlace
-from megarl.reshard.boxes import RolloutLayout
-from megarl.reshard.vllm import fixed_parameters
+from megarl.cluster.cores import NodeLoad
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.models.vllm_weights import fixed_parameters
+from megarl.planner.engine_memory import device_share
+from megarl.planner.placement import EnginePlace
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.plugin import BACKEND
 
@@ -81,7 +81,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         disable_log_stats=not settings.times_requests,
         seed=settings.seed % 2**32,
         weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.rollout.receiver.WorkerReport",
+        worker_extension_cls="megarl.weight_sync.receiver.WorkerReport",
     )  # fmt: skip
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import psutil
 import ray
 
-from megarl.cores import BIND, CHOSEN
+from megarl.cluster.cores import BIND, CHOSEN
+from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
-from megarl.rollout.cluster import node_share
 from megarl.rollout.engine import EngineProcess, RolloutEngine
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.sync.manifest import SyncError
-from megarl.sync.segment import machine
-from megarl.watchdog.stacks import watched_environment
+from megarl.telemetry.stacks import watched_environment
+from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.segment import machine
 
 STOP_S = 10.0
 

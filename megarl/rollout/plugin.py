@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from megarl.watchdog.stacks import mark_from_environment
+from megarl.telemetry.stacks import mark_from_environment
 
 BACKEND = "megarl"
 
@@ -17,4 +17,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises
-        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.rollout.receiver", "WeightReceiver")
+        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.weight_sync.receiver", "WeightReceiver")

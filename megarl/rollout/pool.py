@@ -13,29 +13,29 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.cores import node_load
+from megarl.cluster.cores import node_load
+from megarl.cluster.engine_nodes import one_machine
+from megarl.cluster.ray_cluster import node_share, start_cluster, stop_cluster
 from megarl.data.sample import Prompt
-from megarl.family import ModelShape
-from megarl.placement import EnginePlace, place_engines
+from megarl.models import ModelShape
+from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.memory import engines_of
 from megarl.recipe.recipe import Recipe
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
-from megarl.rollout.cluster import node_share, start_cluster, stop_cluster
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.handle import EngineHandle
-from megarl.rollout.nodes import one_machine
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.requests import ClockOffset, EngineReport
 from megarl.rollout.store import GroupStore, StoredPayload
-from megarl.sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.sync.publish import EngineFacts
-from megarl.sync.transport import REPORT_WAITS
 from megarl.telemetry.work import advance, begin
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.publish import EngineFacts
+from megarl.weight_sync.transport import REPORT_WAITS
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
+from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Sample
 from megarl.rollout.batch import GroupResult
-from megarl.rollout.cluster import NAMESPACE
 
 
 class GroupStore:

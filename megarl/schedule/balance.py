@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule.bound import RankModel, least_time
 from megarl.schedule.cost import Cost, in_step, ranks_in_step, run_times
 from megarl.schedule.pack import best_fit, level, split

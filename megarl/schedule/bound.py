@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule.cost import Cost, bubble_weight
 from megarl.schedule.schedule import in_runs
 

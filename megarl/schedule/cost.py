@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 
 # An accelerator that does 300 operations in the time it reads one byte (H100, H200, B200 in bf16) needs as long to read
 # the weights once as to multiply them with 300 tokens. Launches and sends come on top, overlap of the two takes off.

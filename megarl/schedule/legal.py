@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule.schedule import Schedule, ceil, fewest_for_longest, in_micro_batch, padded
 
 

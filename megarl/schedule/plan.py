@@ -1,6 +1,6 @@
 """From a schedule and the lengths of one batch to a plan: a pure function of its arguments.
 
-What a plan promises (each is a property in tests/test_schedule_plan.py):
+What a plan promises (each is a property in tests/schedule/test_plan.py):
 every sample once per epoch; no micro-batch above `max_tokens`, padding included; no empty micro-batch; the same number
 of micro-batches on every data-parallel rank, and one that the pipeline can run; the same plan for the same arguments,
 whatever was planned before.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule.balance import balance
 from megarl.schedule.cost import Cost
 from megarl.schedule.legal import violations

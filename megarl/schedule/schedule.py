@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 
 
 @dataclass(frozen=True)

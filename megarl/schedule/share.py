@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.reshard.boxes import Layout
+from megarl.models.layout import Layout
 from megarl.schedule.balance import Ranks, balance
 from megarl.schedule.cost import Cost
 from megarl.schedule.ranks import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.placement import EnginePlace
+from megarl.planner.placement import EnginePlace
 from megarl.telemetry.idle import BUSY, Spans, causes, engine_causes
 
 ROLLOUT = "rollout"

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.disk import LineFile, read_lines
+from megarl.telemetry.disk import LineFile, read_lines
 
 FOLDER = "trace"
 SCALE = 1_000_000  # the format's unit of time is the microsecond

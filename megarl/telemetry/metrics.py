@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.disk import LineFile
+from megarl.telemetry.disk import LineFile
 
 KEY = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_.-]*)+", re.IGNORECASE)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from megarl.estimate import Adapters, Frozen, forward_flops, update_flops
-from megarl.family import ModelShape
+from megarl.models import ModelShape
+from megarl.planner.adapters import Adapters
+from megarl.planner.flops import forward_flops, update_flops
+from megarl.planner.roles import Frozen
 from megarl.recipe import ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.sections import FreezeSection
 from megarl.schedule import MiniBatch

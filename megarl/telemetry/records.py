@@ -12,8 +12,8 @@ from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.out_of_memory import snapshot_on_out_of_memory
 from megarl.telemetry.profile import StepProfiler
 from megarl.telemetry.samples import remove_samples_after
-from megarl.telemetry.sinks.relay import Sinks, open_sinks
-from megarl.telemetry.sinks.sink import Row
+from megarl.telemetry.sink import Row
+from megarl.telemetry.sink_relay import Sinks, open_sinks
 
 
 class Records:

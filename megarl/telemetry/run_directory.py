@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megarl.disk import write_whole
 from megarl.recipe import Recipe, recipe_yaml
 from megarl.recipe.yaml_text import parse_yaml
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.run_lock import RunLock, running_here
 from megarl.telemetry.starts import started_in
 

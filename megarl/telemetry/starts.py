@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.disk import LineFile, read_lines, write_whole
+from megarl.telemetry.disk import LineFile, read_lines, write_whole
 
 COMPLETE, REQUEUED, FAILED, HUNG, UNKNOWN = "complete", "requeued", "failed", "hung", "unknown"
 # Holds the room of `ended.json` from the start on: the disk may be full when there is something to say.

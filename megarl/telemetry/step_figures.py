@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.family import ModelShape
+from megarl.models import ModelShape
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import StepTimes

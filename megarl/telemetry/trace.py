@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.disk import LineFile, parse_lines, read_lines
 from megarl.telemetry.clock import WAIT, StepTimes
+from megarl.telemetry.disk import LineFile, parse_lines, read_lines
 from megarl.telemetry.engine_trace import FOLDER, SCALE, engine_events
 
 BLOCK = 1 << 16  # bytes read at a time from the end of a file

@@ -1,0 +1,150 @@
+"""The sbatch file of launch/slurm that fits a recipe, its settings filled in. No torch: `megarl launch` is quick."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
+from megarl.recipe.recipe import Recipe
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+FILES = CHECKOUT / "launch" / "slurm"
+END_OF_SETTINGS = "# ---- end of the settings ----"
+# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and all of them behind days.
+_TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
+# What sbatch and a shell both read as one word, with nothing to quote.
+_WORD = re.compile(r"[\w.,:@/+=%-]+")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job that holds a run: trainer ranks on the first nodes, and engines there too or on the others."""
+
+    needed: NodesNeeded
+    devices_per_node: int  # GPUs to ask for on each node; 0 on CPUs
+
+    @property
+    def num_nodes(self) -> int:
+        return self.needed.num_nodes
+
+    @property
+    def file(self) -> Path:
+        """The shipped file, from the checkout."""
+        kind = "separate" if self.needed.rollout_nodes else "colocated" if self.num_nodes > 1 else "one_node"
+        return FILES / f"{kind}.sbatch"
+
+
+def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, most_nodes: int | None) -> SlurmJob:
+    """The smallest job for a recipe on nodes of `devices_per_node` GPUs, or of CPUs where that is 0; `ranks_per_node` ranks
+    on each of the trainer's, or as many as fit. Raises PlacementError, with the arithmetic, where none fits or where it has
+    more nodes than `most_nodes`."""
+    if ranks_per_node is not None:
+        needed = nodes_with(recipe, devices_per_node, ranks_per_node)
+    elif devices_per_node == 0:
+        raise PlacementError(
+            "--devices-per-node = 0: on CPUs nothing else says how many ranks a node takes; --ranks-per-node 2"
+        )
+    else:
+        needed = nodes_needed(recipe, devices_per_node)
+    job = SlurmJob(needed, devices_per_node)
+    if most_nodes is not None and job.num_nodes > most_nodes:
+        raise PlacementError(
+            f"{describe(recipe, job)}, and --nodes = {most_nodes} is fewer: allow more, or lower the recipe's"
+        )
+    return job
+
+
+def describe(recipe: Recipe, job: SlurmJob) -> str:
+    """The arithmetic of a job in one line."""
+    needed, rollout = job.needed, recipe.rollout
+    text = (
+        f"trainer.ranks = {recipe.trainer.ranks}, {needed.ranks_per_node} on a node: {count(needed.trainer_nodes, 'node')}"
+    )
+    if rollout.replay is None:
+        where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
+        text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
+    return f"{text}; {count(job.num_nodes, 'node')} in all"
+
+
+def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The text of the job's sbatch file with options of sbatch, variables, and the arguments of the run in place of its own.
+    Raises ValueError for an option that is no single word, and outside a checkout."""
+    if not job.file.is_file():
+        raise ValueError(f"{job.file} is missing: jobs start from a checkout of megarl, not from an installed package alone")
+    text = job.file.read_text(encoding="utf-8")
+    given = {"nodes": str(job.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
+    for name, value in given.items():
+        if not _WORD.fullmatch(value):
+            raise ValueError(f"--{name} = {value!r}: must be one word of letters, digits and .,:@/+=%-")
+        text = _replace(rf"^##?SBATCH --{name}=.*$", f"#SBATCH --{name}={value}", text)
+    # Paths in a recipe, and the run directory, are looked up from there, by this command and by the job.
+    if Path.cwd() != CHECKOUT:
+        raise ValueError(f"a job starts in {CHECKOUT}, and this is {Path.cwd()}: call megarl launch there")
+    values = {
+        "MEGARL_DIR": str(CHECKOUT),
+        "RANKS_PER_NODE": str(job.needed.ranks_per_node),
+        "TRAINER_NODES": str(job.needed.trainer_nodes),
+        **variables,
+    }
+    for name, value in values.items():
+        # Not a default any more: what was computed goes before what happens to be in the environment.
+        text = _replace(rf'^: "\$\{{{name}:=[^}}]*\}}"', f"{name}={shlex.quote(value)}", text)
+    return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
+
+
+def check_time(recipe: Recipe, text: str) -> None:
+    """Raises ValueError where a filled file's time limit leaves a start no time to train: its signal comes before the end,
+    and ranks then have `run.grace_s` to leave."""
+    limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
+    limit_s = time_limit_s(limit)
+    if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
+        raise ValueError(
+            f"--time = {limit}, {limit_s} s: must be longer than the {lead_s} s of --signal, by which a signal comes before "
+            f"the end, and run.grace_s = {recipe.run.grace_s:g} together, {lead_s + recipe.run.grace_s:g} s: a start would "
+            "leave when it has hardly begun"
+        )
+
+
+def time_limit_s(limit: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for what is none."""
+    if limit.upper() in ("UNLIMITED", "INFINITE", "0"):
+        return None
+    match = _TIME.fullmatch(limit)
+    if match is None:
+        ways = "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]"
+        raise ValueError(f"--time = {limit!r}: must be {ways}, as 24:00:00")
+    days, first, *more = match.groups()
+    numbers = [int(number) for number in (first, *more) if number is not None]
+    if days is not None:  # what comes first are hours
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
+    # One number are minutes, two minutes and seconds.
+    hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *(numbers + [0])[:2]]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def submit_job(text: str) -> int:
+    """Hand a file's text to sbatch, which prints the job's number; its exit status. Raises ValueError where it is absent."""
+    if shutil.which("sbatch") is None:
+        raise ValueError(
+            "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is"
+        )
+    return subprocess.run(["sbatch"], input=text, encoding="utf-8", check=False).returncode
+
+
+def _setting(name: str, text: str) -> str:
+    found = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
+    assert len(found) == 1, f"--{name} is {len(found)} times in the sbatch file, and belongs there once"
+    return str(found[0])
+
+
+def _replace(pattern: str, new: str, text: str) -> str:
+    text, times = re.subn(pattern, lambda _: new, text, flags=re.MULTILINE)
+    assert times == 1, f"{pattern} is {times} times in the sbatch file, and belongs there once"
+    return text

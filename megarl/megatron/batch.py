@@ -1,0 +1,304 @@
+"""A step's batch on one trainer rank, and the packed micro-batches that are cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.data.sample import Sample
+from megarl.models.attention import Parts
+from megarl.models.layout import Layout
+from megarl.platform import current as platform
+from megarl.schedule import MicroBatch
+from megarl.schedule.schedule import padded
+
+# In the place of a chosen expert.
+UNRECORDED, PADDING = -1, -2
+
+
+@dataclass
+class Batch:
+    """All sequences of a step: everybody's lengths, this rank's tokens, everybody's per-token results.
+
+    `samples` holds the tokens of the sequences that some phase runs on this data-parallel rank. `fields` maps a name
+    ("logprobs", "values", "advantages", ...) to one fp32 tensor [own tokens] a sequence, for every sequence:
+    four bytes a token are cheap to replicate, and every rank then computes advantages and their whitening as the same
+    sum in the same order, whatever the layout.
+
+    Own tokens are the completion tokens that the policy sampled: all of them, but for an environment's observations in
+    between. The head predicts no others, so that nothing behind it (losses, advantages, KL, entropy, figures) has any
+    others.
+    """
+
+    prompt_lengths: np.ndarray  # [sequences]
+    completion_lengths: np.ndarray  # [sequences]
+    groups: np.ndarray  # [sequences] explicit group ids
+    rewards: np.ndarray  # [sequences] fp32
+    valid: np.ndarray  # [sequences] bool: False where the reward could not be computed
+    truncated: np.ndarray | None = None  # [sequences] bool: True where the completion reached the limit of its length
+    baselines: np.ndarray | None = None  # [sequences] fp32: the reward of the prompt's greedy completion
+    samples: dict[int, Sample] = field(default_factory=dict)
+    fields: dict[str, list[Tensor]] = field(default_factory=dict)
+    masked: set[int] = field(default_factory=set)  # samples whose results are not finite; their tokens are dummies
+    own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens are own ones
+
+    def __post_init__(self) -> None:
+        if self.own_lengths is None:
+            self.own_lengths = self.completion_lengths
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.prompt_lengths + self.completion_lengths
+
+    def gather(self, name: str, samples: Iterable[int]) -> Tensor:
+        """The named per-token results of some sequences, end to end: [their own tokens]."""
+        return torch.cat([self.fields[name][sample] for sample in samples])
+
+
+def parts_of(
+    bounds: Sequence[int], continues: Sequence[tuple[int, int]] = (), context: int = 1, context_rank: int = 0
+) -> Parts:
+    """The parts of sequences between `bounds`, which are those of all context ranks.
+
+    `continues` gives the rows of the prompt that each sequence continues, (0, 0) for none. Under context parallelism a rank
+    has two chunks of each sequence, `context_rank` from the front and from the back (`own_slots`), and each is a part.
+    """
+    lengths = tuple(int(stop - start) for start, stop in zip(bounds, bounds[1:], strict=False))
+    if context > 1:
+        chunks = tuple(length // (2 * context) for length in lengths)
+        order: list[tuple[int, ...]] = []
+        for sequence in range(len(lengths)):
+            # The gathered keys are cut into [context rank, sequence, front or back].
+            front = [2 * (rank * len(lengths) + sequence) for rank in range(context)]
+            whole = [*front, *(piece + 1 for piece in reversed(front))]
+            order += [tuple(whole[: context_rank + 1]), tuple(whole[: 2 * context - context_rank])]
+        own = tuple(chunk for chunk in chunks for _ in range(2))
+        seen = tuple(chunk * len(part) for chunk, part in zip(own, order, strict=True))
+        return Parts(own, seen, own * context, tuple(order))
+    if not any(stop > start for start, stop in continues):
+        return Parts(lengths, lengths)
+    by_start = {start: number for number, start in enumerate(bounds[:-1])}
+    shared = tuple(
+        (by_start[start], number) if stop > start else (number,) for number, (start, stop) in enumerate(continues)
+    )
+    seen = tuple(sum(lengths[piece] for piece in part) for part in shared)
+    return Parts(lengths, seen, lengths, shared)
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """Sequences laid end to end, on the device; behind them, where the layout pads, a sequence of dummy tokens.
+
+    `head_positions` are the rows whose output predicts an own token of a sequence, one that the policy sampled: token t is
+    predicted at position t - 1, and a critic's value of the state before token t stands there too. No dummy token is one.
+
+    Under context parallelism each sequence is padded by itself, and a rank has two chunks of each: `input_ids`,
+    `position_ids`, `head_positions` and `heads` are its own, everything else that of the whole micro-batch.
+    """
+
+    samples: tuple[int, ...]
+    input_ids: Tensor  # [1, slots / context]
+    position_ids: Tensor  # [1, slots / context]
+    bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where dummy tokens follow, or for a shared prompt
+    padding: int  # dummy tokens of all context ranks
+    context: int  # ranks that share it
+    longest: int
+    head_positions: Tensor  # [own tokens that this context rank predicts]
+    heads: Tensor  # [own tokens that this context rank predicts], which of all own tokens they are
+    targets: Tensor  # [own tokens]
+    own_lengths: tuple[int, ...]
+    # For megarl's own attention, with the bounds of the parts as the varlen kernel reads them.
+    parts: Parts
+    query_bounds: Tensor  # [parts + 1] int32
+    key_bounds: Tensor  # [parts + 1] int32
+    # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
+    routing: Tensor | None = None
+    # Of each part between bounds the rows of the prompt that it continues, (0, 0) for none; empty where none is shared.
+    continues: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the model runs, on all context ranks."""
+        return self.input_ids.shape[1] * self.context
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences."""
+        return self.num_slots - self.padding
+
+    @property
+    def num_sequences(self) -> int:
+        if self.continues:
+            return sum(stop > start for start, stop in self.continues)
+        return len(self.bounds) - 1 - bool(self.padding and self.context == 1)
+
+
+def pack(
+    batch: Batch,
+    micro_batch: MicroBatch,
+    device: torch.device,
+    layout: Layout,
+    context_rank: int = 0,
+    ends_alone: bool = False,
+    choices: tuple[int, int] | None = None,
+) -> PackedMicroBatch:
+    """Lay the sequences of a planned micro-batch end to end, padded to its slots; this context rank's part of it.
+
+    Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
+    alignment. With it each sequence is padded at its end, where no token of it looks.
+
+    With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict an own token, and
+    everything [own tokens] is [sequences].
+
+    Where the plan shares prompts, each stands before the completions that continue it: parts of their own, whose positions
+    count on from the prompt's.
+
+    With `choices`, the layers with experts and the experts a token, the experts that the rollout chose are laid out as well.
+    """
+    if micro_batch.sharing:
+        assert layout.context == 1 and not ends_alone and choices is None, "refused in the recipe"
+        return _pack_shared(batch, micro_batch, device)
+    tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
+    for sample_id in micro_batch.samples:
+        sample = batch.samples[sample_id]
+        prompt, completion = sample.prompt_ids, sample.completion.token_ids
+        sampled = np.flatnonzero(sample.completion.own)
+        total = len(prompt) + len(completion)
+        (slots,) = padded([total], layout)
+        tokens += [prompt, completion, np.zeros(slots - total)]
+        positions.append(np.arange(slots))
+        heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + sampled)
+        targets.append(np.zeros(1) if ends_alone else completion[sampled])
+        start += slots
+        lengths.append(start)
+
+    behind = micro_batch.slots - start
+    if behind:
+        assert layout.context == 1, "under context parallelism every sequence is padded to the whole alignment"
+        tokens.append(np.zeros(behind))
+        positions.append(np.arange(behind))
+        lengths.append(micro_batch.slots)
+
+    own = own_slots(lengths, layout.context, context_rank)
+    row = np.full(micro_batch.slots, -1)
+    row[own] = np.arange(len(own))
+    rows = row[np.concatenate(heads)]  # of each own token; -1 on another context rank
+
+    placed = _on_device(
+        device,
+        parts_of(lengths, (), layout.context, context_rank),
+        bounds=lengths,
+        input_ids=np.concatenate(tokens)[own],
+        position_ids=np.concatenate(positions)[own],
+        head_positions=rows[rows >= 0],
+        heads=np.flatnonzero(rows >= 0),
+        targets=np.concatenate(targets),
+    )
+    return PackedMicroBatch(
+        **placed,
+        samples=micro_batch.samples,
+        padding=micro_batch.slots - micro_batch.tokens,
+        context=layout.context,
+        longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
+        own_lengths=tuple(len(part) for part in targets),
+        routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
+    )
+
+
+def _on_device(device: torch.device, parts: Parts, **columns: Any) -> dict[str, Any]:
+    """The tensors of a micro-batch on the device, all in one transfer, and its parts."""
+    columns |= {"query_bounds": parts.query_bounds, "key_bounds": parts.key_bounds}
+    arrays = [np.asarray(one, np.int32 if name.endswith("bounds") else np.int64) for name, one in columns.items()]
+    placed: dict[str, Any] = dict(zip(columns, platform.upload(arrays, device), strict=True))
+    for name in ("input_ids", "position_ids"):
+        placed[name] = placed[name].unsqueeze(0)
+    return placed | {"parts": parts}
+
+
+def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
+    """Each prompt once, the completions that continue it behind it. Raises ValueError where a group has several prompts."""
+    tokens, positions, heads, targets, lengths, continues, start = [], [], [], [], [0], [], 0
+    samples, longest = iter(micro_batch.samples), 0
+    for size in micro_batch.sharing:
+        run = [next(samples) for _ in range(size)]
+        # Of a sample that is masked since, as its results were no numbers, all tokens are dummies.
+        known = next((number for number in run if number not in batch.masked), run[0])
+        prompt, first = batch.samples[known].prompt_ids, start
+        tokens.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        start += len(prompt)
+        lengths.append(start)
+        continues.append((0, 0))
+        for number in run:
+            sample = batch.samples[number]
+            if number not in batch.masked and not np.array_equal(sample.prompt_ids, prompt):
+                raise ValueError(
+                    f"samples {known} and {number} are of one group and have unlike prompts, which "
+                    "phases.*.share_prompts cannot run as one; set it to false"
+                )
+            completion, sampled = sample.completion.token_ids, np.flatnonzero(sample.completion.own)
+            tokens.append(completion)
+            positions.append(len(prompt) + np.arange(len(completion)))
+            # The first token is predicted by the prompt's last row, the others by the rows before them.
+            rows = start - 1 + np.arange(len(completion))
+            rows[:1] = first + len(prompt) - 1
+            heads.append(rows[sampled])
+            targets.append(completion[sampled])
+            start += len(completion)
+            lengths.append(start)
+            continues.append((first, first + len(prompt)))
+            longest = max(longest, len(prompt) + len(completion))
+    if behind := micro_batch.slots - start:
+        tokens.append(np.zeros(behind))
+        positions.append(np.arange(behind))
+        lengths.append(micro_batch.slots)
+        continues.append((0, 0))
+
+    placed = _on_device(
+        device,
+        parts_of(lengths, continues),
+        bounds=lengths,
+        input_ids=np.concatenate(tokens),
+        position_ids=np.concatenate(positions),
+        head_positions=np.concatenate(heads),
+        heads=np.arange(sum(map(len, heads))),
+        targets=np.concatenate(targets),
+    )
+    return PackedMicroBatch(
+        **placed,
+        samples=micro_batch.samples,
+        padding=behind,
+        context=1,
+        longest=max(longest, behind),
+        own_lengths=tuple(len(part) for part in targets),
+        continues=tuple(continues),
+    )
+
+
+def _lay_out(batch: Batch, micro_batch: MicroBatch, starts: Sequence[int], choices: tuple[int, int]) -> np.ndarray:
+    """The recorded choice of experts of each slot, int16 [slots, layers with experts, experts a token]; UNRECORDED where a
+    token has none, as each sequence's last, and PADDING for a dummy token."""
+    routing = np.full((micro_batch.slots, *choices), PADDING, dtype=np.int16)
+    for sample_id, start in zip(micro_batch.samples, starts, strict=False):
+        sample = batch.samples[sample_id]
+        routing[start : start + sample.num_tokens] = UNRECORDED
+        recorded = sample.completion.routing
+        if recorded is not None:
+            routing[start : start + len(recorded)] = recorded
+    return routing
+
+
+def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:
+    """The slots of a micro-batch that a context rank runs, in its order: of each sequence, cut into 2 x context chunks, the
+    chunk of its number from the front and the one from the back."""
+    own: list[np.ndarray] = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        slots = np.arange(start, stop)
+        chunks = np.split(slots, 2 * context) if context > 1 else [slots]
+        own += [chunks[context_rank], chunks[-1 - context_rank]] if context > 1 else chunks
+    return np.concatenate(own)

@@ -1,0 +1,125 @@
+"""The losses of the two updates, per micro-batch, from pure functions and whole-mini-batch weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithm.kl import kl
+from megarl.algorithm.loss import loss_weights, value_loss
+from megarl.algorithm.mismatch import mismatch_weights
+from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
+from megarl.megatron.batch import Batch, PackedMicroBatch
+from megarl.platform import current as platform
+from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.schedule import MiniBatch
+
+Sums = dict[str, Tensor]
+
+
+def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
+    """Weight of each token of a sequence, with denominators over the whole mini-batch: however it is cut, the loss is
+    the same. `longest` is the most own tokens that a completion may have, for `fixed_length`."""
+    order = list(mini_batch.samples)
+    lengths, valid = torch.from_numpy(batch.own_lengths[order]), torch.from_numpy(batch.valid[order])
+    weights = loss_weights(lengths, valid, aggregation, longest)
+    return dict(zip(order, weights.tolist(), strict=True))
+
+
+@dataclass
+class PolicyObjective:
+    """Policy loss, entropy bonus and, where the recipe says so, KL in the loss."""
+
+    settings: AlgorithmSection
+    batch: Batch
+    weights: dict[int, float]
+
+    def __post_init__(self) -> None:
+        self._loss = load_policy_loss(self.settings.policy_loss)
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
+        names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
+        sampled = [self.batch.samples[sample].completion for sample in micro.samples]
+        from_engine = np.concatenate([one.logprobs[one.own] for one in sampled])
+        weight, kept, rollout, *columns = _columns(self, micro, names, logprobs.device, from_engine)
+        fields = dict(zip(names, columns, strict=True))
+        # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
+        old = fields.get("logprobs", logprobs.detach())
+        tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
+        losses, clipped = self._loss(tokens)
+        correction: Sums = {}
+        if (mismatch := self.settings.mismatch) is not None:
+            how = mismatch.correction, mismatch.level, mismatch.cap
+            corrected, beyond = mismatch_weights(old, rollout, micro.own_lengths, *how)
+            losses = corrected * losses
+            correction = {"mismatch_weight_sum": (corrected * kept).sum(), "mismatch_weight_max": (corrected * kept).max()}
+            correction["mismatch_beyond_sum"] = (beyond * kept).sum()
+        loss = (weight * losses).sum()
+        sums = {"policy_loss": loss.detach()}
+        if self.settings.entropy_coefficient:
+            loss = loss - self.settings.entropy_coefficient * (weight * entropy).sum()
+        if "reference_logprobs" in fields and self.settings.kl is not None:
+            divergence = kl(logprobs, fields["reference_logprobs"], self.settings.kl.estimator)
+            if self.settings.kl.place == "loss":
+                loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
+            sums["kl_sum"] = (divergence.detach() * kept).sum()
+        if (stop := self.settings.early_stop) is not None:
+            moved = kl(old, logprobs.detach(), stop.estimator)  # the tokens are the old policy's
+            sums["moved_kl_sum"] = (moved * kept).sum()
+        difference = (old - rollout).abs() * kept
+        # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
+        # micro-batches (other shapes, other kernels, another order of sums).
+        ratio_drift = log_ratio(tokens).detach().expm1().abs() * kept
+        sums |= {
+            "loss": loss.detach(),
+            "entropy_sum": (entropy.detach() * kept).sum(),
+            "clipped_sum": (clipped * kept).sum(),
+            "drift_sum": (kl(old, logprobs.detach(), "k3") * kept).sum(),
+            "ratio_drift_sum": ratio_drift.sum(),
+            "ratio_drift_max": ratio_drift.max(),
+            "mismatch_sum": difference.sum(),
+            "mismatch_max": difference.max(),
+            "tokens": kept.sum(),
+        }
+        return loss, sums | correction
+
+
+@dataclass
+class ValueObjective:
+    """Clipped value loss (half the squared error)."""
+
+    settings: AlgorithmSection
+    batch: Batch
+    weights: dict[int, float]
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        values = outputs["values"]  # [own tokens]
+        weight, kept, old, returns = _columns(self, micro, ("values", "returns"), values.device)
+        assert self.settings.value_loss is not None
+        losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
+        loss = (weight * losses).sum()
+        return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
+
+
+def _columns(
+    objective: PolicyObjective | ValueObjective,
+    micro: PackedMicroBatch,
+    names: Sequence[str],
+    device: torch.device,
+    *more: np.ndarray,
+) -> list[Tensor]:
+    """What the host knows of the own tokens of a micro-batch, [own tokens] each, in one transfer: the weight of each token
+    in the loss, whether it counts, `more`, and the batch's fields of these names.
+
+    A token of a sequence that gives no gradient counts in no metric either, so that KL and early stop are steered by what is
+    trained on; and a sample whose results are not finite has dummy tokens.
+    """
+    batch, samples = objective.batch, list(micro.samples)
+    per_sequence = np.array([[objective.weights[one] for one in samples], batch.valid[samples]], np.float32)
+    weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
+    return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)

@@ -1,0 +1,152 @@
+"""Which part of a layout this rank is, and the few collectives the phases need.
+
+Roles may be cut differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
+`parallel_state`, and many of its modules read them; so each layout's set of globals is kept in a `Place`, and only there is
+it decided which one megatron-core sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl import platform
+from megarl.models.layout import Layout
+
+from megatron.core import parallel_state, tensor_parallel  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+
+def _read_globals() -> dict[str, Any]:
+    """megatron-core's parallel state: its module's globals, named `_LIKE_THIS` but for the list of groups."""
+    names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
+    return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
+
+
+# As megatron-core is imported: nothing initialised, so that a call outside of every place fails instead of using the groups
+# of some role.
+_NO_PLACE = _read_globals()
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's coordinates in a layout, and the layout's process groups."""
+
+    layout: Layout
+    rank: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    context_rank: int
+    device: torch.device
+    tensor_group: dist.ProcessGroup = field(repr=False, compare=False)
+    context_group: dist.ProcessGroup = field(repr=False, compare=False)
+    # The ranks that run the same tokens: tensor and pipeline ranks of one data and context rank.
+    model_parallel_group: dist.ProcessGroup = field(repr=False, compare=False)
+    _globals: Mapping[str, Any] = field(repr=False, compare=False)
+    _random_states: dict[str, Any] = field(repr=False, compare=False)  # megatron-core's tracker: differs by tensor rank
+
+    @property
+    def is_source(self) -> bool:
+        """It holds the results of its data-parallel rank (last stage, tensor and context rank 0)."""
+        return self.rank == self.source_of(self.data_rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """It fetches the tokens of its model-parallel group (first stage, tensor rank 0)."""
+        return self.rank == self.leader
+
+    @property
+    def leader(self) -> int:
+        """The rank that fetches the tokens of this rank's model-parallel group."""
+        return self.layout.rank(0, 0, self.data_rank, self.context_rank)
+
+    def source_of(self, data_rank: int) -> int:
+        return self.layout.rank(0, self.layout.pipeline - 1, data_rank)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """megatron-core sees this layout inside, and what it saw before afterwards.
+
+        Everything that builds, runs, saves or loads a model goes inside; outside, megatron-core has no groups at all.
+        """
+        tracker = get_cuda_rng_tracker()
+        globals_before, states_before = _read_globals(), tracker.get_states()
+        vars(parallel_state).update(self._globals)
+        tracker.set_states(dict(self._random_states))
+        try:
+            yield
+        finally:
+            self._random_states.update(tracker.get_states())
+            tracker.set_states(states_before)
+            vars(parallel_state).update(globals_before)
+
+
+def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local_rank: int) -> dict[Layout, Place]:
+    """Cut the started process group once for each different layout. Collective; the same layouts on every rank.
+
+    Raises ValueError where the number of started ranks is not a layout's.
+    """
+    return {layout: _start_place(layout, seed, timeout_s, local_rank) for layout in dict.fromkeys(layouts)}
+
+
+def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -> Place:
+    world = dist.get_world_size()
+    if world != layout.ranks:
+        raise ValueError(f"trainer.ranks = {layout.ranks}, but {world} ranks were started; start as many")
+    globals_before = _read_globals()
+    vars(parallel_state).update(_NO_PLACE)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=virtual_pipeline(layout),
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor_size,
+            distributed_timeout_minutes=timeout_s / 60,  # becomes a timedelta, which takes fractions
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        return Place(
+            layout=layout,
+            rank=dist.get_rank(),
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            device=platform.current.device(local_rank),
+            tensor_group=parallel_state.get_tensor_model_parallel_group(),
+            context_group=parallel_state.get_context_parallel_group(),
+            model_parallel_group=parallel_state.get_model_parallel_group(),
+            _globals=_read_globals(),
+            _random_states=get_cuda_rng_tracker().get_states(),
+        )
+    finally:
+        get_cuda_rng_tracker().reset()
+        vars(parallel_state).update(globals_before)
+
+
+def virtual_pipeline(layout: Layout) -> int | None:
+    """The chunks of a stage as megatron-core wants them said: None for a stage of one."""
+    return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+
+
+def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[str, float]:
+    """Sum (op "sum") or maximum (op "max") over the place's data-parallel sources, known to every rank.
+
+    The mapping must have the same keys on every source; other ranks may pass an empty one. Raises whatever the
+    collective raises at its deadline.
+    """
+    keys: list[list[str]] = [sorted(values)] if place.is_source else [[]]
+    source = place.source_of(0)
+    dist.broadcast_object_list(keys, src=source, device=place.device)
+    neutral = 0.0 if op == "sum" else float("-inf")
+    own = [values[key] if place.is_source else neutral for key in keys[0]]
+    flat = torch.tensor(own, dtype=torch.float64, device=place.device)
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+    return dict(zip(keys[0], flat.tolist(), strict=True))

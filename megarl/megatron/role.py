@@ -1,0 +1,531 @@
+"""One role on this rank: a Megatron model, its optimizer, and the two ways a phase runs it.
+
+`forward` runs a plan's only mini-batch without gradients; `update` runs one mini-batch and takes an optimizer step.
+Both execute exactly the micro-batches they are given and report what they executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.megatron.backward_trail import BackwardTrail
+from megarl.megatron.batch import Batch, PackedMicroBatch, pack
+from megarl.megatron.finite import (
+    GradientNotFinite,
+    MicroLoss,
+    broken_tensors,
+    describe_losses,
+    describe_tensors,
+    refuse_broken_norm,
+)
+from megarl.megatron.freeze import freeze, keep_gradients_through_recompute
+from megarl.megatron.logprobs import LogProbabilities
+from megarl.megatron.lora import Adapter, attach, switched_off
+from megarl.megatron.model import SCALAR_ROLES, DecoderModel, build_model, has_own_attention, merged_shards, named_shards
+from megarl.megatron.offload import ActivationOffload, Residence
+from megarl.megatron.overlap import finish_gather, gather_all
+from megarl.megatron.parallel import Place
+from megarl.megatron.router_replay import RouterReplay
+from megarl.megatron.settings import data_parallel_config, fuse, fuse_gradient_accumulation, optimizer_config
+from megarl.megatron.timers import MegatronTimers
+from megarl.megatron.weights import load_score_head, load_shards
+from megarl.models import ModelShape
+from megarl.models.attention import Packing
+from megarl.models.megatron_weights import rank_segments
+from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
+from megarl.schedule import Executed, MiniBatch
+from megarl.telemetry.clock import span
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
+from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # isort: skip
+
+# What the last stage gets for one micro-batch: log-probabilities and, of an update, entropy, or values; each
+# [own tokens]: those that the policy sampled (`Batch`).
+Outputs = dict[str, Tensor]
+# Loss of one micro-batch (already weighted for the whole mini-batch) and sums for the metrics.
+Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
+
+
+# So many updates in a row that overflow are no search for a loss scale any more: it has been halved to nothing by then.
+MOST_SKIPPED_UPDATES = 50
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures.
+
+    `skipped`: gradients overflowed under `precision: fp16`; `refused`: a loss or a gradient is not finite, with which, the
+    same words on every rank. In both cases weights, moments and schedule stayed, and `grad_norm` is 0.
+    """
+
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+    executed: Executed
+    skipped: bool = False
+    refused: str | None = None
+
+
+class Engine:
+    """A role (actor, reference, critic or reward model) under one layout.
+
+    `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
+    trains adapters alone. `steps` and
+    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`;
+    `megatron` holds further options of Megatron's TransformerConfig (`trainer.megatron`).
+    """
+
+    def __init__(
+        self,
+        role: str,
+        shape: ModelShape,
+        directory: str | Path,
+        place: Place,
+        precision: str,
+        temperature: float,
+        optimizer: OptimizerSection | None = None,
+        steps: int = 1,
+        updates_per_step: int = 1,
+        seed: int = 1,
+        lora: LoraSection | None = None,
+        compile_timeout_s: float | None = None,
+        fp8: str | None = None,
+        initial_loss_scale: float = 1.0,
+        memory: MemorySection | ReferenceMemorySection | None = None,
+        frozen: FreezeSection | None = None,
+        router_replay: bool = False,
+        follows: bool = False,
+        megatron: Mapping[str, Any] | None = None,
+        max_sequence_tokens: int | None = None,
+    ) -> None:
+        # Megatron keeps a rotary table for each of the last 32 lengths that it is told: it is told one.
+        self._max_sequence_tokens = max_sequence_tokens
+        self.role, self.shape, self.place = role, shape, place
+        self._has_own_attention = has_own_attention(shape, precision)
+        # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
+        self.models: list[DecoderModel]
+        self.chunks: list[Any]
+        self.optimizer: Any = None
+        self.adapters: dict[str, Adapter] = {}
+        self._is_last_run = True
+        self._trail: BackwardTrail | None = None
+        self._weights_to_gather = False
+        self._skipped_in_a_row = 0
+        features = memory if isinstance(memory, MemorySection) else MemorySection()
+        with place.active():
+            options = {"fp8": fp8, "memory": features, "options": megatron, "router_replay": router_replay}
+            self._build(directory, precision, seed, options)
+            if lora is not None:
+                self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
+            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
+            if optimizer is None:
+                for model in self.models:
+                    model.requires_grad_(False)
+            else:
+                freeze(self.models, frozen or FreezeSection())
+                keep_gradients_through_recompute(self.models)
+                self._make_trainable(optimizer, steps, updates_per_step, precision, initial_loss_scale)
+        self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
+        self.activations = ActivationOffload(self.models) if features.offload_activations else None
+        offload = memory.offload if memory is not None else "none"
+        constant = optimizer is None and not follows
+        self.residence = Residence(offload, self.models, self.chunks, self.optimizer, constant)
+        self.residence.leave()
+
+    def _build(self, directory: str | Path, precision: str, seed: int, options: Mapping[str, Any]) -> None:
+        shape, place, role = self.shape, self.place, self.role
+        self.models = build_model(shape, place.layout, precision, role, place.device, **options)
+        self.chunks = list(self.models)
+        self.config = self.models[0].config
+        self.config.timers = MegatronTimers()
+        segments = rank_segments(
+            shape,
+            place.layout,
+            place.tensor_rank,
+            place.pipeline_rank,
+            place.data_rank,
+            role in SCALAR_ROLES,
+            place.context_rank,
+        )
+        load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
+        if role == "critic" and self.models[-1].post_process:
+            _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
+        if role == "reward_model" and self.models[-1].post_process:
+            load_score_head(self.models[-1].output_layer.weight, directory)
+
+    def _make_trainable(
+        self,
+        settings: OptimizerSection,
+        steps: int,
+        updates_per_step: int,
+        precision: str,
+        initial_loss_scale: float,
+    ) -> None:
+        data = data_parallel_config(settings, precision)
+        self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
+        for model in self.models:
+            fuse_gradient_accumulation(model)
+        self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
+        fuse(self.optimizer)
+        warmup_updates = settings.warmup_steps * updates_per_step
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.lr * settings.min_lr_share,
+            lr_warmup_steps=warmup_updates,
+            # One update behind the last one, so that the last one still moves.
+            lr_decay_steps=max(steps * updates_per_step, warmup_updates) + 1,
+            lr_decay_style=settings.decay,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+            # After a resume the recipe's schedule holds, not the checkpoint's.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+        refuse_broken_norm(self.optimizer)
+        self._trail = BackwardTrail(self.models, self.place)
+        self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = self._finalize
+        no_sync = [partial(self._no_sync, chunk) for chunk in self.chunks]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _no_sync(self, chunk: Any) -> AbstractContextManager[None]:
+        """What megatron-core enters for all but the last micro-batch of a pipeline run, so that gradients which overlap are
+        not summed yet; only the last run of a mini-batch has a last micro-batch (see `_run`)."""
+        return chunk.no_sync() if self._is_last_run else nullcontext()
+
+    @contextmanager
+    def present(self, training: bool = False) -> Iterator[None]:
+        """A phase of this role, of updates if `training`; what `memory.offload` had moved to the host is back inside."""
+        with self.residence.present(training):
+            yield
+            if self.residence.moves_weights:  # whole, as a gather that is under way would write to memory that is gone
+                self.gather_weights()
+
+    # The two ways to run a phase ---------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
+    ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
+        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [own tokens].
+
+        Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
+        """
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        for model in self.models:
+            model.eval()
+        with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
+            stored, executed = self._run(
+                batch,
+                mini_batch,
+                lambda micro, output: (micro, self._outputs(micro, output, entropy=False)),
+                forward_only=True,
+                replay=self.router_replay if adapted else None,  # the base model chooses its experts itself
+            )
+        results: dict[str, dict[int, Tensor]] = {}
+        samples = [sample for micro, _ in stored for sample in micro.samples]
+        lengths = [length for micro, _ in stored for length in micro.own_lengths]
+        for name in stored[0][1] if stored else ():
+            flat = torch.cat([outputs[name] for _, outputs in stored]).float().cpu()  # the host waits here alone
+            results[name] = dict(zip(samples, flat.split(lengths), strict=True))
+        return results, executed
+
+    def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
+        """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
+        MOST_SKIPPED_UPDATES in a row were none."""
+        assert self.optimizer is not None and self._trail is not None, f"the {self.role} has no optimizer"
+        assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
+        with self.place.active():
+            for model, chunk in zip(self.models, self.chunks, strict=True):
+                model.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._trail.start()
+            stored, executed = self._run(
+                batch,
+                mini_batch,
+                partial(self._judge, objective),
+                forward_only=False,
+                replay=self.router_replay,
+            )
+            learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
+            with span("optimizer"):
+                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored], mini_batch)
+        self._weights_to_gather = True
+        self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
+            overflow = (
+                f"the {self.role}'s gradients overflowed, at a loss scale of {float(self.optimizer.get_loss_scale()):g}; "
+                "use trainer.precision: bf16"
+            )
+            raise RuntimeError(
+                f"{MOST_SKIPPED_UPDATES} updates in a row were skipped; of the last one {refused or overflow}"
+            )
+        if succeeded:
+            self.scheduler.step(1)
+        sums: dict[str, float] = {}
+        named = [(name, value) for _, part in stored for name, value in part.items()]
+        values = torch.stack([value for _, value in named]).tolist() if named else []  # the host waits here alone
+        for (name, _), value in zip(named, values, strict=True):
+            merged = (sums[name], value) if name in sums else (value,)
+            sums[name] = max(merged) if name.endswith("_max") else sum(merged)
+        skipped = not succeeded and refused is None
+        return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
+
+    def take_weights(self, other: Engine) -> None:
+        """Become a copy of another role of the same model under the same layout: each rank copies its own shards."""
+        for to, source in zip(self.models, other.models, strict=True):
+            own, theirs = dict(to.named_parameters()), dict(source.named_parameters())
+            assert own.keys() == theirs.keys(), (
+                f"{self.role} and {other.role} are built unlike: {own.keys() ^ theirs.keys()}"
+            )
+            with torch.no_grad():
+                for name, weight in own.items():
+                    weight.copy_(theirs[name])
+
+    def skip_updates(self, count: int) -> None:
+        """So many updates of the plan are not taken: the learning rate goes on as if they were, as it is one of steps."""
+        with self.place.active():
+            self.scheduler.step(count)
+
+    def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
+        loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
+        return loss, (MicroLoss(micro.samples, loss.detach()), sums)
+
+    def _step_optimizer(self, losses: Sequence[MicroLoss], mini_batch: MiniBatch) -> tuple[bool, float, str | None]:
+        """Whether it stepped, the gradient norm, and why it did not where numbers are to blame that no loss scale mends. The
+        same on every rank."""
+        # Before the gradients: a loss scale would come down in vain.
+        refused = describe_losses(losses, self.place)
+        if refused is not None:
+            return False, 0.0, refused
+        try:
+            succeeded, grad_norm, _ = self.optimizer.step()
+        except GradientNotFinite:
+            assert self._trail is not None, "it is made with the optimizer"
+            gradients = ((name, weight.main_grad) for name, weight in self._trained() if hasattr(weight, "main_grad"))
+            found = describe_tensors(broken_tensors(gradients))
+            since = self._trail.describe(mini_batch)
+            return (
+                False,
+                0.0,
+                "; ".join(filter(None, [f"gradients are not finite: {found or 'their norm overflows'}", since])),
+            )
+        return succeeded, float(grad_norm) if succeeded else 0.0, None
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        """What updates move, by Megatron's names in a chunk."""
+        for model in self.models:
+            yield from ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+
+    def broken_weights(self) -> str | None:
+        """Which ranks hold weights that are not finite; None where all are. Collective."""
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        named = ((name, weight) for model in self.models for name, weight in model.named_parameters())
+        return describe_tensors(broken_tensors(named))
+
+    def _run(
+        self,
+        batch: Batch,
+        mini_batch: MiniBatch,
+        finish: Callable[[PackedMicroBatch, Tensor], Any],
+        forward_only: bool,
+        replay: RouterReplay | None,
+    ) -> tuple[list[Any], Executed]:
+        """Drive megatron-core's pipeline schedule over this rank's micro-batches, one pipeline run after the other.
+
+        Returns what `finish(micro_batch, output)` returned (on the last stage) and what went through the model, in that
+        order. In training `finish` returns a loss and what is to be stored; gradients add up over the runs.
+        """
+        place = self.place
+        cut = partial(
+            pack,
+            ends_alone=self.role == "reward_model",
+            choices=None if replay is None else replay.choices,
+        )
+        with span("data"):
+            packed = [
+                cut(batch, micro, place.device, place.layout, place.context_rank)
+                for micro in mini_batch.micro_batches[place.data_rank]
+            ]
+        stored: list[Any] = []
+        ran: list[list[PackedMicroBatch]] = []  # by pipeline run
+        remaining = [iter(packed) for _ in self.chunks]  # each chunk runs all of them
+        for number, size in enumerate(mini_batch.runs, 1):
+            self._is_last_run = number == len(mini_batch.runs)
+            ran.append([])
+            with ExitStack() as stack:
+                if not self._is_last_run and not forward_only:
+                    for chunk in self.chunks:
+                        stack.enter_context(chunk.no_sync())
+                stored += get_forward_backward_func()(
+                    forward_step_func=partial(self._step, finish, ran[-1], size),
+                    data_iterator=remaining,
+                    model=self.chunks,
+                    num_microbatches=size,
+                    seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
+        if replay is not None:
+            replay.finish()
+        return stored, _executed(ran)
+
+    def _step(
+        self,
+        finish: Callable[[PackedMicroBatch, Tensor], Any],
+        ran: list[PackedMicroBatch],
+        num_micro_batches: int,
+        micro_batches: Iterator[PackedMicroBatch],
+        model: Any,
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """One micro-batch through a chunk of this stage: its output, and what megatron-core does with it on the last one."""
+        micro = next(micro_batches)
+        self.models[-1].head_positions = micro.head_positions  # no other chunk has a head
+        packing = self._packing(micro)
+        if micro.routing is not None:
+            assert self.router_replay is not None
+            self.router_replay.expect(self.chunks.index(model), micro.routing)
+        if self._trail is not None:
+            self._trail.enter(micro.samples)
+        offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
+        with nullcontext() if offload is None else offload.forward():
+            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
+        if model is self.chunks[-1]:  # then it has been through the whole stage
+            ran.append(micro)
+        if self._trail is not None:
+            self._trail.leave(self.chunks.index(model), output)
+
+        def last(output: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:  # forward only
+                return finish(micro, output)
+            loss, sums = finish(micro, output)
+            # Megatron divides a loss by the micro-batches of a pipeline run and averages gradients over data-parallel ranks;
+            # the objective's weights already are those of the whole mini-batch, so both are undone here. It averages over
+            # context ranks too, and undoes that itself.
+            return loss * (num_micro_batches * self.place.layout.data), sums
+
+        return output, last
+
+    def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
+        """A micro-batch as the attention of this role's layers wants it described."""
+        own = self._has_own_attention
+        if micro.continues and not own:
+            raise ValueError(
+                f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
+                "phases.*.share_prompts to false"
+            )
+        if own:
+            return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
+        sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
+        longest = max(self._max_sequence_tokens or 0, micro.longest)  # context parallelism pads sequences
+        return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+    def gather_weights(self) -> None:
+        """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next
+        forward pass that gathers what other data-parallel ranks updated. Collective."""
+        for chunk in self.chunks if self._weights_to_gather else ():
+            gather_all(chunk)
+        self._weights_to_gather = False
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs.
+
+        Nothing reduces them earlier: overlap begins in the last run (`_no_sync`).
+        """
+        if self._is_last_run:
+            finalize_model_grads(*args, **kwargs)
+
+    def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
+        # output [this context rank's own tokens, 1, hidden] or, of a critic, [1, this context rank's own tokens, 1]
+        if self.role in SCALAR_ROLES:
+            own = {SCALAR_ROLES[self.role]: output.float().flatten()}
+        else:
+            weight = self.models[-1].head_weight
+            if self.optimizer is not None:  # no module is called that would wait for it
+                finish_gather(self.chunks[-1], weight)
+            own = self.head(output.squeeze(1), weight, micro.targets[micro.heads], entropy)
+        return {name: over_context(part, micro, self.place) for name, part in own.items()}
+
+    def shards(self) -> Mapping[str, Tensor]:
+        """This rank's weights by local name, adapters merged in, for the weight sync and the export. Collective under
+        overlap_parameters."""
+        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        self.gather_weights()
+        shards = merged_shards(self.models, self.place.layout)
+        # What leaves the device between phases is not to be moved to shared memory, from where it could not leave.
+        return MappingProxyType(shards) if isinstance(shards, dict) and self.residence.moves_weights else shards
+
+
+def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
+    """Rows of the own tokens that a context rank predicts -> rows of all of them, on every context rank.
+
+    Each rank computes the whole loss from them, so the gradient of its own rows is already whole: it is not summed.
+    """
+    # own [own tokens of this context rank, ...]
+    if place.layout.context == 1:
+        return own
+    everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
+    return reduce_from_tensor_model_parallel_region(everyone, group=place.context_group)
+
+
+def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None:
+    """The same small head on every rank and under every layout: values start near 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
+
+
+def _executed(ran: list[list[PackedMicroBatch]]) -> Executed:
+    """Read off the tensors that ran, run by run, not off the plan."""
+    micro_batches = [micro for run in ran for micro in run]
+    return Executed(
+        sequences=tuple(micro.num_sequences for micro in micro_batches),
+        tokens=tuple(micro.num_tokens for micro in micro_batches),
+        slots=tuple(micro.num_slots for micro in micro_batches),
+        runs=tuple(len(run) for run in ran),
+    )
+
+
+def share_results(
+    results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place, one_each: bool = False
+) -> list[Tensor]:
+    """Per-token results (or `one_each`) of every sequence, on every rank, in sample order: one broadcast a data-parallel
+    rank.
+
+    So results reach roles of any layout by sample; `place` is that of the role that made them.
+    """
+    ordered: list[Tensor] = []
+    for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
+        own = [sample for micro in micro_batches for sample in micro.samples]
+        lengths = [1 if one_each else int(batch.own_lengths[sample]) for sample in own]
+        source = place.source_of(data_rank)
+        if place.rank == source:
+            flat = torch.cat([results[sample] for sample in own]).to(place.device)
+        else:
+            flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
+        with span("wait_ranks"):
+            dist.broadcast(flat, src=source)
+            host = flat.cpu()  # on a GPU the host waits for it here
+        ordered += host.split(lengths)
+    by_sample = dict(zip(mini_batch.order, ordered, strict=True))
+    return [by_sample[sample] for sample in range(len(batch.own_lengths))]

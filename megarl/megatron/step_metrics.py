@@ -1,0 +1,127 @@
+"""The figures of a step, named `area/name`, from what the phases returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.megatron.batch import Batch
+from megarl.megatron.parallel import Place, reduce_scalars
+from megarl.megatron.role import Update
+from megarl.planner.lengths import QUANTILES
+from megarl.schedule import Cost, Executed, Plan, quality
+
+
+def rollout_figures(rollouts: Any) -> dict[str, float]:
+    """Lengths, with observations where there are any, truncation and the sizes the engines ran."""
+    lengths = rollouts.completion_lengths
+    return {
+        "rollout/completion_length_mean": float(lengths.mean()),
+        "rollout/completion_length_max": int(lengths.max()),
+        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
+        "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
+        "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
+        "rollout/version": int(rollouts.last_version.min()),
+        "tokens/prompt": int(rollouts.prompt_lengths.sum()),
+        "tokens/completion": int(lengths.sum()),
+        "schedule/rollout/prompts": rollouts.executed.prompts,
+        "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
+        **({} if rollouts.episodes is None else _episode_figures(rollouts)),
+        **rollouts.metrics,
+    }
+
+
+def _episode_figures(rollouts: Any) -> dict[str, float]:
+    """What became of episodes, and how much of them the policy has not said itself."""
+    observed = int(rollouts.completion_lengths.sum() - rollouts.own_lengths.sum())
+    return {
+        "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
+        "rollout/observation_tokens": observed,
+        "rollout/observation_share": observed / int(rollouts.completion_lengths.sum()),
+        **rollouts.episodes.metrics(),
+    }
+
+
+def add_scores(batch: Batch, scores: np.ndarray, weight: float) -> dict[str, float]:
+    """Add the reward model's scores [sequences] to the rewards, which are the verifiers' until then. Masked samples stay
+    masked. Returns the figures of the sum."""
+    batch.rewards = (batch.rewards + weight * scores).astype(np.float32)
+    counted = batch.rewards[batch.valid]
+    return {
+        "reward/model_mean": float(scores[batch.valid].mean()),
+        "reward/mean": float(counted.mean()),
+        "reward/deviation": float(counted.std()),
+    }
+
+
+def schedule_figures(
+    plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Planned against executed shapes of one phase, and what the plan is worth.
+
+    `ranks` holds what each data-parallel rank executed, a mini-batch at a time. Counts of micro-batches are one rank's (the
+    same on all), tokens and slots are summed over the data-parallel ranks.
+    """
+    planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
+    executed = [shapes for rank in ranks for shapes in rank]
+    worth = quality(plan, lengths, cost, prompts)
+    figures: dict[str, float] = {
+        "planned_micro_batches": len(planned) // plan.layout.data,
+        "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
+        "planned_tokens": sum(micro.tokens for micro in planned),
+        "tokens": sum(sum(shapes.tokens) for shapes in executed),
+        "planned_slots": sum(micro.slots for micro in planned),
+        "slots": sum(sum(shapes.slots) for shapes in executed),
+        "planned_max_tokens": max(micro.slots for micro in planned),
+        "max_tokens": max(max(shapes.slots) for shapes in executed),
+        "sequences": max(max(shapes.sequences) for shapes in executed),
+        "useful_share": worth.useful_share,
+        "imbalance": worth.imbalance,
+        "bubble_share": worth.bubble_share,
+        "efficiency": worth.efficiency,
+    }
+    return {f"schedule/{plan.phase}/{name}": value for name, value in figures.items()}
+
+
+def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
+    """Losses and norms of a phase's updates: losses and norms as their mean over the updates, the rest per token. Updates
+    that were refused count for none of them: they have no losses. Where all tokens of the others are masked nothing was
+    measured but the norms: no figure says 0, and a KL of 0 would steer `algorithm.kl.adaptive`."""
+    counts: dict[str, float] = {
+        f"{role}/skipped_updates": sum(update.skipped for update in updates),
+        f"{role}/learning_rate": updates[-1].learning_rate,
+        f"schedule/{plan.phase}/updates": len(updates),
+        f"schedule/{plan.phase}/mini_batch": max(len(mini_batch.samples) for mini_batch in plan.mini_batches),
+    }
+    first_counts = updates[0].refused is None
+    updates = [update for update in updates if update.refused is None]
+    if not updates:
+        return counts
+    per_update = [reduce_scalars({k: v for k, v in u.sums.items() if not k.endswith("_max")}, place, "sum") for u in updates]
+    largest = [reduce_scalars({k: v for k, v in u.sums.items() if k.endswith("_max")}, place, "max") for u in updates]
+    total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
+    tokens = total.pop("tokens")
+    taken = [update for update in updates if not update.skipped]
+    figures = counts | {f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1)}
+    if not tokens:
+        return figures
+    figures[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
+    if plan.phase == "actor_update":
+        # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
+        figures["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
+        figures["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
+        if "mismatch_weight_sum" in total:
+            figures["mismatch/weight_max"] = max(one["mismatch_weight_max"] for one in largest)
+            figures["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
+            figures["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
+        total.pop("ratio_drift_sum")
+        # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
+        if first_counts and per_update[0]["tokens"]:
+            figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
+            figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
+    for key, value in total.items():
+        name = key.removesuffix("_sum")
+        figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))
+    return figures

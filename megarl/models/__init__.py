@@ -1,0 +1,13 @@
+"""The model families: what a Hugging Face `config.json` says of a decoder, and where each of its weights is held.
+
+Pure functions, no torch. A family is a file with a `FAMILY`, and a name in the list below.
+"""
+
+from megarl.models import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models.shape import Experts, LatentAttention, ModelShape
+from megarl.models.table import Family, Held, Weight
+
+# By `model_type`.
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe)}
+
+__all__ = ["FAMILIES", "Experts", "Family", "Held", "LatentAttention", "ModelShape", "Weight"]

@@ -1,0 +1,198 @@
+"""Causal attention over packed sequences: one call of a varlen kernel where the device has one, else a call a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
+
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which keys the queries of a micro-batch see, on the host.
+
+    A part is a run of this rank's rows that belong to one sequence. Its queries are the last rows of the keys that it sees.
+    `order` lists the pieces of all ranks' keys that each part sees; it is empty where each part sees its own rows alone.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    pieces: tuple[int, ...] = ()  # lengths into which the keys are cut
+    order: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def query_bounds(self) -> list[int]:
+        return list(accumulate(self.query_lengths, initial=0))
+
+    @property
+    def key_bounds(self) -> list[int]:
+        return list(accumulate(self.key_lengths, initial=0))
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What megarl's own attention is told of a micro-batch.
+
+    megatron-core is told no bounds (`cu_seqlens_q`): its rotation would loop over the sequences in Python, twice a layer.
+    Without bounds it rotates all rows at once, by the angle that each token has of its own (`DecoderModel._preprocess`).
+    """
+
+    parts: Parts | None = None
+    query_bounds: Tensor | None = None  # [parts + 1] int32 on the device, cumulative lengths
+    key_bounds: Tensor | None = None  # [parts + 1] int32
+
+    def __post_init__(self) -> None:
+        # megatron-core makes a table of this many angles; the tokens' own take its place.
+        self.qkv_format, self.max_seqlen_q, self.max_seqlen_kv = "thd", 1, 1
+
+
+# Queries that share one mask. More of them cost memory, fewer cost calls.
+BLOCK = 256
+
+
+class PackedAttention(nn.Module):
+    """Causal attention over sequences laid end to end.
+
+    Each sequence attends to itself only, so the cost is the sum of the squared lengths, not the square of the sum; in a
+    layer with a window it is the sum of length x (window + `BLOCK`). `windows` are those of all layers of the model: how
+    many of the last tokens each token sees, itself included; 0 for all. Values may be narrower than queries and keys.
+
+    Under context parallelism a rank has two chunks of each sequence, its own from the front and its own from the back, so
+    that every rank has the same work under a causal mask. Keys and values of all ranks are gathered, and their gradient is
+    summed and scattered.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        windows: Sequence[int] = (),
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.context_group = pg_collection.cp
+        self.window = windows[layer_number - 1] if windows else 0  # megatron-core counts layers from 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        # query [tokens, heads, head_dim], key [tokens, groups, head_dim], value [tokens, groups, value_dim]
+        # -> [tokens, heads * value_dim]
+        packing = packed_seq_params
+        assert isinstance(packing, Packing) and packing.parts is not None, "every micro-batch of megarl is packed"
+        parts, value_dim = packing.parts, value.shape[-1]
+        if value_dim < query.shape[-1]:
+            # Kernels that work in blocks want one width; any other would write out the square of each sequence.
+            value = F.pad(value, (0, query.shape[-1] - value_dim))
+        if self.context_group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(rows.contiguous(), group=self.context_group) for rows in (key, value)
+            )
+        attend = platform.current.varlen_attention(query.dtype, query.shape[-1])
+        if attend is None:
+            # Not slice by slice: each slice's backward pass would write zeros for all other tokens of the micro-batch.
+            queries, keys, values = query.split(parts.query_lengths), _seen(key, parts), _seen(value, parts)
+            output = torch.cat([self._attend(*rows) for rows in zip(queries, keys, values, strict=True)])
+        else:
+            if parts.order:
+                key, value = (torch.cat(_pieces(rows, parts)) for rows in (key, value))
+            output = attend(
+                query,
+                key,
+                value,
+                packing.query_bounds,
+                packing.key_bounds,
+                max(parts.query_lengths),
+                max(parts.key_lengths),
+                scale=self.scale,
+                # Keys to the left of a query's own and to its right; -1 for all.
+                window_size=(self.window - 1, 0),
+                enable_gqa=True,
+            )
+        return output[..., :value_dim].flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries [rows, heads, head_dim] of the last rows of one sequence, whose keys and values are given."""
+        rows, length = len(query), len(key)
+        blocks, first = [], 0
+        # Not is_causal for the last rows of a sequence: torch aligns that mask to the first key.
+        if rows == length:
+            first = min(rows, self.window or rows)
+            if first == rows:  # whole: a slice's backward pass would copy
+                return self._product(query, key, value, is_causal=True)
+            blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
+        for start_row in range(first, rows, BLOCK):
+            last = min(start_row + BLOCK, rows)
+            stop = length - rows + last
+            start = max(0, stop - (self.window + last - start_row - 1)) if self.window else 0
+            mask = seen_keys(last - start_row, stop - start, self.window, query.dtype, query.device)
+            blocks.append(self._product(query[start_row:last], key[start:stop], value[start:stop], attn_mask=mask))
+        return torch.cat(blocks)
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+        if not platform.current.attention_shares_keys:
+            key, value = (rows.repeat_interleave(query.shape[1] // rows.shape[1], 1) for rows in (key, value))
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        shared = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=shared, **mask)
+        return out.squeeze(0).transpose(0, 1)
+
+
+def _pieces(rows: Tensor, parts: Parts) -> list[Tensor]:
+    """The pieces of keys or values that the parts see, part by part."""
+    pieces = rows.split(parts.pieces)
+    return [pieces[number] for seen in parts.order for number in seen]
+
+
+def _seen(rows: Tensor, parts: Parts) -> Sequence[Tensor]:
+    """The keys or values that each part sees."""
+    if not parts.order:
+        return rows.split(parts.key_lengths)
+    pieces = rows.split(parts.pieces)
+    return [torch.cat([pieces[number] for number in seen]) if len(seen) > 1 else pieces[seen[0]] for seen in parts.order]
+
+
+def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, keys]: 0 where one of the last `rows` tokens sees a key, minus infinity elsewhere.
+
+    A corner of one mask that all blocks, sequences and layers share: autograd keeps each block's mask, and so keeps one.
+    """
+    corner = _last_rows(window + BLOCK if window else 1 << (keys - 1).bit_length(), window, dtype, device)
+    return corner[-rows:, -keys:]
+
+
+@lru_cache(maxsize=8)
+def _last_rows(keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the last `BLOCK` of `keys` tokens see."""
+    token = torch.arange(keys - BLOCK, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device)
+    seen = key <= token
+    if window:
+        seen &= key > token - window
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))

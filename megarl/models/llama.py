@@ -1,0 +1,12 @@
+"""Llama 2 and 3, and what has their form (SmolLM2, TinyLlama)."""
+
+from megarl.models.blocks import llama_layer, swiglu
+from megarl.models.config import read_decoder
+from megarl.models.table import Family
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read=read_decoder,
+    layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
+)

@@ -1,0 +1,140 @@
+"""Where a Megatron rank holds each checkpoint tensor, by the weight table of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.models import FAMILIES, ModelShape, Weight
+from megarl.models.blocks import MEGATRON_VOCABULARY, embedding, final_norm, head
+from megarl.models.layout import Layout, Segment
+
+
+def padded_vocab(shape: ModelShape, tensor: int) -> int:
+    """Rows of Megatron's embedding over all tensor ranks."""
+    return MEGATRON_VOCABULARY.padded(shape.vocab, tensor)
+
+
+def chunk_layers(shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int) -> range:
+    """Global layer numbers, from 0, of one model chunk of a pipeline stage.
+
+    A virtual pipeline deals the layers round: chunk 0 of every stage, then chunk 1 of every stage (Narayanan et al. 2021,
+    sec. 2.2.2). Without one the stage is its only chunk. `layout.stages` gives uneven chunks, in that order.
+    """
+    position, chunks = chunk * layout.pipeline + pipeline_rank, layout.pipeline * layout.virtual_pipeline
+    sizes = layout.stages or (shape.num_layers // chunks,) * chunks
+    first = sum(sizes[:position])
+    return range(first, first + sizes[position])
+
+
+def stage_layers(shape: ModelShape, layout: Layout, pipeline_rank: int) -> list[int]:
+    """Global layer numbers, from 0, of one pipeline stage, chunk by chunk."""
+    chunks = range(layout.virtual_pipeline)
+    return [layer for chunk in chunks for layer in chunk_layers(shape, layout, pipeline_rank, chunk)]
+
+
+def chunk_prefix(layout: Layout, chunk: int) -> str:
+    """What stands before a parameter's name in its chunk, so that names differ between the chunks of a stage."""
+    return f"chunk{chunk}." if layout.virtual_pipeline > 1 else ""
+
+
+def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -> list[Segment]:
+    """Every box that every trainer rank holds; replicas included, padding rows left out.
+
+    `critic=True` leaves out the language-model head: a value head takes its place and no checkpoint has it.
+    Parameter names are those of the rank's own `GPTModel`, where layers count from 0; under a virtual pipeline a stage has
+    one for each chunk, and `chunk_prefix` comes first.
+    """
+    return [
+        segment
+        for pipeline_rank in range(layout.pipeline)
+        for data_rank in range(layout.data)
+        for context_rank in range(layout.context)
+        for tensor_rank in range(layout.tensor)
+        for segment in rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, critic, context_rank)
+    ]
+
+
+def rank_segments(
+    shape: ModelShape,
+    layout: Layout,
+    tensor_rank: int,
+    pipeline_rank: int,
+    data_rank: int = 0,
+    critic: bool = False,
+    context_rank: int = 0,
+) -> Iterator[Segment]:
+    """The boxes of one rank; ranks that differ in data or context only hold the same."""
+    rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
+    for chunk in range(layout.virtual_pipeline):
+        prefix = chunk_prefix(layout, chunk)
+        for segment in _chunk_segments(shape, layout, pipeline_rank, chunk, rank, critic):
+            yield segment._replace(parameter=prefix + segment.parameter)
+
+
+def _chunk_segments(
+    shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, rank: int, critic: bool
+) -> Iterator[Segment]:
+    """The boxes of one chunk, by the parameter names of its own model."""
+    for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
+        yield from weight_segments(layout, rank, name_prefix, parameter_prefix, weight)
+
+
+def chunk_weights(
+    shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, critic: bool
+) -> Iterator[tuple[str, str, Weight]]:
+    """The table's rows that one chunk holds: what stands before the checkpoint's name and the parameter's, and the row."""
+    first = pipeline_rank == 0 and chunk == 0
+    last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
+        for weight in FAMILIES[shape.family].layer(shape, layer):
+            yield f"model.layers.{layer}.", f"decoder.layers.{local}.", weight
+    if first:
+        yield "", "", embedding(shape)
+    if last:
+        yield "", "", final_norm(shape)
+    # Under a pipeline the last stage keeps its own copy of the tied embedding.
+    if last and not critic and not (shape.tied and first):
+        yield "", "", head(shape)
+
+
+def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Segment]:
+    """What a rank holds of one row of the table, with what stands before its two names."""
+    parameter, cut = weight.megatron
+    if not weight.experts:
+        t = layout.coordinates(rank)[0]
+        for row0, row1, col0, col1, local_row, local_col in cut.pieces(weight.rows, weight.columns, layout.tensor, t):
+            yield Segment(
+                name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col
+            )
+        return
+    tensor_rank, expert_rank, _ = layout.expert_coordinates(rank)
+    pieces = list(cut.pieces(weight.rows, weight.columns, layout.expert_tensor_size, tensor_rank))
+    held = weight.experts // layout.expert
+    for local in range(held):
+        name = name_prefix + weight.name.format(expert=expert_rank * held + local)
+        local_parameter = parameter_prefix + parameter.format(expert=local)
+        for row0, row1, col0, col1, local_row, local_col in pieces:
+            yield Segment(name, row0, row1, col0, col1, rank, local_parameter, local_row, local_col)
+
+
+def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every parameter of one rank, padding included; a vector has one column. Without a value head."""
+    _, pipeline_rank, _, _ = layout.coordinates(rank)
+    sizes: dict[str, tuple[int, int]] = {}
+    for chunk in range(layout.virtual_pipeline):
+        for _, prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
+            parameter, cut = weight.megatron
+            ranks = layout.expert_tensor_size if weight.experts else layout.tensor
+            extent = cut.extent(weight.rows, weight.columns, ranks)
+            for local in range(weight.experts // layout.expert if weight.experts else 1):
+                sizes[chunk_prefix(layout, chunk) + prefix + parameter.format(expert=local)] = extent
+    return sizes
+
+
+def checkpoint_sizes(shape: ModelShape, critic: bool = False) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of every checkpoint tensor that the model reads; a vector has one column."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for prefix, _, weight in chunk_weights(shape, Layout(), 0, 0, critic):
+        for expert in range(max(1, weight.experts)):
+            sizes[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
+    return sizes

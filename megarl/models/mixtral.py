@@ -1,0 +1,31 @@
+"""Mixtral: Llama's form with experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.blocks import experts, llama_layer, router
+from megarl.models.config import read_decoder, read_expert_counts, refuse, whole_number
+from megarl.models.shape import Experts, ModelShape
+from megarl.models.table import Family, Weight
+
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+
+
+def read(config: Mapping[str, Any], origin: str) -> ModelShape:
+    refuse(config, origin, "router_jitter_noise")
+    count, chosen = read_expert_counts(config, origin, "num_local_experts")
+    # A softmax over the chosen experts alone is one over all of them, made to sum to 1.
+    found = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
+    return read_decoder(config, origin, experts=found, defaults=DEFAULTS)
+
+
+def layer(shape: ModelShape, number: int) -> list[Weight]:
+    assert shape.experts is not None, "every layer of Mixtral has experts"
+    count, hidden, name = shape.experts.count, shape.hidden, "block_sparse_moe"
+    feed_forward = experts(f"{name}.experts", count, hidden, shape.experts.ffn, ("w1", "w3", "w2"))
+    return llama_layer(shape, [router(f"{name}.gate.weight", count, hidden), *feed_forward])
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", read, layer)

@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5: Llama's form with biases on queries, keys and values."""
+
+from functools import partial
+
+from megarl.models.blocks import llama_layer, swiglu
+from megarl.models.config import read_decoder
+from megarl.models.table import Family
+
+DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
+FAMILY = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=partial(read_decoder, qkv_bias=True, defaults=DEFAULTS),
+    layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
+)

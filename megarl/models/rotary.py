@@ -1,0 +1,82 @@
+"""Rotary position embedding: the frequencies of each family, the angles of each token and the rotation by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models import ModelShape
+
+
+def inverse_frequencies(shape: ModelShape) -> Tensor:
+    """RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2), scaled where the model's are.
+
+    Where layers with a window have a base of their own, theirs (never scaled) follow: [head_dim]. megatron-core hands all
+    layers the same angles, and `own_angles` takes a layer's.
+    """
+    inverse = _plain(shape.head_dim, shape.rope_theta)
+    scaling = dict(shape.rope_scaling)
+    if scaling:
+        inverse = _SCALED[scaling.pop("rope_type")](inverse, shape.rope_theta, scaling)
+    if shape.local_rope_theta is None:
+        return inverse
+    return torch.cat([inverse, _plain(shape.head_dim, shape.local_rope_theta)])
+
+
+def token_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """The angles of each token, [tokens, 1, 2 x frequencies], from its position [tokens]."""
+    return torch.outer(positions.to(frequencies.dtype), frequencies).repeat(1, 2).unsqueeze(1)
+
+
+def rotate(rows: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (i, i + dim / 2) of the rows [tokens, heads, dim] by its angle; cosines and sines [tokens, 1, dim]."""
+    front, back = rows.chunk(2, -1)
+    return rows * cosines + torch.cat([-back, front], -1) * sines
+
+
+def own_angles(angles: Tensor, local: bool) -> Tensor:
+    """A layer's angles [tokens, 1, head_dim] of those that two kinds of layer share.
+
+    `token_angles` has repeated all frequencies once: [tokens, 1, 2 x (everything, local) x head_dim / 2].
+    """
+    return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
+
+
+def _plain(dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+
+
+def _linear(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Position interpolation (Chen et al. 2023, eq. 4)."""
+    return inverse / scaling["factor"]
+
+
+def _llama3(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1's: long wavelengths are stretched, short ones are kept."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    # 0 where the wavelength is longer than the original context over `low`, 1 where shorter than over `high`.
+    ramp = ((scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * inverse / factor + ramp * inverse
+
+
+def _yarn(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """YaRN's (Peng et al. 2023, sec. 3.2): a dimension that turns more than `beta_fast` times in the original context is
+    kept, one that turns less than `beta_slow` times is stretched."""
+    dim, original = 2 * len(inverse), scaling["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(scaling["beta_fast"])), 0)
+    high = min(math.ceil(dimension(scaling["beta_slow"])), dim - 1)
+    # Equal ends would divide by 0: the ramp is then a step.
+    stretched = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return (1 - stretched) * inverse + stretched * inverse / scaling["factor"]
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

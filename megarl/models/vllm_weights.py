@@ -1,0 +1,188 @@
+"""Where each worker of a vLLM engine holds each checkpoint tensor, by the weight table of its family (vLLM 0.32).
+
+Megatron's stages and vLLM's differ, so a stage here is vLLM's own split (`vllm.distributed.utils.get_pp_indices`, unless
+its environment says otherwise), and experts are dealt or cut as its `FusedMoEParallelConfig.make` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megarl.models import FAMILIES, Held, ModelShape, Weight
+from megarl.models.blocks import VLLM_VOCABULARY, embedding, final_norm, head
+from megarl.models.layout import RolloutLayout, Segment
+
+
+class Share(NamedTuple):
+    """What a worker holds of a weight: of its `experts` (or of itself, one) each the part of `rank` among `ranks`."""
+
+    ranks: int
+    rank: int
+    experts: range
+
+
+def held(weight: Weight) -> Held:
+    """Where vLLM holds a weight. Raises ValueError where its family's table does not say."""
+    if weight.vllm is None:
+        raise ValueError(f"no weight table says where vLLM holds {weight.name}; weight_sync.mode: checkpoint asks for none")
+    return weight.vllm
+
+
+def is_mapped(shape: ModelShape) -> bool:
+    """Whether the family's table says where vLLM holds its weights."""
+    return all(weight.vllm is not None for _, weight in stage_weights(shape, RolloutLayout(), 0))
+
+
+def padded_vocab(shape: ModelShape) -> int:
+    """Rows of vLLM's embedding over all tensor ranks; rows from `shape.vocab` on are padding."""
+    return VLLM_VOCABULARY.padded(shape.vocab, 1)
+
+
+def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
+    """Every box that every worker of one engine holds; padding rows left out.
+
+    Raises ValueError for a layout that does not cut the model.
+    """
+    check_layout(shape, rollout)
+    return [segment for worker in range(rollout.workers) for segment in worker_segments(shape, rollout, worker)]
+
+
+def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of each parameter of one worker, padding included; a vector has one column, and the experts of a
+    layer that the worker holds stand one below the other."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
+        parameter, cut = held(weight)
+        share = weight_share(weight, rollout, worker)
+        rows, columns = cut.extent(weight.rows, weight.columns, share.ranks)
+        sizes[prefix + parameter] = (len(share.experts) * rows, columns)
+    return sizes
+
+
+def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
+    """The boxes of one worker, in the order of the model's forward pass."""
+    for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
+        yield from weight_segments(prefix, weight, rollout, worker)
+
+
+def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
+    """What a worker holds of one row of the table; `prefix` stands before both of its names."""
+    parameter, cut = held(weight)
+    ranks, rank, experts = weight_share(weight, rollout, worker)
+    pieces = list(cut.pieces(weight.rows, weight.columns, ranks, rank))
+    stride, _ = cut.extent(weight.rows, weight.columns, ranks)
+    for local, expert in enumerate(experts):
+        name = prefix + weight.name.format(expert=expert)
+        for row0, row1, col0, col1, local_row, local_col in pieces:
+            local_row += local * stride
+            yield Segment(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
+
+
+def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
+    """Parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage though only the first or the
+    last one reads them. No plan sends them."""
+    ends = {held(weight).parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
+    return ends - {held(weight).parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
+
+
+def fixed_tensors(shape: ModelShape) -> set[str]:
+    """Checkpoint names of the tensors that no update moves."""
+    return {prefix + weight.name for prefix, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed}
+
+
+def fixed_parameters(shape: ModelShape) -> list[str]:
+    """Patterns of vLLM's names of the parameters that no update moves and no plan sends, one for each kind."""
+    weights = [weight for _, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed]
+    return sorted({f"*.{weight.name if weight.vllm is None else weight.vllm.parameter}" for weight in weights})
+
+
+def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
+    """Global layer numbers, from 0, of one stage: even, and each layer that is left over goes to one of the stages before
+    the last, from the back."""
+    even, left = divmod(num_layers, pipeline)
+    sizes = [even + (pipeline - 1 - left <= stage < pipeline - 1) for stage in range(pipeline)]
+    first = sum(sizes[:pipeline_rank])
+    return range(first, first + sizes[pipeline_rank])
+
+
+def held_experts(count: int, ranks: int, rank: int) -> range:
+    """The experts that one of `ranks` holds whole: intervals, one longer where some are left over, on the first ranks."""
+    each, left = divmod(count, ranks)
+    first = rank * each + min(rank, left)
+    return range(first, first + each + (rank < left))
+
+
+def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
+    """What a worker holds of a weight of its stage.
+
+    The workers that cut or share out the experts of a layer are all of its stage, data-parallel ones too. Where experts are
+    dealt over tensor ranks and data-parallel ones, vLLM cuts a layer's tokens over the tensor ranks, and each holds the
+    shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default all-to-all).
+    """
+    tensor_rank, _, data_rank = rollout.coordinates(worker)
+    if weight.experts:
+        ranks, rank = rollout.tensor * rollout.data, tensor_rank + rollout.tensor * data_rank
+        if rollout.expert_parallel:
+            return Share(1, 0, held_experts(weight.experts, ranks, rank))
+        return Share(ranks, rank, range(weight.experts))
+    if weight.shared and rollout.cuts_tokens:
+        return Share(1, 0, range(1))
+    return Share(rollout.tensor, tensor_rank, range(1))
+
+
+def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int) -> Iterator[tuple[str, Weight]]:
+    """The table's rows that one stage reads, with what stands before their names."""
+    first, last = pipeline_rank == 0, pipeline_rank == rollout.pipeline - 1
+    if first:
+        yield "", embedding(shape)
+    for layer in stage_layers(shape.num_layers, rollout.pipeline, pipeline_rank):
+        for weight in FAMILIES[shape.family].layer(shape, layer):
+            yield f"model.layers.{layer}.", weight
+    if last:
+        yield "", final_norm(shape)
+    # A tied head is the embedding, of which the last stage has a copy of its own.
+    if last and not (shape.tied and first):
+        yield "", head(shape)
+
+
+def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:
+    """Raises ValueError naming the key of the `rollout` section that does not cut the model."""
+    _check_tensor(shape, rollout)
+    if rollout.pipeline > shape.num_layers:
+        raise ValueError(f"rollout.pipeline = {rollout.pipeline} must be at most the {shape.num_layers} layers")
+    if shape.experts is None:
+        if rollout.expert_parallel:
+            raise ValueError("rollout.expert_parallel = true needs a model with experts; false always works")
+        return
+    product = f"rollout.tensor x rollout.data = {rollout.tensor} x {rollout.data}"
+    if rollout.expert_parallel and rollout.tensor * rollout.data > shape.experts.count:
+        raise ValueError(f"{product} must be at most the {shape.experts.count} experts that are dealt over them")
+    if not rollout.expert_parallel and shape.experts.ffn % (rollout.tensor * rollout.data):
+        raise ValueError(
+            f"{product} must divide the {shape.experts.ffn} feed-forward rows of an expert; "
+            "rollout.expert_parallel = true leaves experts whole"
+        )
+
+
+def _check_tensor(shape: ModelShape, rollout: RolloutLayout) -> None:
+    tensor, rows = rollout.tensor, _cut_rows(shape, rollout)
+    rules = {
+        f"divide the {shape.heads} attention heads": shape.heads % tensor == 0,
+        f"divide the {shape.groups} key-value groups or be a multiple of them": (
+            shape.groups % tensor == 0 or tensor % shape.groups == 0
+        ),
+        f"divide the {' and '.join(map(str, rows))} feed-forward rows": all(row % tensor == 0 for row in rows),
+        "be at most the number of experts": shape.experts is None or tensor <= shape.experts.count,
+        f"divide the {padded_vocab(shape)} padded vocabulary rows": padded_vocab(shape) % tensor == 0,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f"rollout.tensor = {tensor} must {rule}; 1 always does")
+
+
+def _cut_rows(shape: ModelShape, rollout: RolloutLayout) -> list[int]:
+    """Rows of the feed-forward networks that every tensor rank holds a part of, routed experts aside."""
+    dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
+    shared = shape.experts is not None and shape.experts.shared_ffn and not rollout.cuts_tokens
+    return [shape.ffn] * dense + ([shape.experts.shared_ffn] if shared and shape.experts else [])

@@ -1,0 +1,281 @@
+"""Bytes of activations and logits of one micro-batch on one rank, term by term.
+
+Derived from megarl's local layer spec: megatron-core's layers with the unfused norm and attention of `engine/layers.py` (the
+CPU path), where autograd keeps what each operation below needs. Transformer Engine fuses norms, SwiGLU and attention on a
+GPU and keeps less, so there these are upper estimates; not yet compared on a GPU.
+
+With b the bytes of the precision, t the tensor ranks, s = t under sequence parallelism and 1 otherwise, h = hidden,
+d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for its backward pass, a token:
+
+    two norms           2 (4 + 2 b) h / s   input in fp32, normalised input, output; in fp32 the input is the residual itself
+    qkv                 (a + 2 k) b         the fused output, of which values (and keys, queries) are views
+    q/k norms           (a + k) (4 + b)     input in fp32 and normalised input; in fp32 the keys' input is the qkv view, and
+                                            so is the queries' where the rank has one group
+    rotary embedding    (a + k + 4 d) b     rotated queries and keys, and two tables each for queries and keys
+    attention           2 a b + 4 heads / t output, its copy that joins the sequences, log of the softmax's sums
+    context parallelism 2 k c b             keys and values of all c context ranks
+    SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
+    adapters            rank b each         A x
+
+Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`engine/attention.py`): a
+layer keeps 2 k b for each row of those copies and of the completions, as many as the sequences' lengths add up to. In the
+backward pass their gradients take their place, one sequence after the other.
+
+Gemma's norms keep the normalised input in fp32, and it has four a layer; latent attention is counted with values as wide as
+its keys. Both are upper estimates, not compared with a measurement.
+
+Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
+(h b / s; in fp32 that is the first norm's input).
+"""
+
+from __future__ import annotations
+
+from megarl.models.megatron_weights import chunk_layers, stage_layers
+from megarl.planner import experts
+from megarl.planner.roles import Role
+from megarl.schedule.blocks import bytes_of, largest_block
+
+_FP32 = 4
+# `BLOCK` of `engine/attention.py`, whose imports are no business of an estimate; a test keeps them equal.
+MASK_ROWS = 256
+# On a GPU, offloaded activations that come back before the backward pass asks for them (`engine/offload.py`) take at most
+# this much; one tensor may be larger.
+PREFETCH_BYTES = 256 << 20
+
+
+def saved_by_stage(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token that a stage's layers keep until their backward pass, on the device or, where they are
+    offloaded, on the host."""
+    return sum(_saved_by(role, layer, pipeline_rank) for layer in _kept_layers(role, pipeline_rank))
+
+
+def _kept_layers(role: Role, pipeline_rank: int) -> list[int]:
+    """Layers of a stage that keep something: of those that are recomputed in one chunk, the first."""
+    layout, savings = role.layout, role.savings
+    chunks = [chunk_layers(role.shape, layout, pipeline_rank, chunk) for chunk in range(layout.virtual_pipeline)]
+    step = savings.num_layers if savings.recompute == "full" and savings.method == "uniform" else 1
+    return [layer for chunk in chunks for layer in chunk[::step]]
+
+
+def _saved_by(role: Role, layer: int, pipeline_rank: int) -> int:
+    if role.passes_nothing_back(layer, pipeline_rank):
+        return 0
+    if role.recomputes_whole(layer):
+        return hidden_width(role) * role.bytes_per_weight
+    kept = saved_per_token(role, layer) - sum(recomputed_per_token(role, layer))
+    norms_again = role.savings.recompute == "selective" and "layernorm" in role.savings.modules
+    if layer < role.frozen.layers:
+        # Inputs of weights that have no gradient: both norms' factors and outputs, attention's output and SwiGLU's product.
+        queries, _ = _heads_width(role)
+        again = role.savings.recomputes_feed_forward
+        product = 0 if again or role.shape.has_experts(layer) else role.shape.ffn // role.layout.tensor
+        norms = 0 if norms_again else (2 if again else 4) * hidden_width(role)
+        kept -= (norms + queries + product) * role.bytes_per_weight
+    elif role.frozen.norms and not norms_again:
+        kept -= 2 * hidden_width(role) * role.bytes_per_weight
+    return kept
+
+
+def copied_by_stage(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each row of keys and values behind a shared prompt that a stage's layers keep until their backward pass, on
+    the device or on the host. Where attention is computed again, none."""
+    layers = stage_layers(role.shape, role.layout, pipeline_rank)
+    keep = (layer for layer in layers if not attends_again(role, layer))
+    return sum(copied_per_row(role) for layer in keep if not role.passes_nothing_back(layer, pipeline_rank))
+
+
+def attends_again(role: Role, layer: int) -> bool:
+    """The backward pass runs a layer's attention again."""
+    selective = role.savings.recompute == "selective" and "core_attn" in role.savings.modules
+    return selective or role.recomputes_whole(layer)
+
+
+def copied_per_row(role: Role) -> int:
+    """Bytes of one row of a layer's keys and values."""
+    return 2 * _heads_width(role)[1] * role.bytes_per_weight
+
+
+def recomputed_per_token(role: Role, layer: int) -> tuple[int, int]:
+    """Bytes of each token that selective recompute does not keep of a layer: of its attention and norms, and of its
+    feed-forward part. By module: attention's first output and sums; the up-projected queries, keys and values with their
+    rotation; both norms but for the residual; all of SwiGLU, of the experts or of the shared ones; and of the experts'
+    activation all but its input."""
+    modules = role.savings.modules if role.savings.recompute == "selective" else ()
+    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+    queries, keys = _heads_width(role)
+    attention = {
+        "core_attn": queries * width + _FP32 * shape.heads // tensor,
+        "mla_up_proj": (2 * queries + 3 * keys) * width if shape.latent is not None else 0,
+        "layernorm": 2 * (_FP32 + _normalised_width(role)) * hidden_width(role),
+    }
+    if not shape.has_experts(layer):
+        feed_forward = {"mlp": 5 * (shape.ffn // tensor) * width}
+    elif "moe" in modules:
+        feed_forward = {"moe": experts.saved_per_token(role)}
+    else:
+        feed_forward = {"moe_act": experts.activation_per_token(role), "shared_experts": experts.shared_per_token(role)}
+    return tuple(sum(kept.get(module, 0) for module in modules) for kept in (attention, feed_forward))  # type: ignore[return-value]
+
+
+def _normalised_width(role: Role) -> int:
+    """Bytes of an element of a norm's normalised input, which its weight's gradient needs: none beside adapters, where the
+    weights are frozen."""
+    return (_FP32 if role.shape.norm_offset else role.bytes_per_weight) if role.adapters is None else 0
+
+
+def saved_per_token(role: Role, layer: int) -> int:
+    """Bytes that one layer keeps of each token until its backward pass, without recompute."""
+    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+    queries, keys = _heads_width(role)
+    normalised = _normalised_width(role)
+    norms = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
+    qkv = (queries + 2 * keys) * width
+    query_key_norms = 0
+    if shape.qk_norm:
+        query_key_norms = (queries + keys) * (_FP32 + normalised)
+        if width == _FP32:
+            query_key_norms -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
+    rotary = (queries + keys + 4 * shape.head_dim) * width
+    attention = 2 * queries * width + _FP32 * shape.heads // tensor
+    context = role.layout.context
+    gathered = 2 * keys * context * width if context > 1 else 0
+    adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
+    feed_forward = experts.saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
+    return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters + _latent_per_token(role)
+
+
+def _latent_per_token(role: Role) -> int:
+    """Bytes that latent attention keeps of each token on top: the compressed queries, keys and values and their norms, and
+    the values, widened to the size of the keys."""
+    latent, width = role.shape.latent, role.bytes_per_weight
+    if latent is None:
+        return 0
+    narrow = latent.query_rank + latent.key_value_rank
+    cut = role.layout.tensor if role.layout.sequence_parallel else 1
+    return (_FP32 + 2 * width) * narrow // cut + _heads_width(role)[1] * width
+
+
+def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
+    """Bytes of the masks that all layers share (`engine/attention.py`): of the sequences under context parallelism, of the
+    windows where a sequence is longer; `continues`: of sequences that continue a shared prompt."""
+    window = max(role.shape.windows, default=0)
+    keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
+    if window and (longest > window or keys):
+        keys += window + MASK_ROWS
+    return MASK_ROWS * keys * role.bytes_per_weight
+
+
+def passed_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token that a stage keeps of what it received until its backward pass; what it sent it frees."""
+    width = role.bytes_per_weight
+    first_layer = stage_layers(role.shape, role.layout, pipeline_rank)[0]
+    first = width == _FP32 or role.recomputes_whole(first_layer)  # then it is what the first layer keeps
+    offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
+    return hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
+
+
+def sent_back_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token of the micro-batch before, whose input and its gradient a stage still sends back."""
+    return 2 * hidden_width(role) * role.bytes_per_weight if pipeline_rank > 0 else 0
+
+
+def gathered_per_token(role: Role) -> int:
+    """Bytes of each token in the buffer that sequence parallelism gathers the linear layers' inputs in."""
+    return role.shape.hidden * role.bytes_per_weight if role.layout.sequence_parallel else 0
+
+
+def final_norm_per_token(role: Role) -> int:
+    """Bytes of each token that the final norm keeps for its backward pass: input in fp32 and normalised input."""
+    return (_FP32 + (role.bytes_per_weight if role.adapters is None else 0)) * hidden_width(role)
+
+
+def backward_per_token(role: Role, pipeline_rank: int) -> int:
+    """Bytes of each token on top of what is saved, where the backward pass of a stage is largest.
+
+    The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
+    the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
+    residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
+    norm's output and the normalised input are gone. Experts have figures of their own.
+    """
+    width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
+    feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
+    last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
+    if role.shape.has_experts(last):
+        feed_forward, kept = experts.backward_per_token(role), experts.saved_per_token(role)
+    norm = (5 * _FP32 + width - 2 * width) * hidden - kept
+    final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
+    # What recompute did not keep of the last layers of one chunk, or of the last layer's part, is there again by then.
+    if role.recomputes_whole(last):
+        whole = chunk_layers(role.shape, role.layout, pipeline_rank, role.layout.virtual_pipeline - 1)
+        size = role.savings.num_layers if role.savings.method == "uniform" else 1
+        again = sum(saved_per_token(role, layer) for layer in whole[-((len(whole) - 1) % size + 1) :])
+    else:
+        again = max(recomputed_per_token(role, last))
+    if not role.savings.offload_activations:
+        return max(again + feed_forward, again + norm, final_norm)
+    # A layer's forward pass needs more than its backward pass, to which each operation gets its tensors by itself.
+    wide = 0 if width == _FP32 else _FP32 * hidden
+    final_norm += hidden * width if wide and final_norm else 0
+    # The stage's input counts as received already, and of the micro-batch before only the gradient is still being sent.
+    counted = 2 * hidden * width if pipeline_rank > 0 else 0
+    return max(forward_per_token(role) + wide - counted, again + feed_forward if again else 0, final_norm)
+
+
+def forward_per_token(role: Role) -> int:
+    """Bytes of each token where a forward pass that keeps nothing is largest: in a layer's SwiGLU (as above), its experts or
+    its rotary embedding (qkv, its parts and five products), beside four hidden states (the stage's and the layer's input,
+    the residual, the norm's output)."""
+    queries, keys = _heads_width(role)
+    width, with_experts = role.bytes_per_weight, {role.shape.has_experts(layer) for layer in range(role.shape.num_layers)}
+    swiglu = 5 * (role.shape.ffn // role.layout.tensor) * width if False in with_experts else 0
+    routed = experts.forward_per_token(role) if True in with_experts else 0
+    rotary = (7 * queries + 3 * keys) * width
+    return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
+
+
+def attention_per_token(role: Role) -> int:
+    """Bytes of each token in the attention of a forward pass that keeps nothing, beside the rows behind shared prompts: four
+    hidden states as above, qkv, rotated queries and keys, the output and its copy that joins the sequences."""
+    queries, keys = _heads_width(role)
+    return (4 * hidden_width(role) + 4 * queries + 3 * keys) * role.bytes_per_weight
+
+
+def head_rows(role: Role, head_tokens: int) -> int:
+    """Bytes of the hidden rows that the head reads. A forward phase keeps those of the last micro-batch, too."""
+    return head_tokens * role.shape.hidden * role.bytes_per_weight
+
+
+def logits_forward(role: Role, head_tokens: int, entropy: bool) -> int:
+    """Bytes of the largest block of logits that `engine/logprobs.py` makes, with what it computes from it."""
+    return bytes_of(*_block(role, head_tokens), role.bytes_per_weight, entropy)
+
+
+def logits_backward(role: Role, head_tokens: int) -> int:
+    """Bytes of a block at the backward peak, beside the gradient of the hidden rows in fp32.
+
+    The peak is where the block's gradient is computed, which an entropy bonus makes larger, or where it is multiplied: in
+    any precision but fp32 the product, a part of the weight's gradient or the rows', is widened to fp32 before it is added.
+    """
+    (rows, columns), width = _block(role, head_tokens), role.bytes_per_weight
+    computed = bytes_of(rows, columns, width, role.entropy_bonus)
+    products = max(rows, columns) if role.trains_head else rows  # a frozen head's weight has no gradient
+    product = products * role.shape.hidden * (width + _FP32) if width != _FP32 else 0
+    return head_tokens * role.shape.hidden * _FP32 + max(computed, rows * columns * width + product)
+
+
+def _block(role: Role, head_tokens: int) -> tuple[int, int]:
+    return largest_block(head_tokens, min(role.vocab_width, role.shape.vocab), role.on_cpu)
+
+
+def hidden_width(role: Role) -> int:
+    """Elements of a token's hidden state on one rank: sequence parallelism cuts the tokens over the tensor group."""
+    layout = role.layout
+    return role.shape.hidden // (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _heads_width(role: Role) -> tuple[int, int]:
+    """Elements of the queries and of the keys of a token on one tensor rank."""
+    shape, tensor = role.shape, role.layout.tensor
+    if shape.latent is not None:
+        return (shape.heads * shape.latent.key_dim // tensor,) * 2
+    return shape.heads * shape.head_dim // tensor, shape.groups * shape.head_dim // tensor

@@ -1,1 +1,0 @@
-"""Where figures and sample tables go besides the run directory: TensorBoard, Weights & Biases, MLflow."""

@@ -1,0 +1,401 @@
+"""The vLLM side of a weight sync, in every worker process. All that touches vLLM's model objects is in this file.
+
+Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN object after load and the parameter is left
+with shape (0,). So a live parameter of the full shape is written in place, and a packed one is built anew and packed
+again; both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU
+too, under the parameter's own name and with room for padding.
+
+On GPUs vLLM captures CUDA graphs, which read parameters where they were at the capture. What vLLM makes anew of them, as
+scales in a kernel's layout, is copied there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm._custom_ops import CPUDNNLGEMMHandler
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PerBlockOnlineMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.quantised_blocks import BLOCK, quantised_parameters
+from megarl.models.vllm_weights import idle_parameters, parameter_sizes
+from megarl.platform import current as platform
+from megarl.rollout.cpu_workers import complete
+from megarl.rollout.routing import Recorded, RoutingRecorder
+from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
+from megarl.weight_sync.codec import FP8
+from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.module_work import module_works
+from megarl.weight_sync.read import Box, StreamReader, no_works
+from megarl.weight_sync.spare import SpareMemory
+from megarl.weight_sync.whole import whole_tensors
+
+logger = logging.getLogger(__name__)
+SCALES = "_scale_inv"  # behind the name of a weight in FP8 blocks: that of their scales
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Everything a receiver must know comes with each version."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """`WeightManifest.as_dict()`, and which of its engines this one is."""
+
+    manifest: dict[str, Any]
+    engine: int
+
+
+class WeightReceiver(WeightTransferEngine[NoInit, Update]):
+    """Takes this worker's shards of one version while they arrive. A version that breaks off leaves a mixture, so the engine
+    must answer nothing until a version went through.
+    """
+
+    init_info_cls = NoInit
+    update_info_cls = Update
+    supports_draft_weight_update = False
+    # By module and parameter: where those live whose content is in spare memory. None on CPUs, which have no CUDA graphs.
+    _homes: dict[str, dict[str, torch.Tensor]] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shape = ModelShape.from_directory(self.model_config.model)
+        parallel = self.parallel_config
+        self._rollout = RolloutLayout(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.data_parallel_size,
+            parallel.enable_expert_parallel,
+        )
+        self._reader: StreamReader | None = None
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # each thread has its own
+        self._owner: str | None = None  # the module that is being written
+        self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
+        if self.device.type != "cpu":
+            self._homes = {}
+        self._repack_s = 0.0  # by the thread that called
+        self.report: dict[str, float] | tuple[bool, str, bool] = {}
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """`update_weights` does all, so that no half-open session can outlive a failure. Until then no report of an earlier
+        version can be taken for one of this."""
+        self.report = (False, "took no weights", False)
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Never raises; `report` says how it went. Where one worker's call fails, vLLM's executor leaves the answers of the
+        workers behind it unread, and takes them for answers to the calls that follow (0.32)."""
+        try:
+            # The base method synchronizes torch.accelerator, which raises where there is none.
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except SyncError as error:
+            self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
+        except Exception as error:  # a call that fails would mix up the answers of other workers (above): `report` has it
+            logger.exception("a worker took no weights")
+            self.report = (False, f"{type(error).__name__}: {error}", False)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: Update) -> None:
+        manifest = WeightManifest.from_dict(update_info.manifest)
+        if manifest.rollout != self._rollout:
+            raise SyncError(f"manifest for engines cut as {manifest.rollout}; this one is cut as {self._rollout}")
+        if self._reader is None:
+            self._reader = StreamReader(self._shape, self._worker())
+        started = time.perf_counter()
+        self._repack_s = 0.0
+        reshards = manifest.mode == "reshard"
+        meanwhile = self._pack_rest if reshards else lambda: None
+        works = partial(self._works, manifest.bucket_bytes) if reshards and self.device.type == "cpu" else no_works
+        # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
+        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes:
+            if manifest.mode == "checkpoint":
+                tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
+                load_checkpoint_tensors(self.model, self.model_config, tensors)
+            else:
+                try:
+                    self._load(boxes, DTYPES[manifest.precision])
+                finally:
+                    for spare in self._spares:
+                        spare.clear()
+        received_s, figures = time.perf_counter() - started, self._reader.figures
+        repack_s = self._repack_s + figures.pack_s
+        self.report = {
+            "version": manifest.version,
+            "received_bytes": float(figures.received_bytes),
+            "wait_s": figures.wait_s,
+            "verify_s": figures.verify_s,
+            "apply_s": received_s - repack_s - figures.wait_s - figures.verify_s,
+            "repack_s": repack_s,  # in checkpoint mode vLLM's loader does both
+            "transfer_s": received_s - repack_s - figures.verify_s,
+        }
+
+    def shutdown(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _worker(self) -> int:
+        """This worker's number in its engine."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+        data_rank = self.parallel_config.data_parallel_rank
+        return self._rollout.worker(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group, data_rank)
+
+    def _check_names(self, worker: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """The table of `vllm_segments` and the model must know the same parameters."""
+        live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
+        idle = idle_parameters(self._shape, self._rollout, worker)
+        live = {name for name in live if not name.endswith(SCALES)}
+        odd = sorted((live - self._derived_names() - idle) ^ sizes.keys())
+        if odd:
+            raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
+
+    def _latent_attentions(self) -> list[tuple[str, MLAAttention]]:
+        return [(name, module) for name, module in self._modules.items() if isinstance(module, MLAAttention)]
+
+    def _derived_names(self) -> set[str]:
+        """Parameters that no checkpoint has: vLLM's latent attention owns no weight, and registers as parameters of its own
+        what it makes of `kv_b_proj` after load (`W_UK_T`, `W_UV`)."""
+        return {
+            f"{owner}.{name}"
+            for owner, attention in self._latent_attentions()
+            for name, _ in attention.named_parameters(recurse=False)
+        }
+
+    def _know_modules(self) -> None:
+        if not self._sizes:
+            self._modules = dict(self.model.named_modules())
+            sizes = parameter_sizes(self._shape, self._rollout, self._worker())
+            self._check_names(self._worker(), sizes)
+            self._sizes = sizes
+
+    def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
+        """Write boxes that are handed out, module by module: all but those of works."""
+        self._owner, self._unpacked = None, []
+        targets: dict[str, torch.Tensor] = {}
+        for box in boxes:
+            if box.parameter not in targets:
+                self._know_modules()
+                module_name = box.parameter.rpartition(".")[0]
+                if module_name != self._owner:
+                    targets = {}  # first: spare memory that somebody refers to is not lent again
+                    self._written()
+                    self._owner = module_name
+                spare = self._spares[0]
+                targets[box.parameter] = self.target(box.parameter, dtype if box.scales is None else FP8, spare)
+                if box.scales is not None:
+                    targets[box.parameter + SCALES] = self.target(box.parameter + SCALES, torch.float32, spare)
+            box.within(targets[box.parameter]).copy_(box.content)
+            if box.scales is not None:
+                (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
+                targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
+        self._written()
+
+    def _works(self, bucket_bytes: int, boxes: Sequence[Box]) -> Works:
+        """For weights that are read in place."""
+        self._know_modules()
+        return module_works(self, boxes, self._sizes, self._spares, bucket_bytes)
+
+    def is_large(self, owner: str) -> bool:
+        """An embedding or an output head."""
+        return isinstance(self._modules[owner], VocabParallelEmbedding)
+
+    def address(self, parameter: str) -> int:
+        """Where a parameter lives, 0 where nothing but its packed form does."""
+        owner, _, name = parameter.rpartition(".")
+        live: torch.Tensor = getattr(self._modules[owner], name)
+        return live.data_ptr() if live.numel() else 0
+
+    def _pack_rest(self) -> None:
+        """Let vLLM pack what does that after everything has come."""
+        self._written()
+        begun = time.perf_counter()
+        for name in dict.fromkeys(self._unpacked):
+            self._process(name)
+        for _, attention in self._latent_attentions():
+            # Made of the old `kv_b_proj`: views of it where it is kept as it is, copies of their own where vLLM packs it.
+            attention.process_weights_after_loading(self.model_config.dtype)
+        self._repack_s += time.perf_counter() - begun
+
+    def other_formats(self) -> list[str]:
+        """Quantised weights and their scales that vLLM keeps in another number format, for the kernel it has chosen: no sync
+        can write them. Each with what it is, and the kernel."""
+        found, modules = [], dict(self.model.named_modules())
+        for parameter in quantised_parameters(self._shape, self._rollout, self._worker()):
+            owner, _, name = parameter.rpartition(".")
+            module = modules[owner]
+            for part, dtype in ((name, FP8), (name + SCALES, torch.float32)):
+                live = getattr(module, part, None)
+                if live is None or live.dtype != dtype:
+                    held = "missing" if live is None else live.dtype
+                    found.append(f"{owner}.{part} is {held}, not {dtype}, under {_kernel(module)}")
+        return found
+
+    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
+        """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live one, or memory for one of which
+        only the packed form lives. A vector is one column; experts stand one below the other."""
+        owner, _, name = parameter.rpartition(".")
+        module = self._modules[owner]
+        live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
+        # vLLM's kernel for small weights has biases in fp32, which it makes of those that were loaded.
+        widened = name == "bias" and live.dtype == torch.float32 and self.device.type == "cpu" and live.dtype != dtype
+        if live.dtype != dtype and not widened:
+            raise SyncError(f"{parameter} is {live.dtype} in the engine but {dtype} in the manifest")
+        rows, cols = self._sizes[parameter.removesuffix(SCALES)]
+        if name.endswith(SCALES):
+            rows, cols = -(-rows // BLOCK), -(-cols // BLOCK)
+        # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
+        stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
+        packed = live.numel() == 0 or stacked or widened
+        if not packed and live.numel() == rows * cols:
+            return live.view(rows, cols)
+        if not packed:
+            raise SyncError(f"{parameter} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
+        shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
+        target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and _takes_rows_apart(module))
+        assert self._reader is not None  # it gave the box
+        if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
+            target.zero_()  # padding is never sent
+        if self._homes is not None:
+            self._homes.setdefault(owner, {}).setdefault(name, live)
+        setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
+        return target if len(shape) == 2 else target.view(rows, cols)
+
+    def _written(self) -> None:
+        """The module that boxes were handed out of is complete."""
+        if self._owner is not None:
+            begun = time.perf_counter()
+            self.complete(self._owner, self._spares[0])
+            self._repack_s += time.perf_counter() - begun
+            self._owner = None
+
+    def complete(self, owner: str, spare: SpareMemory) -> None:
+        """A module is complete, or a part of a large one. What is in spare memory is packed at once, so that the next one
+        may have it; all others when everything has come: trainer ranks make their checksums meanwhile, and between two
+        buckets packing would take the cache from them."""
+        if spare.in_use:
+            self._process(owner)
+            spare.take_back()
+        else:
+            self._unpacked.append(owner)
+
+    def _process(self, owner: str) -> None:
+        """Let vLLM pack what was written, as it does after load; on a GPU every parameter stays where it is."""
+        module = self._modules[owner]
+        if self._homes is None:
+            self._repack(module)
+            return
+        homes = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
+        homes |= self._homes.get(owner, {})
+        self._repack(module)
+        for name, home in homes.items():
+            made = getattr(module, name)
+            if made.shape != home.shape or made.dtype != home.dtype:
+                what = f"{made.dtype} of {tuple(made.shape)}, and CUDA graphs read {home.dtype} of {tuple(home.shape)}"
+                raise SyncError(f"vLLM made {owner}.{name} anew as {what}")
+            if made.data_ptr() != home.data_ptr():
+                home.copy_(made)
+                made.data = home  # kernels that refer to the new parameter read it too
+        self._homes.pop(owner, None)
+
+    def _repack(self, module: torch.nn.Module) -> None:
+        quant_method = getattr(module, "quant_method", None)
+        # These quantise what a checkpoint brings, once. What came now is quantised: what follows that is left to be done.
+        if isinstance(quant_method, Fp8PerBlockOnlineMoEMethod):
+            blocks = [getattr(module, name + end).data for end in ("", SCALES) for name in ("w13_weight", "w2_weight")]
+            quant_method._setup_kernel(module, *blocks, module.w13_input_scale, module.w2_input_scale)
+        elif isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
+            quant_method.fp8_linear.process_weights_after_loading(module)
+        elif isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            self._process_embedding(module)
+        elif quant_method is not None:
+            if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
+                # With a kernel of an earlier load it takes the weights for packed ones.
+                quant_method.moe_kernel = None
+            if hasattr(module, "cpu_linear"):
+                del module.cpu_linear  # the old packed form goes before there is a new one beside it
+            quant_method.process_weights_after_loading(module)
+
+    def _process_embedding(self, module: VocabParallelEmbedding) -> None:
+        """Rows of it are looked up in the parameter itself, and nothing else: what vLLM packs of it on CPUs, as of an output
+        head (0.32), is as large as the parameter and never used. Whoever did use it gets the parameter's own product."""
+        if self.device.type == "cpu" and hasattr(module, "cpu_linear"):
+            module.cpu_linear = torch.nn.functional.linear
+        if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
+            # The output head shares the embedding's parameter but has a packed copy of its own.
+            self._process("lm_head")
+
+
+def _takes_rows_apart(module: torch.nn.Module) -> bool:
+    """Whether vLLM packs its weight with oneDNN, by what is left of the last time, on a CPU where that gains by it. Its
+    kernel for small weights wants rows side by side."""
+    kept = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
+    return platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in kept)
+
+
+def _kernel(module: torch.nn.Module) -> str:
+    """The name of the kernel that vLLM has chosen for a quantised module."""
+    method = getattr(module, "quant_method", None)
+    backend = getattr(method, "fp8_backend", None)  # of experts
+    return str(backend.value if backend is not None else type(getattr(method, "fp8_linear", method)).__name__)
+
+
+class WorkerReport:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did and
+    what routers chose."""
+
+    def megarl_complete(self) -> None:
+        """Make up for what vLLM leaves out where an engine has several workers."""
+        complete(self)
+
+    def megarl_other_formats(self) -> list[str]:
+        """Quantised parameters that no sync could write."""
+        worker: Any = self
+        return worker.weight_transfer_engine.other_formats()
+
+    def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
+        """Take a version, as vLLM's three calls would have it: each of them asks all of an engine's processes. Version and
+        figures; or whether another process failed before this one, and what happened."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights({"manifest": manifest, "engine": engine})
+        worker.finish_weight_update()
+        return worker.weight_transfer_engine.report
+
+    def megarl_record_routing(self) -> None:
+        """From here on the experts that tokens choose are kept until they are taken."""
+        self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def megarl_take_routing(self, requests: list[str]) -> list[Recorded]:
+        return [self.megarl_routing.take(request) for request in requests]

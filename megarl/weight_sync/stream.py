@@ -1,0 +1,257 @@
+"""How the boxes of one destination travel: cut into pieces, packed into buckets of one size. Pure: both ends compute it.
+
+Pieces follow each other in the order that `reshard.order` gives to the copies. Inside a bucket the pieces of one source rank
+lie together, as a *part*: what travels in one message. A part ends with a table of checksums, one a piece.
+
+    bucket | piece piece piece table | piece table | free |
+           '-- part of rank 0 -------'-- rank 2 ---'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes
+from megarl.weight_sync.plan import ReshardPlan
+
+# Each piece, and so each part, starts on a cache line.
+ALIGNMENT = 64
+CHECKSUM_BYTES = 8
+
+
+class Part(NamedTuple):
+    """What one source rank contributes to a bucket: its bytes `[start, end)`, and the positions of its pieces."""
+
+    source_rank: int
+    start: int
+    end: int
+    pieces: np.ndarray
+
+
+class Piece(NamedTuple):
+    """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter on, which
+    are the bytes `[start, end)` of a bucket; its checksum is at byte `check`. `number` is its position in the stream."""
+
+    number: int
+    parameter: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+    start: int
+    end: int
+    check: int
+    scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 of any other format
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The pieces of one destination, as int64 columns [pieces].
+
+    A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan; it lies in bucket `bucket` at byte
+    `offset`, has `size` bytes and its checksum (uint64) at byte `check`; of FP8 blocks the first `scales` bytes are their
+    scales. `sources` are trainer ranks. `capacity` is bytes
+    of the fullest bucket.
+    """
+
+    copy: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    source: np.ndarray
+    bucket: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+    check: np.ndarray
+    scales: np.ndarray
+    num_buckets: int
+    capacity: int
+
+    @classmethod
+    def of(
+        cls,
+        plan: ReshardPlan,
+        copies: np.ndarray,
+        itemsize: int,
+        bucket_bytes: int,
+        quantised: Collection[str] = (),
+        apart: Collection[int] = (),
+    ) -> Stream:
+        """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
+        of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut. A
+        new bucket begins at each of the positions in `copies` that are `apart`. Raises ValueError where the plan cuts
+        blocks, and where one row of a box, or of blocks, does not fit a bucket."""
+        in_blocks = np.zeros(len(plan), dtype=bool)
+        if quantised:
+            in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
+        for place in copies[in_blocks[copies]].tolist():
+            if plan.destination_row[place] % BLOCK or plan.destination_col[place] % BLOCK:
+                raise ValueError(f"FP8 blocks: {plan.describe(place)} starts inside one; `check_blocks` says what cuts them")
+        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes, in_blocks, frozenset(apart))
+        cols = plan.cols[copy]
+        scales = np.where(in_blocks[copy], SCALE_BYTES * -(-rows // BLOCK) * -(-cols // BLOCK), 0)
+        source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, itemsize)
+        offset, check, capacity = _place(source, bucket, size)
+        assert capacity <= bucket_bytes, f"a bucket of {capacity} bytes; {bucket_bytes} are allowed"
+        num_buckets = int(bucket[-1]) + 1 if len(bucket) else 0
+        return cls(copy, row, rows, source, bucket, offset, size, check, scales, num_buckets, capacity)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each bucket, in the order of their source ranks."""
+        order = np.lexsort((np.arange(len(self.copy)), self.source, self.bucket))
+        keys = np.stack([self.bucket[order], self.source[order]])
+        first = np.flatnonzero(np.r_[True, (np.diff(keys) != 0).any(axis=0)]) if len(order) else np.empty(0, dtype=np.int64)
+        buckets: list[list[Part]] = [[] for _ in range(self.num_buckets)]
+        for pieces in np.split(order, first[1:]):
+            if len(pieces):
+                start, end = int(self.offset[pieces[0]]), _aligned(int(self.check[pieces[-1]]) + CHECKSUM_BYTES)
+                source_rank = int(self.source[pieces[0]])
+                buckets[self.bucket[pieces[0]]].append(Part(source_rank, start, end, pieces))
+        return tuple(map(tuple, buckets))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Position of each bucket's first piece, and behind them the number of pieces, int64 [buckets + 1]."""
+        return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all boxes, without checksums and gaps."""
+        return int(self.size.sum())
+
+    def part(self, bucket: int, source_rank: int) -> Part | None:
+        """What a rank contributes to a bucket; None for nothing, as behind the last bucket."""
+        if bucket >= self.num_buckets:
+            return None
+        return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
+
+    def pieces(self, bucket: int) -> range:
+        """Positions of a bucket's pieces."""
+        return range(int(self.starts[bucket]), int(self.starts[bucket + 1]))
+
+    def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
+        """A part's pieces as its source rank sees them."""
+        copy = self.copy[part.pieces]
+        place = plan.source_row[copy] + self.row[part.pieces], plan.source_col[copy]
+        return self._seen(plan, part.pieces, [plan.source_parameters[i] for i in plan.source_parameter[copy]], place)
+
+    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[tuple[Piece, list[Piece]]]:
+        """What their worker sees of a bucket's pieces: pieces that follow each other in a parameter and in the bucket count
+        as one, which stands before those that it was made of."""
+        numbers = np.array(self.pieces(bucket), dtype=np.int64)
+        copy = self.copy[numbers]
+        place = plan.destination_row[copy] + self.row[numbers], plan.destination_col[copy]
+        parameters = [plan.destination_parameters[i] for i in plan.destination_parameter[copy]]
+        joined: list[tuple[Piece, list[Piece]]] = []
+        for piece in self._seen(plan, numbers, parameters, place):
+            whole, parts = joined[-1] if joined else (piece, [])
+            follows = whole.start < piece.start == whole.end and whole.row + whole.rows == piece.row
+            follows = follows and not piece.scale_bytes
+            if follows and (whole.parameter, whole.col, whole.cols) == (piece.parameter, piece.col, piece.cols):
+                joined[-1] = whole._replace(rows=whole.rows + piece.rows, end=piece.end), [*parts, piece]
+            else:
+                joined.append((piece, [piece]))
+        return joined
+
+    def _seen(
+        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], place: tuple[np.ndarray, np.ndarray]
+    ) -> list[Piece]:
+        """Plain integers: what is done for each piece must cost less than copying it."""
+        start, (row, col) = self.offset[pieces], place
+        columns = (row, col, self.rows[pieces], plan.cols[self.copy[pieces]], start, start + self.size[pieces])
+        numbers = [column.tolist() for column in (*columns, self.check[pieces], self.scales[pieces])]
+        return list(map(Piece, pieces.tolist(), parameters, *numbers))
+
+
+def checksum(content: np.ndarray, version: int, bucket: int) -> int:
+    """A hash of every byte of a piece and its place, and of what the bytes are for: those of another version or bucket do
+    not pass. xxh3 runs at the speed of memory."""
+    return xxhash.xxh3_64_intdigest(content.data, seed=_seed(version, bucket))
+
+
+def checksum_of_parts(parts: Sequence[np.ndarray], version: int, bucket: int) -> int:
+    """The same of a piece whose bytes lie in several places."""
+    if len(parts) == 1:
+        return checksum(parts[0], version, bucket)
+    state = xxhash.xxh3_64(seed=_seed(version, bucket))
+    for part in parts:
+        state.update(part.data)
+    return state.intdigest()
+
+
+def _seed(version: int, bucket: int) -> int:
+    return (version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF
+
+
+def _cut(
+    plan: ReshardPlan,
+    copies: np.ndarray,
+    itemsize: int,
+    bucket_bytes: int,
+    in_blocks: np.ndarray,
+    apart: Collection[int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(copy, row, rows, bucket) of every piece: a bucket takes whole rows, or rows of blocks, as long as they fit, with
+    their checksums, up to the next copy that is `apart`."""
+    pieces: list[tuple[int, int, int, int]] = []
+    bucket = used = 0
+    present: set[int] = set()  # ranks that have a part in the bucket that is filled
+    overhead = 2 * ALIGNMENT  # at most: the gap behind a part's table, and the piece's own
+    columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies], in_blocks[copies])
+    copies_to_cut = zip(copies.tolist(), *(column.tolist() for column in columns), strict=True)
+    for position, (copy, rows, cols, source, blocks) in enumerate(copies_to_cut):
+        if position in apart and used:
+            bucket, used = bucket + 1, 0
+            present.clear()
+        row, unit = 0, min(BLOCK, rows) if blocks else 1
+        row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
+        if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
+            what = "a row of blocks" if blocks else "a row"
+            raise ValueError(
+                f"weight_sync.bucket_bytes = {bucket_bytes} is less than {what} of {plan.names[plan.name[copy]]} needs, "
+                f"{_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
+            )
+        while row < rows:
+            free = bucket_bytes - used - CHECKSUM_BYTES - (0 if source in present else ALIGNMENT)
+            fits = min(rows - row, free // ALIGNMENT * ALIGNMENT // row_bytes * unit)
+            if fits <= 0:
+                bucket, used = bucket + 1, 0
+                present.clear()
+                continue
+            pieces.append((copy, row, fits, bucket))
+            size = block_bytes(fits, cols) if blocks else fits * row_bytes
+            used += _aligned(size) + CHECKSUM_BYTES + (0 if source in present else ALIGNMENT)
+            present.add(source)
+            row += fits
+    table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    return table[0], table[1], table[2], table[3]
+
+
+def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """(offset, check, bytes of the fullest bucket): part after part in each bucket, and each part's table at its end."""
+    if not len(size):
+        return np.zeros_like(size), np.zeros_like(size), 0
+    order = np.lexsort((np.arange(len(size)), source, bucket))
+    new_bucket = np.r_[True, np.diff(bucket[order]) != 0]
+    first = np.flatnonzero(new_bucket | np.r_[True, np.diff(source[order]) != 0])  # of each part
+    part = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(order)]))
+    room = -(-size[order] // ALIGNMENT) * ALIGNMENT
+    before = np.cumsum(room) - room
+    sums = np.add.reduceat(room, first)
+    lengths = -(-(sums + CHECKSUM_BYTES * np.bincount(part)) // ALIGNMENT) * ALIGNMENT
+    starts = np.cumsum(lengths) - lengths
+    starts -= starts[np.maximum.accumulate(np.where(new_bucket[first], np.arange(len(first)), 0))]
+    offset, check = np.empty_like(size), np.empty_like(size)
+    offset[order] = starts[part] + before - before[first][part]
+    check[order] = (starts + sums)[part] + CHECKSUM_BYTES * (np.arange(len(order)) - first[part])
+    return offset, check, int((starts + lengths).max())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

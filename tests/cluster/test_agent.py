@@ -1,0 +1,169 @@
+"""What the agent makes of its ranks' ends, and that they have their time to leave."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+
+from megarl.cluster.agent_command import main
+from megarl.cluster.agent_nodes import NO_ANSWER, End, OtherNodes
+from megarl.cluster.agent_verdict import judge
+from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from tests.ports import unused_port
+from tests.ranks import run_ranks
+
+DEADLINE_S = 240
+TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("ended", "killed", "asked", "can_resume", "status", "words"),
+    [
+        ({0: 0, 1: 0}, (), (), False, COMPLETE, "complete"),
+        ({0: 75, 1: 75}, (), (USR1,), True, REQUEUE, "started again"),
+        ({0: 75, 1: 0}, (), (), True, REQUEUE, "started again"),
+        ({1: 75}, (), (), False, REQUEUE, "started again"),
+        ({0: 75, 1: 3}, (), (USR1,), True, FAILED, "rank 1 ended with exit status 3"),
+        ({0: 1, 1: 2}, (), (), True, BAD_INPUT, "rank 1 ended with exit status 2"),
+        ({2: -KILL}, (), (), True, FAILED, "rank 2 was killed by SIGKILL"),
+        ({0: 75, 3: -signal.SIGSEGV}, (), (TERM,), True, FAILED, "rank 3 was killed by SIGSEGV"),
+        # Signals that the agent passed on, before the rank's handler was there: its own end by one, and Ray's handler's.
+        ({0: 75, 1: -TERM}, (), (TERM,), False, REQUEUE, "ranks 1 left before"),
+        ({0: 15}, (), (TERM,), False, REQUEUE, "ranks 0 left before"),
+        ({0: -TERM}, (), (USR1,), False, FAILED, "rank 0 was killed by SIGTERM"),
+        ({}, (0, 1), (TERM,), True, REQUEUE, "ranks 0, 1 did not leave within run.grace_s"),
+        ({0: 75}, (1,), (TERM,), False, FAILED, "no checkpoint to go on from"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, killed, asked, can_resume, status, words):
+    verdict = judge(ended, killed, asked, can_resume)
+    assert verdict.status == status and words in verdict.sentence, verdict
+
+
+@contextmanager
+def _agent(folder, *words, node=None, port=0, restarts=1):
+    """An agent with two ranks, alone or as one `node` of two. It ends with the test, whatever becomes of that."""
+    program = Path(__file__).parents[1].joinpath("exiting_rank.py")
+    command = [sys.executable, "-m", "megarl.cluster.agent", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += [*(["--standalone"] if node is None else place), str(program), *words]
+    agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield agent
+    finally:
+        if agent.poll() is None:
+            for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+                process.kill()
+            agent.communicate()
+
+
+def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restarted(tmp_path):
+    with _agent(tmp_path, "save=3") as agent:
+        end = time.monotonic() + DEADLINE_S
+        while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
+            assert agent.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        os.kill(agent.pid, signal.SIGHUP)
+        _, said = agent.communicate(timeout=DEADLINE_S)
+    assert agent.returncode == REQUEUE, said
+    assert (tmp_path / "saved").read_text() == "SIGHUP", "rank 1 left three seconds before, and nobody stopped rank 0"
+    assert (tmp_path / "starts-0").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "starts", "words"),
+    [("-9", FAILED, "0\n1\n", "rank 1 was killed by SIGKILL"), ("2", BAD_INPUT, "0\n", "rank 1 ended with exit status 2")],
+)
+def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, starts, words):
+    with _agent(tmp_path, f"1={end}") as agent:
+        _, said = agent.communicate(timeout=DEADLINE_S)
+    assert agent.returncode == status and words in said, said
+    assert (tmp_path / "starts-1").read_text() == starts
+
+
+def test_nodes_that_come_and_go_are_refused(capsys):
+    assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl.train", "recipe.yaml"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "--rdzv-backend = c10d" in said and "--nnodes = 2" in said and "--master-addr" in said
+
+
+def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
+    """The others would sleep for minutes: no rank of the first node fails by itself."""
+    port = unused_port()
+    words = ("3=-9", "again=0")
+    with _agent(tmp_path, *words, node=0, port=port) as first, _agent(tmp_path, *words, node=1, port=port) as second:
+        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (COMPLETE, COMPLETE), said
+    assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n"] * 4
+
+
+def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
+    """As above, and no rank is started again."""
+    port = unused_port()
+    with (
+        _agent(tmp_path, "3=-9", node=0, port=port, restarts=0) as first,
+        _agent(tmp_path, "3=-9", node=1, port=port, restarts=0) as second,
+    ):
+        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (FAILED, FAILED), said
+    assert "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in said[0]
+    assert "megarl.cluster.agent: rank 3 was killed by SIGKILL" in said[1]
+
+
+def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():
+    store = HashStore()
+    one, other = OtherNodes(store, store), OtherNodes(store, store)
+    assert one.heard(0) is None
+    killed, followed = (
+        End(True, FAILED, "rank 3 was killed by SIGKILL"),
+        End(True, FAILED, "rank 0 ended with exit status 1"),
+    )
+    assert one.tell(0, killed) == other.tell(0, followed) == killed
+    over = End(False, FAILED, "rank 1 ended with exit status 1")
+    assert other.tell(1, over) == over
+    other.wait_until_heard(1, 2)
+    end = time.monotonic() + DEADLINE_S
+    while one.heard(1) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (one.heard(0), one.heard(1), one.heard(2)) == (killed, over, None)
+    one.close()
+    other.close()
+
+
+def test_no_node_starts_ranks_again_without_the_store_of_node_0():
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    others = OtherNodes.of(client, "127.0.0.1", server.port, "job")
+    del server
+    assert others.tell(0, End(True, FAILED, "rank 3 was killed by SIGKILL")) == NO_ANSWER
+
+
+def _start_twice(port):
+    """The sum over all ranks of a start and of another one, in the one store that torchrun has for both."""
+    from megarl.platform import current
+
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sums = []
+    for start in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+        current.start_process_group(int(os.environ["LOCAL_RANK"]), 60.0)
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+        sums.append(ones.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_ranks_that_are_started_again_meet_each_other_and_not_those_before():
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    assert run_ranks(_start_twice, 2, store.port) == [[2.0, 2.0]] * 2

@@ -1,0 +1,287 @@
+"""`megarl doctor` against planted faults: each is named with its value and a way out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.doctor import Question, examine
+from megarl.cluster.doctor_finding import Finding, Verdict
+from megarl.cluster.doctor_machine import check_machine, check_precision
+from megarl.cluster.doctor_network import check_network, check_ray, check_slurm
+from megarl.cluster.doctor_nodes import Node, compare_nodes, shared_versions
+from megarl.cluster.doctor_packages import check_packages
+from tests.ports import unused_port
+
+NOON = 1_800_000_000.0
+VERSIONS = {"megarl": "0.1.0", "torch": "2.13.0"}
+
+
+def finding(findings: Iterator[Finding] | list[Finding], check: str) -> Finding:
+    (one,) = [one for one in findings if one.check == check]
+    return one
+
+
+def assert_fails(findings: Iterator[Finding] | list[Finding], check: str, *texts: str) -> None:
+    one = finding(findings, check)
+    assert one.verdict == Verdict.FAIL and one.fix
+    assert all(text in f"{one.found} {one.fix}" for text in texts), one
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[Finding]]:
+    """The command in a process of its own, with packages of `path` before all others; exit status and findings."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")])),
+    }
+    command = f"{before}{sys.executable} -m megarl.cli doctor --json {' '.join(arguments)}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.startswith("["), done.stderr
+    return done.returncode, [Finding(**one) for one in json.loads(done.stdout)]
+
+
+def test_a_node_without_faults_is_fit() -> None:
+    code, findings = doctor("recipes/quickstart.yaml", "--master", f"127.0.0.1:{unused_port()}")
+    assert code == 0 and not [one for one in findings if one.verdict == Verdict.FAIL]
+    assert {"packages", "torch build", "shared memory", "open files", "clock", "model", "precision"} <= {
+        one.check for one in findings
+    }
+
+
+def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
+    """A torch for CUDA without a GPU, a torchvision that was built for another torch, and another Ray, in one go."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '12.8'\n")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    (tmp_path / "ray-1.0.dist-info").mkdir()
+    (tmp_path / "ray-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.0\n")
+    code, findings = doctor(path=tmp_path)
+    assert code == 1
+    assert_fails(findings, "torch build", "CUDA 12.8", "CPU build")
+    assert_fails(findings, "torchvision", "nms does not exist", "pip uninstall torchvision")
+    ray = finding(findings, "package ray")
+    assert ray.verdict == Verdict.WARN and ray.found == "1.0" and "==2.60.0" in ray.fix
+
+
+def test_few_open_files_are_allowed() -> None:
+    code, findings = doctor(before="ulimit -n 512; ")
+    assert code == 1
+    assert_fails(findings, "open files", "512", "ulimit -n 65536")
+
+
+@pytest.mark.parametrize(("flags", "precision", "slow"), [
+    ("fpu avx2 fma", "bf16", True), ("fpu avx2 fma", "fp32", False), ("avx2 avx512_bf16", "bf16", False),
+    ("avx2 amx_bf16 amx_tile", "bf16", False), ("fp asimd bf16 i8mm", "bf16", False), ("fp asimd", "bf16", True),
+])  # fmt: skip
+def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slow: bool, tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    found = check_precision(precision, facts)
+    assert found.verdict == (Verdict.WARN if slow else Verdict.OK)
+    assert not slow or "trainer.precision = bf16" in found.found and "trainer.precision=fp32" in found.fix
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["nowhere-to-be-found==1.0"])
+    assert_fails(check_packages(), "package nowhere-to-be-found", "not installed", "==1.0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
+def test_a_shared_memory_that_is_small_and_one_that_is_full(tmp_path: Path) -> None:
+    small = tmp_path / "shm"
+    small.mkdir()
+    for options, texts in (("size=64m", ["of 64 MiB", "--shm-size"]), ("size=1100m", ["megarl-left"])):
+        mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(small)], capture_output=True, text=True)
+        if mount.returncode:
+            pytest.skip(f"this container may not mount: {mount.stderr.strip()}")
+        try:
+            with open(small / "megarl-left", "wb") as left:
+                os.posix_fallocate(left.fileno(), 0, (200 << 20) if "1100m" in options else 1)
+            assert_fails(check_machine(tmp_path, small), "shared memory", *texts)
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+
+
+def test_no_shared_memory_and_a_run_directory_that_takes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    findings = list(check_machine(tmp_path / "file" / "runs", tmp_path / "absent"))
+    assert_fails(findings, "shared memory", "absent does not exist", "mount -t tmpfs")
+    assert_fails(findings, "run directory", "file is a file")
+    assert_fails(check_machine(Path("/proc/runs")), "run directory", "/proc takes no file")
+
+
+def test_a_port_in_use(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    assert_fails(check_network({"torchrun": port}), f"port {port}", "for torchrun", "already in use", "ss -ltnp")
+
+
+def test_an_interface_that_is_not_there() -> None:
+    assert_fails(check_network({}, {"GLOO_SOCKET_IFNAME": "ib7"}), "GLOO_SOCKET_IFNAME", "ib7", "lo", "export")
+    findings = list(check_network({}, {"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
+    assert {finding(findings, f"{name}_SOCKET_IFNAME").verdict for name in ("NCCL", "GLOO")} == {Verdict.OK}
+
+
+def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-node.invalid")
+    assert_fails(check_network({}), "host name", "no-such-node.invalid", "/etc/hosts")
+
+
+def test_a_proxy_that_would_take_ray_s_messages() -> None:
+    one = finding(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
+    assert one.verdict == Verdict.WARN and "no_proxy" in one.fix
+
+
+def test_no_head_of_ray_and_something_else_in_its_place(listener: socket.socket) -> None:
+    assert_fails(check_ray(f"127.0.0.1:{unused_port()}"), "ray head", "does not answer", "ray start --head")
+    assert_fails(check_ray("head"), "ray head", "head does not answer", "HOST:PORT")
+
+
+def test_a_controller_of_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(check_slurm({})) == []
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at node0 is DOWN'\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
+
+
+def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {"scontrol": "echo 'AuthInfo                = socket=/site/munge,cred_expire=9'", "munge": 'echo "$@"',
+                "unmunge": 'echo "munge: $(cat), unmunge: $*" >&2; exit 1'}  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = "munge: --no-input --socket=/site/munge, unmunge: --socket=/site/munge"
+    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "munge", said, "munged")
+
+
+def test_a_container_without_programs_of_slurm_is_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [one.verdict for one in check_slurm({"SLURM_JOB_ID": "1"})] == [Verdict.OK, Verdict.OK]
+
+
+def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:
+    question = Question(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", unused_port()))
+    assert_fails(examine(question), "model", "no config.json", "copy it to each")
+
+
+def meet(nodes: list[Node], num_nodes: int, timeout_s: float, skews: dict[int, float] | None = None) -> list[list[Finding]]:
+    """What each of some nodes finds; `skews` are how far their clocks are ahead. These stand still: how long an answer takes
+    on a busy machine is no difference of clocks."""
+    master, answers = ("127.0.0.1", unused_port()), {}
+
+    def run(node: Node) -> None:
+        ahead = (skews or {}).get(node.rank, 0.0)
+        answers[node.rank] = compare_nodes(node, num_nodes, master, timeout_s, lambda: NOON + ahead)
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    return [answers[node.rank] for node in nodes]
+
+
+def test_nodes_that_agree_say_so_on_each() -> None:
+    first, second = meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS)], 2, 60.0)
+    assert first == second and {one.verdict for one in first} == {Verdict.OK}
+
+
+def test_another_version_and_another_time_on_a_node() -> None:
+    other = Node(1, "b", {**VERSIONS, "torch": "2.12.0"})
+    for findings in meet([Node(0, "a", VERSIONS), other, Node(2, "c", VERSIONS)], 3, 60.0, {2: -90.0}):
+        assert_fails(findings, "same torch", "a has 2.13.0", "b 2.12.0", "container image")
+        assert_fails(findings, "same time", "c is -90.0 s from a", "chrony")
+
+
+def test_what_makes_one_node_unfit_fails_all() -> None:
+    """Else the others would start, and wait for it."""
+    for findings in meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS, ["shared memory: full"])], 2, 60.0):
+        assert_fails(findings, "node 1", "b: shared memory: full")
+
+
+def test_a_run_directory_that_not_all_nodes_share(tmp_path: Path) -> None:
+    """Two nodes with one file system, and one whose directory of the same purpose is another."""
+    for name in ("shared", "local"):
+        (tmp_path / name).mkdir()
+    # Not made yet: the directory above it is looked at.
+    run_dirs = {0: tmp_path / "shared" / "runs", 1: tmp_path / "shared" / "runs", 2: tmp_path / "local" / "runs"}
+    nodes = [Node(rank, "abc"[rank], VERSIONS, run_dir=run_dir) for rank, run_dir in run_dirs.items()]
+    for findings in meet(nodes, 3, 20.0):
+        assert_fails(findings, "shared run directory", "node 2 (c) does not see", f"{run_dirs[0]}", "run.dir")
+        assert "node 1" not in finding(findings, "shared run directory").found
+    for findings in meet(nodes[:2], 2, 20.0):
+        assert finding(findings, "shared run directory").verdict == Verdict.OK
+    run_dirs[0].mkdir()
+    for findings in meet(nodes[:2], 2, 20.0):
+        assert finding(findings, "shared run directory").verdict == Verdict.OK
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "runs", "shared"], "nothing is left"
+
+
+def test_a_run_directory_that_takes_no_file_is_told_by_its_own_node_alone(tmp_path: Path) -> None:
+    first, second = (Node(rank, "ab"[rank], VERSIONS, run_dir=Path("/proc/runs")) for rank in (0, 1))
+    for findings in meet([first, second], 2, 20.0):
+        assert not [one for one in findings if one.check == "shared run directory"]
+
+
+def test_a_first_node_whose_port_is_taken_says_so(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    findings = compare_nodes(Node(0, "a", VERSIONS), 2, ("127.0.0.1", port), 5.0)
+    assert_fails(findings, "node 0", f"port {port}: Address already in use", "MASTER_PORT")
+
+
+def test_a_node_that_does_not_come_is_named_on_those_that_did() -> None:
+    for findings in meet([Node(0, "a", VERSIONS), Node(2, "c", VERSIONS)], 4, 4.0):
+        assert_fails(findings, "nodes", "1, 3 of 4 did not come within 4 s")
+
+
+def test_a_first_node_that_cannot_be_reached() -> None:
+    (findings,) = meet([Node(1, "b", VERSIONS)], 2, 1.0)
+    assert_fails(findings, "node 0", "node 1 does not reach 127.0.0.1:", "refused", "firewall")
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b"", b'{"rank": 1}\n{"time": 0}\n'])
+def test_a_stranger_at_the_meeting_disturbs_nobody(words: bytes) -> None:
+    """Something else than doctor connects, as a port scan does, and breaks off."""
+    port, found = unused_port(), []
+    first = Node(0, "a", VERSIONS)
+    serving = threading.Thread(target=lambda: found.extend(compare_nodes(first, 2, ("127.0.0.1", port), 120.0)))
+    serving.start()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(words)
+                # It ends with a reset: what node 0 sends next fails.
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    assert compare_nodes(Node(1, "b", VERSIONS), 2, ("127.0.0.1", port), 120.0)[0].verdict == Verdict.OK
+    serving.join(240)
+    assert found[0].verdict == Verdict.OK
+
+
+def test_a_package_that_is_not_there_counts_as_a_version_of_its_own() -> None:
+    assert shared_versions(["pytest", "nowhere-to-be-found"], importlib.metadata.version) == {
+        "pytest": importlib.metadata.version("pytest"),
+        "nowhere-to-be-found": "none",
+    }

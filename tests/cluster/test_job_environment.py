@@ -1,0 +1,156 @@
+"""The environments of clusters, containers and shells that a run must live with, or name."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import doctor_machine as machine
+from megarl.cluster.doctor_finding import Verdict
+from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _own_folder, adapt_environment, short_name
+from megarl.cluster.node_settings import read_node_settings
+
+# What Ray adds to its directory; its own limit is the kernel's.
+RAY_SOCKET = "/ray/session_2026-11-25_12-36-02_123456_1234567/sockets/plasma_store.1"
+
+
+def adapted(**environment: str) -> dict[str, str]:
+    adapt_environment(environment)
+    return environment
+
+
+def test_an_environment_that_fits_stays_as_it_is(tmp_path: Path) -> None:
+    fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500"}
+    assert adapted(**fits) == fits
+
+
+def test_ports_of_kubernetes_services_are_dropped() -> None:
+    service = "tcp://10.0.0.17:8000"
+    found = adapted(HOME="/tmp", VLLM_PORT=service, RAY_PORT=service, MASTER_PORT=service, VLLM_PORT_8000_TCP=service)
+    assert not {"VLLM_PORT", "RAY_PORT", "MASTER_PORT"} & found.keys()
+    node = {"NUM_NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "127.0.0.1"}
+    settings = read_node_settings(found | node)
+    assert (settings.ray_port, settings.master_port) == (6379, 29500)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_sockets_fit_behind_any_temporary_directory_and_lie_in_it(tmp_path: Path, is_long: bool) -> None:
+    given = tmp_path / ("x" * 60) if is_long else Path(tempfile.mkdtemp(dir="/tmp"))
+    given.mkdir(exist_ok=True)
+    root = adapted(HOME="/tmp", TMPDIR=str(given))["TMPDIR"]
+    assert root == adapted(HOME="/tmp", TMPDIR=str(given))["TMPDIR"], "one link serves all runs"
+    try:
+        path = Path(root + RAY_SOCKET)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+        assert (Path(str(given) + RAY_SOCKET)).is_socket()
+    finally:
+        if is_long:
+            Path(root).unlink()
+        shutil.rmtree(given)
+
+
+def test_no_other_users_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / ("x" * 60)
+    assert adapted(HOME="/tmp", TMPDIR=str(given))["TMPDIR"] == "/tmp", "it does not exist"
+    given.mkdir()
+    link = Path(short_name(str(given)))
+    link.unlink()
+    try:
+        link.symlink_to(tmp_path)
+        assert short_name(str(given)) == "/tmp", "it leads elsewhere"
+    finally:
+        link.unlink()
+
+
+def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.cluster.job_environment.os.access", refusing(tmp_path / "home"))
+    home = {"HOME": str(tmp_path / "home"), "TMPDIR": "/tmp"}
+    found = adapted(**home)
+    assert len(found["RAY_AUTH_TOKEN"]) == 64 and found["RAY_AUTH_TOKEN"] != adapted(**home)["RAY_AUTH_TOKEN"]
+    assert all(Path(found[name]).is_relative_to("/tmp") for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
+    assert "HF_HOME" not in found, "models that are cached there are read from there"
+    assert adapted(**home, VLLM_CACHE_ROOT="/cache")["VLLM_CACHE_ROOT"] == "/cache"
+    for chosen in ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN_PATH": "/a"}, {"RAY_AUTH_MODE": "disabled"},
+                   {"MEGARL_RAY_ADDRESS": "10.0.0.1:6379"}):  # fmt: skip
+        assert adapted(**home, **chosen).get("RAY_AUTH_TOKEN") == chosen.get("RAY_AUTH_TOKEN")
+    several = dict(home)
+    adapt_environment(several, is_one_node=False)
+    assert "RAY_AUTH_TOKEN" not in several
+    (tmp_path / "home/.ray").mkdir(parents=True)
+    (tmp_path / "home/.ray/auth_token").write_text("a")
+    assert "RAY_AUTH_TOKEN" not in adapted(**home), "a token that is there serves"
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from megarl.doctor import machine
+from megarl.job_environment import adapt_environment
+if os.getuid() == 0:
+    os.setuid(65534)
+environment = {"HOME": sys.argv[1], "TMPDIR": sys.argv[2]}
+adapt_environment(environment)
+home, runs = machine._home(environment), machine._writable("run directory", Path(sys.argv[1]) / "runs")
+print(environment["HF_DATASETS_CACHE"], home.verdict.name, runs.verdict.name)
+"""
+
+
+@pytest.mark.parametrize("inside", ["", "home/of/another"])
+def test_a_home_that_may_not_be_searched(inside: str) -> None:
+    """HOME=/root as another user: schedulers and containers leave it so."""
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))
+    closed = temporary / "closed"
+    try:
+        (closed / inside).mkdir(parents=True)
+        temporary.chmod(0o777)
+        closed.chmod(0)
+        command = [sys.executable, "-c", AS_ANOTHER_USER, str(closed / inside), str(temporary)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert said.stdout.split()[1:] == ["WARN", "FAIL"], said.stderr
+        assert Path(said.stdout.split()[0]).is_relative_to(temporary)
+    finally:
+        closed.chmod(0o700)
+        shutil.rmtree(temporary)
+
+
+def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert _own_folder(folder) == folder == _own_folder(folder)
+    folder.chmod(0o777)
+    assert _own_folder(folder) != folder
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    found = _own_folder(folder)
+    assert found != folder and found.stat().st_mode & 0o777 == 0o700
+
+
+def refusing(home: Path):  # type: ignore[no-untyped-def]
+    """os.access where nothing in `home` can be written: root may write anywhere but on a read-only mount."""
+    real = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return real(path, mode) and not (mode & os.W_OK and Path(path).is_relative_to(home))
+
+    home.mkdir()
+    return access
+
+
+def test_the_doctor_names_home_and_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.cluster.job_environment.os.access", refusing(tmp_path / "home"))
+    finding = machine._home({"HOME": str(tmp_path / "home")})
+    assert finding.verdict == Verdict.WARN and str(tmp_path / "home") in finding.found and "RAY_AUTH_TOKEN" in finding.fix
+    assert machine._home({"HOME": str(tmp_path)}).verdict == Verdict.OK
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    finding = machine._temporary_directory({"TMPDIR": str(long)})
+    assert finding.verdict == Verdict.WARN and f"at most {LONGEST_TEMPORARY}" in finding.found and "link" in finding.found
+    finding = machine._temporary_directory({"TMPDIR": "/tmp", "RAY_TMPDIR": str(long)})
+    assert finding.verdict == Verdict.FAIL and "RAY_TMPDIR" in finding.fix
+    assert machine._temporary_directory({"TMPDIR": str(long), "RAY_TMPDIR": "/tmp"}).verdict != Verdict.FAIL

@@ -1,0 +1,202 @@
+"""The shipped sbatch files on a real Slurm of two nodes, unchanged but for what the environment sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
+MULTI_NODE = "launch/slurm/colocated.sbatch"
+JOB_S = 240.0
+pytestmark = pytest.mark.slurm
+
+# Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, with a
+# child that would die of one.
+NODE = """#!/usr/bin/env bash
+echo "node $NODE_RANK of $NUM_NODES, $RANKS_PER_NODE ranks on the first $TRAINER_NODES, master $MASTER_ADDRESS: $*"
+if [ "$1" = says ]; then
+    shift
+    status=${@:NODE_RANK+1:1}
+    echo "$status" >"$LOG_DIR/node-$NODE_RANK.status"
+    exit "$status"
+fi
+[ "$1" = hold ] || exit "$1"
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
+stop() { echo "$1 with the child $(kill -0 $child 2>/dev/null && echo alive || echo dead)"; kill $child; exit 75; }
+trap 'stop USR1' USR1
+trap 'sleep 1; stop TERM' TERM
+sleep 600 &
+child=$!
+echo $$ >"$LOG_DIR/node-$NODE_RANK.pid"
+echo holding
+while :; do wait; done
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster() as one:
+        yield one
+
+
+class Job:
+    """A submitted file whose nodes run NODE, and what it wrote."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, *arguments: str, **environment: str) -> None:
+        (folder / "launch").mkdir()
+        (folder / "launch" / "slurm").symlink_to(ROOT / "launch" / "slurm")
+        (folder / "launch" / "node.sh").write_text(NODE)
+        self.output, self.cluster = folder / "job.out", cluster
+        settings = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_OUTPUT": str(self.output), "MEGARL_DIR": str(folder), **environment}
+        self.number = cluster.submit(*arguments, environment=settings)
+        self.logs = folder / "logs" / self.number
+
+    def node(self, number: int) -> str:
+        log = self.logs / f"node-{number}.log"
+        return log.read_text() if log.is_file() else ""
+
+    def hold(self) -> None:
+        """Until both nodes can take a signal."""
+        self.cluster.until(lambda: all("holding" in self.node(number) for number in (0, 1)), JOB_S, self.output)
+
+    def ended(self) -> dict[str, str]:
+        return self.cluster.wait(self.number, JOB_S, said=self.output)
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_slurm_accepts_the_file(cluster: SlurmCluster, file: Path) -> None:
+    done = cluster.run(
+        "sbatch", "--test-only", str(file), "recipes/ppo-tiny.yaml", environment={"SBATCH_GPUS_PER_NODE": "0"}
+    )
+    assert "to start at" in done.stderr
+
+
+@pytest.mark.parametrize(("status", "state"), [("0", "COMPLETED"), ("2", "FAILED"), ("1", "FAILED")])
+def test_a_job_ends_with_the_status_of_its_nodes(cluster: SlurmCluster, tmp_path: Path, status: str, state: str) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, status, "run.steps=3", RANKS_PER_NODE="2", MASTER_ADDRESS="10.0.0.7")
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == (state, f"{status}:0", "0")
+    for number in (0, 1):
+        expected = f"node {number} of 2, 2 ranks on the first 2, master 10.0.0.7: {status} run.steps=3\n"
+        assert job.node(number) == expected
+
+
+def test_a_failure_of_one_node_is_not_hidden_by_another_that_asks_for_a_start(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """srun gives the highest status, and 75 is higher than 1."""
+    ended = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "1").ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
+
+
+def test_starts_that_save_nothing_more_come_to_an_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "75")
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "2")
+    assert "3 starts in a row have saved nothing beyond" in job.output.read_text()
+
+
+def test_rollout_nodes_and_the_first_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "launch/slurm/separate.sbatch", "0")
+    assert job.ended()["JobState"] == "COMPLETED"
+    assert job.node(1) == "node 1 of 2, 8 ranks on the first 1, master node0: 0\n"
+
+
+def test_a_warned_job_is_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """As Slurm does with `--signal=B:USR1@600`: node.sh hears of it and nobody else in its step."""
+    job = Job(cluster, tmp_path, MULTI_NODE, "hold")
+    job.hold()
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    for number in (0, 1):
+        # Two starts in one log: the second has added to it.
+        assert job.node(number).splitlines()[1:3] == ["holding", "USR1 with the child alive"]
+        assert job.node(number).count(f"node {number} of 2") == 2
+
+
+def test_a_preempted_step_is_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """SIGTERM comes from Slurm at preemption, to every process of the step."""
+    job = Job(cluster, tmp_path, MULTI_NODE, "hold")
+    job.hold()
+    cluster.run("scancel", "--signal=TERM", job.number)
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    assert "TERM with the child dead" in job.node(0)
+
+
+def test_a_job_that_loses_a_node_is_queued_again_by_slurm_and_not_once_more_by_itself(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, "hold")
+    job.hold()
+    cluster.run("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=test")
+    try:
+        cluster.until(lambda: cluster.job(job.number)["Restarts"] == "1", JOB_S, job.output)
+    finally:
+        # It may be back by itself: its daemon still answers.
+        cluster.run("scontrol", "update", "NodeName=node1", "State=RESUME", check=False)
+    ended = job.ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    assert job.node(1).count("node 1 of 2") == 2
+
+
+def test_a_cancelled_job_has_its_time_to_save_and_stays_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, MULTI_NODE, "hold")
+    job.hold()
+    cluster.run("scancel", job.number)
+    cluster.until(lambda: "ended with status 75" in job.output.read_text(), JOB_S, job.output)
+    ended = job.ended()
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
+    assert all("TERM with the child" in job.node(number) for number in (0, 1))
+
+
+def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """A stand-in for it that says what it was asked to do."""
+    stand_in = tmp_path / "bin" / "apptainer"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/bash\necho "$*"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {"CONTAINER": "apptainer:/images/megarl.sif", "CONTAINER_MOUNTS": "/models", "MASTER_ADDRESS": "a"}
+    path = f"{stand_in.parent}:{os.environ['PATH']}"
+    job = Job(cluster, tmp_path, MULTI_NODE, "0", PATH=path, **environment)
+    assert job.ended()["JobState"] == "COMPLETED"
+    asked, *_, said = job.node(1).splitlines()
+    assert asked.startswith(f"exec --nv --pwd {tmp_path} --bind {tmp_path},{job.logs},/models /images/megarl.sif bash -c")
+    assert said.startswith("node 1 of 2")
+
+
+def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The sbatch file as a plain script, with stand-ins for Slurm's commands; `srun` says what it was asked to do."""
+    for name, text in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo node0"}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]",
+             "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "4",
+             "SLURM_JOB_NAME": "megarl", "LOG_ROOT": str(folder)}  # fmt: skip
+    environment = {**os.environ, **slurm, "PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    command = ["bash", MULTI_NODE, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("more", ["", "/models:/models"])
+def test_pyxis_is_told_of_the_container(tmp_path: Path, more: str) -> None:
+    done = run_alone(tmp_path, "x.yaml", CONTAINER="pyxis:/images/megarl.sqsh", CONTAINER_MOUNTS=more)
+    assert done.returncode == 0
+    mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/7:{tmp_path}/7" + (f",{more}" if more else "")
+    assert {"--container-image=/images/megarl.sqsh", f"--container-workdir={ROOT}", mounts} <= set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("arguments", "environment", "said"),
+                         [([], {}, "no recipe"), (["x.yaml"], {"CONTAINER": "docker:x"}, "CONTAINER = docker:x: must be"),
+                          (["x.yaml"], {"MODULES": "cuda"}, "module")])  # fmt: skip
+def test_bad_settings_end_the_job_before_it_starts(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], said: str
+) -> None:
+    done = run_alone(tmp_path, *arguments, **environment)
+    assert done.returncode == 2 and said in done.stderr and "--ntasks-per-node" not in done.stdout

@@ -1,0 +1,296 @@
+"""A run that is asked to leave saves and leaves on all ranks, and goes on bit for bit; the rules of that by themselves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from megarl.cluster import preemption
+from megarl.cluster.preemption import SIGNALS, Abandoned, Asked, LeaveNow, Preemption, handle_signals
+from megarl.cluster.processes import catch_signals
+from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
+from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
+from megarl.telemetry.starts import record_end, record_start, starts_summary
+from tests.ranks import run_ranks
+from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+
+STEPS, RANKS = 6, 2
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
+    now = [100.0]
+    asked = Asked(lambda: now[0])
+    for moment in (100.0, 100.1, 104.9):  # the step, the agent and the batch script may all pass it on
+        now[0] = moment
+        asked.note(TERM, None)
+    assert asked.name == "SIGTERM" and asked.seconds() == pytest.approx(4.9)
+    now[0] = 105.1
+    with pytest.raises(LeaveNow):
+        asked.note(USR1, None)
+
+
+def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
+    before = signal.getsignal(signal.SIGHUP)
+    kept = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        for found in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGHUP, found)
+            asked = Asked()
+            handle_signals(asked.note)
+            signal.raise_signal(signal.SIGHUP)
+            assert asked.name == (None if found == signal.SIG_IGN else "SIGHUP")
+            with catch_signals() as signals:
+                told: list[int] = []
+                signals.target = told.append
+                signal.raise_signal(signal.SIGHUP)
+            assert told == ([] if found == signal.SIG_IGN else [signal.SIGHUP])
+    finally:
+        for number, handler in zip(SIGNALS, kept, strict=True):
+            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_while_nothing_has_begun_the_first_signal_is_enough():
+    asked = Asked()
+    with pytest.raises(LeaveNow), asked.nothing_begun():
+        asked.note(USR1, None)
+    with pytest.raises(LeaveNow), asked.nothing_begun():  # it came before
+        pytest.fail("it starts engines nobody wants")
+
+
+PHASES = ("rollout", "reward", "critic_update", "actor_update", "weight_sync")
+
+
+@pytest.mark.parametrize(
+    ("abandons", "step", "saved", "asked_before", "left_before", "moved"),
+    [
+        (False, 2, 1, "rollout", None, False),
+        (True, 2, None, "rollout", "rollout", False),
+        (True, 2, None, "critic_update", "critic_update", False),
+        (True, 3, 1, "actor_update", "actor_update", True),
+        (True, 1, None, "actor_update", "actor_update", True),
+        (True, 3, None, "actor_update", None, True),  # two steps would be lost: this one is finished and saved
+        (True, 3, 2, "weight_sync", None, True),
+    ],
+)
+def test_a_step_is_left_where_nothing_is_lost(abandons, step, saved, asked_before, left_before, moved):
+    words: list[str | None] = [None, None]  # of two ranks
+    rules = Preemption(abandons, 60.0, lambda word: words)
+    rules.saved = saved
+    rules.begin(step)
+    found = None
+    for phase in PHASES:
+        if phase == asked_before:
+            words[1] = "SIGTERM"
+        try:
+            rules.boundary(phase)
+        except Abandoned as left:
+            found = left
+            break
+    assert (found and found.phase) == left_before
+    assert found is None or found.moved == moved
+    assert rules.agreed()
+
+
+def test_what_is_said_names_the_signal_what_was_saved_and_whether_that_took_too_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(preemption, "ASKED", Asked(lambda: now[0]))
+    preemption.ASKED.note(USR1, None)
+    rules = Preemption(False, 60.0, lambda word: [word])
+    assert rules.agreed()
+    first = rules.left(0, 9, "runs/x")
+    assert first.status == REQUEUE and "nothing was saved" in str(first)
+    lost = rules.left(2, 9, "runs/x")
+    assert lost.status == FAILED and "2 finished steps are lost" in str(lost)
+    rules.saved, now[0] = 3, 61.0
+    saved = rules.left(3, 9, "runs/x")
+    assert saved.status == REQUEUE
+    for words in ("SIGUSR1 after step 3 of 9", "step 3 is saved in runs/x", "took 61 s", "run.grace_s = 60", "--resume"):
+        assert words in str(saved)
+
+
+def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refuses_another_recipe(tmp_path):
+    from megarl.recipe import load_recipe
+
+    tiny_run(tmp_path)
+    recipe = load_recipe(tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2))
+    run = RunDirectory.of(recipe)
+    run.prepare(recipe, None)
+    run.metrics.write_text('{"step": 1}\n')
+    assert run.check(recipe, Resume.IF_SAVED) is None and not run.can_go_on
+    with pytest.raises(RunDirectoryError, match="no complete checkpoint"):
+        run.check(recipe, Resume.ALWAYS)
+    kept = run.prepare(recipe, None)
+    assert (
+        kept is not None
+        and kept.name == "metrics.1.jsonl"
+        and kept.read_text() == '{"step": 1}\n'
+        and not run.metrics.exists()
+    )
+    (run.checkpoints / "step-000002").mkdir(parents=True)
+    assert run.check(recipe, Resume.IF_SAVED) == run.checkpoints / "step-000002" and run.can_go_on
+    other = load_recipe(tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2, run__seed=7))
+    with pytest.raises(RunDirectoryError, match=r"another recipe: run\.seed was 1 and is 7 now"):
+        run.check(other, Resume.IF_SAVED)
+    path = tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2)
+    faster = load_recipe(path, ["actor.optimizer.lr=0.5", "run.steps=9", "trainer.collective_timeout_s=7"])
+    with pytest.raises(RunDirectoryError, match=r"actor\.optimizer was .* and --resume goes on with it changed"):
+        run.check(faster, Resume.IF_SAVED)
+    assert run.check(faster, Resume.ALWAYS) == run.checkpoints / "step-000002"
+    # Keys that have come since the run began say nothing of it.
+    written = yaml.safe_load(run.recipe.read_text())
+    for key in ("prompt_format", "answer_format", "on_bad_row", "on_long_prompt", "curriculum"):
+        del written["data"][key]
+    del written["algorithm"]["early_stop"]
+    run.recipe.write_text(yaml.safe_dump(written))
+    longer = load_recipe(path, ["run.steps=9", "trainer.collective_timeout_s=7"])
+    assert run.check(longer, Resume.IF_SAVED) == run.checkpoints / "step-000002"
+
+
+def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    record_start(tmp_path, ["a", "a", "b"], 0)
+    record_end(tmp_path, "requeued", "SIGUSR1 after step 3")
+    record_end(tmp_path, "requeued", "the ranks ask to be started again")  # the agent, after the rank
+    record_start(tmp_path, ["a"], 3)
+    record_end(tmp_path, "failed", "rank 0 ended with exit status 1", 0)  # this node lost its peer,
+    record_end(tmp_path, "failed", "rank 3 was killed by SIGKILL", 3, "SIGKILL")  # and that one says why
+    record_start(tmp_path, ["a"], 3)
+    record_start(tmp_path, ["a"], 5)
+    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [line["from_step"] for line in lines] == [0, 3, 3, 5]
+    assert lines[0]["hosts"] == ["a", "b"] and lines[0]["ranks"] == 3
+    assert lines[0]["slurm_restart"] == 2 and lines[0]["torchrun_restart"] == 1
+    assert lines[0]["before"] is None
+    assert [line["before"]["how"] for line in lines[1:]] == ["requeued", "failed", "unknown"]
+    assert (lines[2]["before"]["rank"], lines[2]["before"]["signal"]) == (3, "SIGKILL")
+    summary = "\n".join(starts_summary(tmp_path))
+    assert "started 4 times" in summary and "1 x requeued: SIGUSR1 after step 3" in summary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, replayed rollouts, and a run that nobody interrupted."""
+    path = tmp_path_factory.mktemp("preempted")
+    tiny_run(path, layers=2)
+    fake_rollouts(path, STEPS)
+    train_on_ranks(_recipe(path, "whole", "finish"))
+    return path
+
+
+def _recipe(folder, name, mode):
+    changes = {"rollout__replay": str(folder / "rollouts"), "run__preemption": mode}
+    return tiny_recipe(folder, name, True, RANKS, 1, 2, STEPS, **changes)
+
+
+def _train_until(recipe, resume, step, phase):
+    """`train` on this rank; the last rank gets SIGTERM in a phase of a step. What the run says when it leaves, or None."""
+    from megarl import build as run
+    from megarl.recipe import load_recipe
+    from megarl.trainer import Pipeline
+
+    class Signalling(Pipeline):
+        number = 0
+
+        def step(self, number):
+            self.number = number
+            return super().step(number)
+
+        @contextmanager
+        def _phase(self, name):
+            with super()._phase(name):
+                if (self.number, name, self.rank) == (step, phase, RANKS - 1):
+                    os.kill(os.getpid(), TERM)
+                yield
+
+    asked = Asked()
+    kept = signal.signal(TERM, asked.note)
+    try:
+        with (
+            patch.object(preemption, "ASKED", asked),
+            patch.object(run, "ASKED", asked),
+            patch.object(run, "Pipeline", Signalling),
+        ):
+            run.train(load_recipe(recipe), resume)
+    except Preempted as left:
+        return str(left)
+    finally:
+        signal.signal(TERM, kept)
+    return None
+
+
+def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
+    stations = [
+        # mode, signal in step and phase, steps in the metrics, checkpoints
+        ("finish", 2, "reward", 2, [2]),
+        ("abandon", 4, "reference_logprob", 3, [2, 3]),  # nothing of step 4 has moved a weight: step 3 is saved
+        ("abandon", 5, "critic_update", 4, [2, 3]),  # the critic has moved: step 3 stands
+        ("finish", 0, "", 6, [2, 3, 6]),
+    ]
+    run = folder / "runs" / "again"
+    for mode, step, phase, done, checkpoints in stations:
+        recipe = _recipe(folder, "again", mode)
+        said = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
+        assert all((words is None) == (done == STEPS) for words in said), said
+        assert len(figures(folder, "again")) == done
+        assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == checkpoints
+        if step:
+            assert f"step {checkpoints[-1]} is saved" in said[0]
+    assert figures(folder, "again") == figures(folder, "whole")
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
+
+
+@pytest.mark.parametrize("stage", ["SigCgt", "SigBlk"], ids=["checks the recipe", "imports the agent"])
+def test_a_signal_before_there_are_ranks_ends_the_command_with_the_requeue_status(folder, stage):
+    """The signal is sent as soon as the command has a handler for it, or as soon as it is held for the agent that takes the
+    command's place; without either, the process would end by the signal."""
+    command = [sys.executable, "-m", "megarl.cli", "train", str(_recipe(folder, f"early-{stage}", "finish"))]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + RUN_DEADLINE_S
+        while not _signal_set(run.pid, stage) and run.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        run.send_signal(TERM)
+        _, said = run.communicate(timeout=RUN_DEADLINE_S)
+    finally:
+        run.kill()
+    assert run.returncode == REQUEUE, said
+
+
+def _signal_set(pid, name):
+    """Whether SIGTERM is in a set of signals of a process: those it catches, or those it holds."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(name)), 16) >> (TERM - 1) & 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_start_goes_on(folder):
+    recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--resume-if-saved"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics, end = folder / "runs" / "live" / "metrics.jsonl", time.monotonic() + RUN_DEADLINE_S
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    run.send_signal(USR1)
+    _, said = run.communicate(timeout=RUN_DEADLINE_S)
+    assert run.returncode == REQUEUE, said
+    done = len(figures(folder, "live"))
+    assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in said
+    # The next start on ranks that need not be started for it.
+    again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
+    assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS
+    assert [line["step"] for line in figures(folder, "live")] == list(range(1, done + 2))
+    starts = [json.loads(line) for line in (Path(metrics).parent / "starts.jsonl").read_text().splitlines()]
+    assert [line["from_step"] for line in starts] == [0, done] and starts[1]["before"]["how"] == "requeued"

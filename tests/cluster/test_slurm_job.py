@@ -1,0 +1,206 @@
+"""`megarl launch`: the job that fits a recipe, and the shipped sbatch file with its settings filled in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.slurm_job import CHECKOUT, SlurmJob, check_time, describe, fill, fit_job, time_limit_s
+from megarl.planner.placement import PlacementError
+from megarl.recipe import Recipe, load_recipe
+from megarl.telemetry.run_directory import RunDirectory
+
+RECIPE = "recipes/ppo-tiny.yaml"  # 4 trainer ranks and an engine of one worker
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(RECIPE, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "ranks", "file", "trainer_nodes", "rollout_nodes", "ranks_per_node"),
+    [
+        ([], 8, None, "one_node", 1, 0, 4),
+        ([], 2, None, "colocated", 2, 0, 2),
+        (["rollout.engines=2"], 0, 2, "colocated", 2, 0, 2),
+        # On CPUs engines share cores with all others, so that any number fits.
+        (["rollout.engines=9"], 0, 4, "one_node", 1, 0, 4),
+        (["rollout.placement=separate"], 8, None, "one_node", 1, 0, 4),
+        (["rollout.placement=separate", "rollout.engines=5"], 4, None, "separate", 1, 2, 4),
+        (["rollout.placement=separate", "rollout.engines=5"], 4, 2, "separate", 2, 2, 2),
+        (["rollout.engines=4"], 4, 1, "colocated", 4, 0, 1),
+    ],
+)
+def test_the_smallest_job_that_fits(
+    overrides: list[str],
+    devices: int,
+    ranks: int | None,
+    file: str,
+    trainer_nodes: int,
+    rollout_nodes: int,
+    ranks_per_node: int,
+) -> None:
+    job = fit_job(recipe(*overrides), devices, ranks, None)
+    assert job.file.stem == file
+    needed = job.needed
+    assert (needed.trainer_nodes, needed.rollout_nodes, needed.ranks_per_node) == (
+        trainer_nodes,
+        rollout_nodes,
+        ranks_per_node,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "ranks", "nodes", "said"),
+    [
+        ([], 2, None, 1, ["trainer.ranks = 4, 2 on a node: 2 nodes", "2 nodes in all", "--nodes = 1 is fewer"]),
+        (["rollout.placement=separate"], 4, None, 1, ["rollout.engines = 1 of 1 worker each: 1 more", "--nodes = 1"]),
+        ([], 0, None, None, ["--devices-per-node = 0", "--ranks-per-node"]),
+        ([], 8, 3, None, ["trainer.ranks = 4", "3 ranks each"]),
+        (["rollout.engines=3"], 2, 4, None, ["4 trainer ranks", "a node has 2"]),
+        (["rollout.engines=9"], 2, 2, None, ["rollout.engines = 9", "room for 4"]),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(
+    overrides: list[str], devices: int, ranks: int | None, nodes: int | None, said: list[str]
+) -> None:
+    with pytest.raises(PlacementError) as caught:
+        fit_job(recipe(*overrides), devices, ranks, nodes)
+    assert all(text in str(caught.value) for text in said), caught.value
+
+
+def job(*overrides: str, devices: int = 2) -> SlurmJob:
+    return fit_job(recipe(*overrides), devices, None, None)
+
+
+def test_the_file_differs_from_the_shipped_one_in_its_settings_alone() -> None:
+    one = job()
+    text = fill(one, {"partition": "gpu-x", "time": "1-00:00:00"}, {"CONTAINER": "pyxis:/a b"}, [RECIPE, "run.name=it's"])
+    shipped = one.file.read_text().splitlines()
+    added = [line for line in text.splitlines() if line not in shipped]
+    assert [line.split("  #")[0].rstrip() for line in added] == [
+        "#SBATCH --partition=gpu-x",
+        "#SBATCH --time=1-00:00:00",
+        "#SBATCH --gpus-per-node=2",
+        "RANKS_PER_NODE=2",
+        "TRAINER_NODES=2",
+        "CONTAINER='pyxis:/a b'",
+        f"MEGARL_DIR={CHECKOUT}",
+        """set -- recipes/ppo-tiny.yaml 'run.name=it'"'"'s'""",
+    ]
+    assert len(text.splitlines()) == len(shipped) + 1
+
+
+def test_every_shipped_file_can_be_filled() -> None:
+    kinds = [job(devices=8), job(), job("rollout.placement=separate", devices=4)]
+    assert {one.file.stem for one in kinds} == {file.stem for file in (CHECKOUT / "launch/slurm").glob("*.sbatch")}
+    for one in kinds:
+        options = {"job-name": "a", "partition": "b", "account": "c", "time": "1:00"}
+        text = fill(one, options, {}, [RECIPE])
+        assert all(f"\n#SBATCH --{name}={value}\n" in text for name, value in options.items())
+
+
+def test_an_option_of_several_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="--partition = 'a b'"):
+        fill(job(), {"partition": "a b"}, {}, [RECIPE])
+
+
+def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = job()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path}: call megarl launch there"):
+        fill(one, {}, {}, [RECIPE])
+
+
+def test_the_arithmetic_of_replayed_rollouts_has_no_engines(tmp_path: Path) -> None:
+    one = recipe()
+    replayed = one.model_copy(update={"rollout": one.rollout.model_copy(update={"replay": str(tmp_path)})})
+    assert describe(replayed, fit_job(replayed, 4, None, None)) == "trainer.ranks = 4, 4 on a node: 1 node; 1 node in all"
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("24:00:00", 86400),
+        ("1-2", 93600),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+        ("0", None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_does(limit: str, seconds: int | None) -> None:
+    assert time_limit_s(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "1-", "-1", "1:"])
+def test_what_is_no_time_limit_is_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match="days-hours"):
+        time_limit_s(limit)
+
+
+def test_a_start_must_have_time_to_train() -> None:
+    """The signal comes 600 s before the end, and run.grace_s is 120."""
+    one = recipe()
+    for limit in ("12:01", "1-0", "UNLIMITED"):
+        check_time(one, fill(job(), {"time": limit}, {}, [RECIPE]))
+    check_time(one, fill(job(), {}, {}, [RECIPE]))
+    with pytest.raises(
+        ValueError, match="--time = 12:00, 720 s: must be longer than the 600 s .* run.grace_s = 120 together, 720"
+    ):
+        check_time(one, fill(job(), {"time": "12:00"}, {}, [RECIPE]))
+    with pytest.raises(ValueError, match="run.grace_s = 86000 together, 86600 s"):
+        check_time(recipe("run.grace_s=86000"), fill(job(), {}, {}, [RECIPE]))
+
+
+def megarl_launch(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
+    command = [sys.executable, "-m", "megarl.cli", "launch", *arguments]
+    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_command_prints_the_file_or_hands_it_to_sbatch(tmp_path: Path) -> None:
+    options = [RECIPE, "run.steps=7", "--slurm", "--devices-per-node", "0", "--ranks-per-node", "2"]
+    printed = megarl_launch(*options)
+    assert printed.returncode == 0 and "set -- recipes/ppo-tiny.yaml run.steps=7\n" in printed.stdout
+    assert "2 nodes in all" in printed.stderr and "colocated.sbatch" in printed.stderr
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat >{tmp_path}/submitted\nexit 3\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    submitted = megarl_launch(*options, "--submit", path=str(tmp_path))
+    assert submitted.returncode == 3 and (tmp_path / "submitted").read_text() == printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--slurm", "--time", "10:00"], "--time = 10:00, 600 s"),
+        (["--devices-per-node", "8"], "--slurm"),
+        (["--slurm", "--devices-per-node", "2", "--nodes", "1"], "--nodes = 1"),
+    ],
+)
+def test_the_command_refuses(options: list[str], said: str) -> None:
+    done = megarl_launch(RECIPE, *options)
+    assert done.returncode == 2 and said in done.stderr and done.stdout == ""
+
+
+def test_the_run_directory_of_another_recipe_is_refused_before_the_job_waits(tmp_path: Path) -> None:
+    """As the start itself would, hours later."""
+    overrides = [f"run.dir={tmp_path}", "run.name=taken"]
+    earlier = recipe(*overrides, "run.seed=7")
+    RunDirectory.of(earlier).prepare(earlier, None)
+    for changes, status in (([], 2), (["run.seed=7"], 0), (["run.name=free"], 0)):
+        done = megarl_launch(RECIPE, *overrides, *changes, "--slurm")
+        assert done.returncode == status, done.stderr
+        assert status == 0 or f"{tmp_path}/taken is the run directory of another recipe: run.seed was 7" in done.stderr
+
+
+def test_the_command_loads_no_torch() -> None:
+    heavy = "any(name in sys.modules for name in ('torch', 'numpy', 'vllm', 'ray'))"
+    code = f"import sys, megarl.cluster.slurm_job, megarl.telemetry.run_directory; sys.exit({heavy})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

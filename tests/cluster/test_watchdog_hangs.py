@@ -1,0 +1,249 @@
+"""A trainer rank that does not go on is named with its phase by the deadline, and nothing of the run is left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.telemetry.exit_status import HUNG
+from tests.hang_cases import (
+    ACTOR,
+    CASE,
+    CORE,
+    DETECTION_S,
+    END_S,
+    FIRST_STEP_S,
+    KILL,
+    REWARD_S,
+    SLEEP,
+    STACKS_S,
+    STEP_S,
+    STOP,
+    SYNC_S,
+    VERIFIERS,
+    WORKER,
+    Fault,
+    case_processes,
+    named,
+    run_with_fault,
+)
+from tests.runs import fake_rollouts, tiny_recipe, tiny_run
+
+pytestmark = [pytest.mark.hang, pytest.mark.diagnosis, pytest.mark.slow]
+RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0 and 1 are the first stage
+FIRST, MIDDLE, LAST, PEER = 0, 2, 4, 3
+ENGINE_STEPS, COLLECTIVE_S = 2, 30
+GATED = "tests.gated_reward:digits_after_one_sleep"
+# What is lost of a reward is said when its successor has scored.
+RECOVERY_S = 20.0
+# In CI, too.
+OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
+PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
+          "actor_update", "weight_sync")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hangs")
+    tiny_run(folder, "qwen3", layers=3)
+    replay = str(fake_rollouts(folder, STEPS))
+
+    def write(name, first_step_s=FIRST_STEP_S, **changes):
+        watchdog = {"step_s": STEP_S, "first_step_s": first_step_s, "stacks_s": STACKS_S}
+        return tiny_recipe(folder, name, True, RANKS, 1, 3, STEPS, rollout__replay=replay, watchdog=watchdog, **changes)
+
+    return write
+
+
+def check(recipe, tmp_path, fault):
+    file = recipe(fault.name)
+    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s")
+    said = outcome.said
+    assert (fault.rank, fault.step, fault.phase) in named(said)[:1], said[-6000:]
+    assert not outcome.left, outcome.left
+    if fault.kind == KILL:
+        assert "its process is gone" in said
+        return
+    (silent,) = re.findall(r"silent for ([\d.]+) s", said)[:1]
+    silent_s = float(silent)  # when all stacks were there
+    assert STEP_S <= silent_s < STEP_S + DETECTION_S
+    run = Path(file).parent / "runs" / fault.name
+    (folder,) = run.glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    texts = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS)]
+    for rank, text in enumerate(texts):
+        if rank != fault.rank or fault.kind == SLEEP:
+            assert "most recent call first" in text, text
+            assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())
+            assert outcome.codes[rank] == HUNG
+    if fault.kind == STOP:
+        assert "is stopped (SIGSTOP), and can write no stack" in texts[fault.rank]
+    else:
+        assert "hang_cases.py" in texts[fault.rank]
+    assert "others waited: rank" in said
+    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
+
+
+@pytest.mark.nightly
+def test_a_collective_that_ends_by_its_own_deadline_is_a_hang_too(recipe, tmp_path):
+    """Where files are written a rank may be silent for longer than others may wait for it."""
+    fault = Fault(MIDDLE, "checkpoint", SLEEP)
+    changes = {"trainer__collective_timeout_s": COLLECTIVE_S, "run__checkpoint_every": 1}
+    file = recipe("collective", first_step_s=COLLECTIVE_S - 5, **changes)
+    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
+    print(f"collective: {outcome.codes} after {outcome.seconds:.1f} s")
+    said, run = outcome.said, Path(file).parent / "runs" / "collective"
+    assert outcome.codes == [HUNG] * RANKS and not outcome.left, said[-6000:]
+    assert named(said)[:1] == [(MIDDLE, 2, "checkpoint")], said[-6000:]
+    assert f"Timed out waiting {1000 * COLLECTIVE_S}ms" in said
+    (folder,) = run.glob("hang-*")
+    assert all("most recent call first" in (folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS))
+
+
+@pytest.fixture(scope="module")
+def engine_recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine-hangs")
+    tiny_run(folder, "qwen3", layers=2)
+    replay = str(fake_rollouts(folder, ENGINE_STEPS))
+
+    def write(fault):
+        # Completions long enough that the fault comes in their middle.
+        changes = {
+            "data__max_prompt_tokens": 8, "rollout__max_new_tokens": 100, "rollout__max_restarts": fault.restarts,
+            "phases__actor_update__micro_batch": {"max_tokens": 500},
+            "phases__reward": {"sequences": 8, "timeout_s": REWARD_S},
+            "weight_sync": {"timeout_s": SYNC_S}, "reward": [{"kind": "function", "target": GATED}],
+            "watchdog": {"step_s": STEP_S, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S},
+        }  # fmt: skip
+        if fault.process == VERIFIERS:
+            changes["rollout__replay"] = replay
+        return tiny_recipe(folder, fault.name, False, 2, 1, 2, ENGINE_STEPS, **changes)
+
+    return write
+
+
+def check_other(engine_recipe, tmp_path, fault):
+    """A fault of a process that is no rank: what can go on without it does, and says so; the rest ends as a hang."""
+    file = engine_recipe(fault)
+    outcome = run_with_fault(file, 2, fault, tmp_path / "case")
+    late_s = outcome.detected_s - fault.deadline_s
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {late_s:.1f} s beyond its deadline")
+    said, run = outcome.said, Path(file).parent / "runs" / fault.name
+    assert not outcome.left, outcome.left
+    assert outcome.detected_s > 0 and late_s < DETECTION_S + (RECOVERY_S if fault.recovers else 0), said[-6000:]
+    if fault.recovers:
+        assert outcome.codes == [0, 0], said[-6000:]
+        assert re.search(fault.says, said), said[-6000:]
+        assert not list(run.glob("hang-*"))
+        return
+    assert outcome.codes == [HUNG, HUNG], said[-6000:]
+    (folder,) = run.glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
+    verdict = (folder / "verdict.txt").read_text()
+    assert "did not arrive" not in verdict, "no rank is at fault"
+    whom = "reward workers" if fault.process == WORKER else "rollout engines"
+    assert f"the {whom} did not answer rank 0, step {fault.step}, in phase {fault.phase}" in verdict, verdict
+    stands = r"is stopped \(SIGSTOP\)" if fault.kind == STOP else "stands in _fall_asleep"
+    assert re.findall(r"^(.*) \(process \d+\) (?:stands|is stopped)", verdict, re.M) == [fault.process], verdict
+    assert re.search(rf"{fault.process} \(process \d+\) {stands}", verdict), verdict
+    assert "others waited: rank 1" in verdict
+    assert {one.name.rpartition("-")[0] for one in folder.glob("*-[0-9]*.txt") if "rank" not in one.name} == {
+        name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, f"{WORKER} verifiers")
+    }
+    for one in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
+        is_stopped = fault.kind == STOP and one.name.rpartition("-")[0] == fault.process.replace(" ", "-")
+        assert ("it is stopped" if is_stopped else "most recent call first") in one.read_text(), one
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_0_leaves_no_engine_and_no_ray(engine_recipe, tmp_path):
+    fault = Fault(0, "rollout", KILL, "wait_engines")
+    outcome = run_with_fault(engine_recipe(fault), 2, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {outcome.detected_s:.1f} s after it")
+    assert outcome.codes == [-signal.SIGKILL, 1] and not outcome.left, (outcome.left, outcome.said[-6000:])
+    assert (0, 2, "rollout") in named(outcome.said)[:1] and "its process is gone" in outcome.said, outcome.said[-6000:]
+
+
+KINDS = (SLEEP, STOP, KILL)
+OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
+    (CORE, "rollout"), (ACTOR, "rollout"), (CORE, "weight_sync"), (ACTOR, "weight_sync"), (WORKER, "reward"),
+    (VERIFIERS, "reward")) for kind in KINDS] + [
+    Fault(0, "weight_sync", SLEEP, process=CORE, restarts=0),
+    Fault(0, "weight_sync", STOP, process=ACTOR, restarts=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in OTHERS]
+)
+def test_an_engine_or_reward_worker_that_hangs_is_done_without_or_named(engine_recipe, tmp_path, fault):
+    check_other(engine_recipe, tmp_path, fault)
+
+
+CASES = [
+    Fault(rank, phase, KINDS[(number + place) % 3])
+    for number, phase in enumerate(PHASES)
+    for place, rank in enumerate((FIRST, MIDDLE, LAST, PEER))
+] + [
+    Fault(MIDDLE, "actor_update", SLEEP, "forward"),
+    Fault(LAST, "critic_update", STOP, "backward"),
+    Fault(PEER, "actor_update", STOP, "optimizer"),
+    Fault(FIRST, "agree", SLEEP),
+    Fault(LAST, "metrics", STOP),
+    Fault(PEER, "actor_update", STOP, nodes=2),
+    Fault(LAST, "critic_update", SLEEP, "forward", nodes=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in CASES]
+)
+def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault):
+    check(recipe, tmp_path, fault)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "status"),
+    [
+        (["megarl.cli", "train"], HUNG),
+        # torchrun says 1 whatever its ranks end with, and shows what that was.
+        pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megarl.train"], 1,
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_a_job_with_a_stopped_rank_ends_with_a_status_of_its_own(tmp_path, launcher, status):
+    tiny_run(tmp_path, "qwen3", layers=2)
+    steps = 200  # it never comes so far
+    replay = str(fake_rollouts(tmp_path, steps))
+    watchdog = {"step_s": STEP_S, "first_step_s": FIRST_STEP_S}
+    recipe = tiny_recipe(tmp_path, "stopped", False, 2, 1, 2, steps, rollout__replay=replay, watchdog=watchdog)
+    environment = os.environ | {CASE: str(tmp_path)}
+    with (tmp_path / "output").open("w") as output:
+        command = [sys.executable, "-m", *launcher, str(recipe)]
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    metrics, end = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + END_S
+    try:
+        while not (metrics.is_file() and metrics.read_text()):
+            assert run.poll() is None and time.monotonic() < end, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        (rank,) = [one for one in case_processes(tmp_path) if one.environ().get("RANK") == "1" and one.ppid() == run.pid]
+        rank.send_signal(signal.SIGSTOP)
+        run.wait(END_S)
+        while case_processes(tmp_path):
+            assert time.monotonic() < end + END_S, case_processes(tmp_path)
+            time.sleep(0.1)
+    finally:
+        for process in case_processes(tmp_path):
+            process.kill()
+    said = (tmp_path / "output").read_text()
+    assert run.returncode == status, said
+    assert "watchdog: rank 1 (pipeline stage 1 of 2) did not arrive" in said and "is stopped (SIGSTOP)" in said
+    assert "exitcode  : 76" in said if status == 1 else f"exit status {HUNG}" in said

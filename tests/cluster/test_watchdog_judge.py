@@ -1,0 +1,157 @@
+"""Whether a run hangs and who is at fault, from where all ranks stand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.cluster.watchdog_judge import (
+    ENDED,
+    GONE,
+    STOPPED,
+    Deadlines,
+    OtherProcess,
+    Standing,
+    Verdict,
+    culprits,
+    folder_of,
+    judge,
+    overdue,
+)
+
+DEADLINES = Deadlines(first_step_s=100.0, step_s=10.0, files_s=1000.0, engines_s=300.0, rewards_s=60.0)
+
+
+def at(rank, span=None, silent_s=0.0, phase="actor_update", phases=7, **more):
+    return Standing(rank=rank, step=2, phase=phase, span=span, phases=phases, silent_s=silent_s, **more)
+
+
+@pytest.mark.parametrize(
+    ("table", "hangs"),
+    [
+        ([at(0, "forward", 9), at(1, "wait_pipeline", 9)], False),
+        ([at(0, "forward", 11), at(1, "wait_pipeline", 9)], True),
+        ([at(0, "forward", 11, first=True), at(1, "wait_pipeline", 11, first=True)], False),
+        ([at(0, "forward", 101, first=True), at(1, "wait_pipeline", 90, first=True)], True),
+        # Ranks that wait for one that is within its deadline.
+        ([at(0, "wait_engines", 200, "rollout"), at(1, "wait_ranks", 200, "rollout")], False),
+        ([at(0, "wait_engines", 200, "rollout"), at(1, "wait_engines", 200, "rollout")], False),
+        ([at(0, "wait_engines", 311, "rollout"), at(1, "wait_ranks", 311, "rollout")], True),
+        ([at(0, "wait_rewards", 65, "reward"), at(1, "wait_rewards", 65, "reward")], False),
+        ([at(0, "wait_rewards", 71, "reward"), at(1, "wait_rewards", 71, "reward")], True),
+        ([at(0, "wait_engines", 20, "weight_sync"), at(1, "send", 11, "weight_sync")], True),
+        ([at(0, None, 500, "start"), at(1, "wait_ranks", 500, "start")], False),
+        ([at(0, None, 500, "checkpoint"), at(1, None, 1001, "checkpoint")], True),
+        # Everybody waits: as long as one has moved, they may all go on.
+        ([at(0, "wait_ranks", 50), at(1, "wait_gradients", 9)], False),
+        ([at(0, "wait_ranks", 50), at(1, "wait_gradients", 11)], True),
+        ([at(0, None, 11, phase=None), at(1, "wait_ranks", 11)], True),
+        ([at(0, "forward", 50, state=ENDED)], False),
+        ([at(0, "wait_ranks", 1), at(1, "wait_ranks", 1, note="no answer of rollout engine 0")], True),
+        ([at(0, "wait_pipeline", 11, state=STOPPED), at(1, "wait_ranks", 11)], True),
+        ([], False),
+    ],
+)
+def test_a_run_hangs_when_somebody_who_waits_for_no_rank_is_silent_for_too_long(table, hangs):
+    assert overdue(table, DEADLINES) is hangs
+
+
+@pytest.mark.parametrize(
+    ("table", "ranks"),
+    [
+        # By span: one computes, the others wait for it.
+        ([at(0, "wait_pipeline", 11), at(1, "forward", 11), at(2, "wait_gradients", 11)], [1]),
+        # A stopped or dead process is at fault wherever it stands, also in a wait, and before all that computes.
+        ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED)], [1]),
+        ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED), at(2, "forward", state=GONE)], [2]),
+        # Tensor ranks wait inside of a span; their innermost calls tell who does not.
+        ([at(0, "forward", 11, call="all_reduce", waits=True), at(1, "forward", 11, call="sleep")], [1]),
+        ([at(0, "forward", 11, call="all_reduce", waits=True), at(1, "wait_pipeline", 11, call="recv", waits=True)], [0]),
+        # Of several that compute: who has begun fewer phases, else who has been silent for longer, before the others.
+        ([at(0, "forward", 11, phases=8), at(1, "forward", 11, phases=7)], [1]),
+        ([at(0, "forward", 11), at(1, "forward", 13)], [1, 0]),
+        # All wait: who is behind.
+        ([at(0, "wait_ranks", 20, phases=8), at(1, "wait_ranks", 11, phases=7)], [1]),
+        ([at(0, "wait_ranks", 11), at(1, "wait_gradients", 20)], [1]),
+        # Rank 0 waits for others than ranks, and all ranks for rank 0.
+        ([at(0, "wait_engines", 400, "rollout"), at(1, "wait_engines", 400, "rollout")], []),
+        ([at(0, "wait_engines", 400, "rollout", call="get", waits=True), at(1, "wait_ranks", 400, "rollout")], []),
+        ([at(0, "wait_rewards", 400, "reward", call="sleep"), at(1, "wait_rewards", 400, "reward")], [0]),
+        ([at(0, None, 11, phase=None), at(1, "wait_ranks", 11)], [0]),
+        ([at(0, "forward", 99, state=ENDED), at(1, "forward", 11)], [1]),
+    ],
+)
+def test_the_ranks_at_fault_are_those_that_wait_for_nobody_or_are_behind(table, ranks):
+    assert [one.rank for one in culprits(table)] == ranks
+
+
+SPANS = st.sampled_from(["wait_ranks", "wait_pipeline", "wait_gradients"])
+
+
+@given(st.lists(SPANS, min_size=1, max_size=12), st.data())
+def test_one_stuck_rank_among_any_that_wait_is_the_one_that_is_named(spans, data):
+    stuck = data.draw(st.integers(0, len(spans)))
+    silent_s = data.draw(st.floats(10.5, 1e6))
+    waiting = [at(rank + (rank >= stuck), span, data.draw(st.floats(0, 1e6)), phases=7) for rank, span in enumerate(spans)]
+    table = sorted([*waiting, at(stuck, "forward", silent_s)], key=lambda one: one.rank)
+    assert overdue(table, DEADLINES)
+    verdict = judge(table, DEADLINES)
+    assert verdict.rank == stuck
+    assert verdict.lines[0].startswith(f"rank {stuck} did not arrive: step 2, in phase actor_update in forward")
+    assert all(f"rank {one.rank} {one.silent_s:.1f} s in {one.span}" in verdict.lines[-1] for one in waiting)
+
+
+def test_a_verdict_names_call_state_and_deadline():
+    stopped = at(1, "backward", 12.34, state=STOPPED, place="pipeline stage 1 of 2")
+    verdict = judge([at(0, "wait_pipeline", 12.1, call="recv (p2p.py:3)", waits=True), stopped], DEADLINES)
+    assert verdict.lines == (
+        "rank 1 (pipeline stage 1 of 2) did not arrive: step 2, in phase actor_update in backward, silent for 12.3 s: its "
+        "process is stopped (SIGSTOP); it may stand there for watchdog.step_s = 10 s",
+        "others waited: rank 0 12.1 s in wait_pipeline at recv (p2p.py:3)",
+    )
+    assert (verdict.step, verdict.phase) == (2, "actor_update")
+
+
+def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
+    table = [
+        at(0, "wait_engines", 20, "rollout", note="rollout engine 0: 4 of 4 groups"),
+        at(1, "wait_ranks", 20, "rollout"),
+    ]
+    others = [OtherProcess("engine-0", 7, "running"), OtherProcess("engine-0", 8, STOPPED)]
+    verdict = judge(table, DEADLINES, others)
+    assert verdict.rank is None
+    assert verdict.lines[0] == "rank 0: rollout engine 0: 4 of 4 groups"
+    assert verdict.lines[1].startswith("the rollout engines did not answer rank 0, step 2, in phase rollout")
+    assert verdict.lines[2] == "engine-0 (process 8) is stopped (SIGSTOP)"
+    others = [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)"), OtherProcess("engine-1", 8, "running")]
+    assert judge(table, DEADLINES, others).lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
+    # A rank at fault is what its engines wait for.
+    table[1] = at(1, "send", 20, "rollout", state=STOPPED)
+    assert not any("engine-0 (" in line for line in judge(table, DEADLINES, others).lines)
+
+
+def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_says_so():
+    """As it stands when rank 0 has left the wait with an error, and waits to be ended."""
+    said = at(
+        0, "wait_engines", 0.4, "rollout", note="rollout engine 0: no answer", call="wait (threading.py:327)", waits=True
+    )
+    table = [said, at(1, "wait_engines", 180, "rollout")]
+    assert overdue(table, DEADLINES)
+    verdict = judge(table, DEADLINES, [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)")])
+    assert verdict.rank is None and verdict.phase == "rollout"
+    assert verdict.lines[0] == "rank 0: rollout engine 0: no answer"
+    assert verdict.lines[1].startswith("the rollout engines did not answer rank 0") and "may stand" not in verdict.lines[1]
+    assert verdict.lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
+
+
+def test_ranks_that_wait_are_no_sign_of_anything_where_rank_0_is_not_known():
+    waiting = [at(rank, "wait_engines", 1000, "rollout") for rank in (4, 5)]
+    assert overdue(waiting, DEADLINES) and not overdue(waiting, DEADLINES, some_alone=True)
+    assert overdue([*waiting, at(6, "forward", 1000)], DEADLINES, some_alone=True)
+
+
+def test_no_folder_is_written_twice(tmp_path):
+    verdict = Verdict(3, "rollout", 0)
+    first = folder_of(tmp_path, verdict)
+    assert first.name == "hang-3-rollout"
+    first.mkdir()
+    assert folder_of(tmp_path, verdict).name == "hang-3-rollout-2"

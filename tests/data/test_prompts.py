@@ -1,0 +1,336 @@
+"""Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data.observations import Observations
+from megarl.data.prompts import PromptStream
+from megarl.data.sources import BadRows, load_rows
+from megarl.data.tokenizer import load_tokenizer, prompt_tokenizer, render_chat, render_questions, stop_token_ids
+from megarl.recipe import load_recipe
+from megarl.recipe.data_sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.telemetry.run_directory import RunDirectory
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|turn_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def byte_tokenizer(chat_template=CHAT):
+    """A real fast tokenizer with one token a byte, an end token and a chat template with another end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def jsonl(path, kind="jsonl"):
+    return FilePromptsSection(kind=kind, path=str(path), prompt_field="prompt", answer_field="answer")
+
+
+def gym(task="chain_sum", size=8, seed=None, **options):
+    return ReasoningGymPromptsSection(kind="reasoning_gym", task=task, size=size, seed=seed, options=options)
+
+
+def rows_of(source, seed, bad=None, **changes):
+    return load_rows(source, seed, section(source, **changes), "data.prompts", bad or BadRows("stop"))
+
+
+def section(prompts, **changes):
+    return DataSection(**({"prompts": prompts, "max_prompt_tokens": 200, "chat_template": False} | changes))
+
+
+@pytest.fixture
+def sums(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": n + 1}) + "\n" for n in range(10)))
+    return path
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path, sums):
+    rows = rows_of(jsonl(sums), seed=0)
+    assert [(row.question, row.answer) for row in rows[:2]] == [("0 + 1 =", "1"), ("1 + 1 =", "2")]
+    table = pyarrow.Table.from_pylist([row.fields for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "sums.parquet")
+    assert rows_of(jsonl(tmp_path / "sums.parquet", "parquet"), seed=0) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", "answer": ', r"bad.jsonl, line 2: not JSON"),
+        ('["a", "b"]', r"bad.jsonl, line 2: a row is an object of named fields, this is list"),
+        ('{"promt": "a", "answer": "b"}', r"line 2: no field 'prompt' .*prompt_field.*did you mean 'promt'"),
+        ('{"prompt": "a", "answer": null}', r"line 2: field 'answer' is None"),
+        ('{"prompt": "a", "answer": [1]}', r"line 2: field 'answer' is \[1\]"),
+        ('{"prompt": " ", "answer": "b"}', r"line 2: field 'prompt' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_key(tmp_path, line, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=said):
+        rows_of(jsonl(path), seed=0)
+
+
+def test_missing_empty_and_mistaken_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data.prompts.path is '.*nowhere.jsonl', which is no file"):
+        rows_of(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"data.prompts has no rows \(.*empty.jsonl\)"):
+        rows_of(jsonl(empty), seed=0)
+    with pytest.raises(ValueError, match=r"empty.jsonl: not a Parquet file"):
+        rows_of(jsonl(empty, "parquet"), seed=0)
+
+
+def test_generated_rows_follow_the_seed_and_their_own_seed_wins():
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    rows = rows_of(gym(**options), seed=1)
+    assert len(rows) == 8 and all(row.fields["metadata"]["num_terms"] == 2 for row in rows)
+    assert rows == rows_of(gym(seed=1, **options), seed=2) != rows_of(gym(**options), seed=2)
+
+
+def test_generated_rows_do_not_follow_the_order_of_sets_in_a_process(monkeypatch):
+    """Which Python draws anew in each one: a run that is resumed would find other rows than those of its checkpoint."""
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append([row.question for row in rows_of(gym("ransom_note", size=3), seed=1)])
+    assert found[0] == found[1]
+
+
+DATED = "{{ strftime_now('%d %B %Y') }}{% if thinking is defined and not thinking %} brief{% endif %}|" + CHAT
+
+
+def test_a_chat_template_writes_the_day_of_a_runs_first_start(tmp_path):
+    """A run that goes on after midnight, or in another time zone, has the prompts that it would have had."""
+    byte_tokenizer(DATED).save_pretrained(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    recipe = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
+    run.prepare(recipe, None)
+    first = run.first_start
+    (run.path / "first_start.txt").write_text("2026-01-31T23:59:58\n")
+    run.prepare(recipe, None)  # another start of the run
+    assert abs((datetime.now() - first).total_seconds()) < 600 and run.first_start == datetime(2026, 1, 31, 23, 59, 58)
+    tokenizer = prompt_tokenizer(str(tmp_path), {"thinking": False}, run.first_start)
+    (ids,) = render_questions(tokenizer, ["1+1"], None, None, True)
+    assert tokenizer.decode(ids) == "31 January 2026 brief|<|user|>1+1<|turn_end|><|assistant|>"
+    data = section(jsonl("none"), chat_template=True)
+    answer = Observations(tokenizer, data, 300).prompt([{"role": "user", "content": "1+1"}])
+    assert answer.tolist() == ids, "an environment's own prompts are rendered alike"
+    with pytest.raises(ValueError, match="data.template_options.thinkin = False: the model's chat template does not read"):
+        prompt_tokenizer(str(tmp_path), {"thinkin": False}, first)
+
+
+def test_half_a_character_of_an_environment_is_replaced():
+    """A tokenizer refuses it, and a policy can have its tool say so."""
+    tokenizer = byte_tokenizer()
+    seen = Observations(tokenizer, section(jsonl("none"), chat_template=True), 300)
+    ids = seen.behind(-1, [{"role": "tool", "content": "a \ud83d b \U0001f600"}])
+    assert "<|tool|>a \ufffd b \U0001f600<|turn_end|>" in tokenizer.decode(ids)
+
+
+def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
+    with pytest.raises(ValueError, match=r"data.prompts.task is 'chain_sums'.*did you mean 'chain_sum'"):
+        rows_of(gym("chain_sums"), seed=0)
+    with pytest.raises(ValueError, match=r"data.prompts.options is .*refuses: min_terms must be positive"):
+        rows_of(gym(min_terms=0), seed=0)
+
+
+def test_templates_render_what_the_model_expects():
+    tokenizer = byte_tokenizer()
+
+    def text(*arguments):
+        (ids,) = render_questions(tokenizer, ["1+1"], *arguments)
+        return tokenizer.decode(ids)
+
+    assert text(None, None, False) == "1+1"
+    assert text("Be short.", r"Put {question} in \boxed{}", False) == "Be short.\n\nPut 1+1 in \\boxed{}"
+    assert text(None, None, True) == "<|user|>1+1<|turn_end|><|assistant|>"
+    assert text("S", "{question}=", True) == "<|system|>S<|turn_end|><|user|>1+1=<|turn_end|><|assistant|>"
+    with pytest.raises(ValueError, match="data.prompt_template is 'What'"):
+        text(None, "What", False)
+    with pytest.raises(ValueError, match="data.chat_template is true"):
+        render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
+
+
+def refusing(role):
+    """A template that has not such a role."""
+    return (
+        "{% for m in messages %}{% if m.role == '"
+        + role
+        + "' %}{{ raise_exception('no role') }}{% endif %}{% endfor %}"
+        + CHAT
+    )
+
+
+def test_what_a_chat_template_refuses_is_said_with_the_keys(tmp_path, sums):
+    tokenizer = byte_tokenizer(refusing("system"))
+    chat = section(jsonl(sums), chat_template=True)
+    assert PromptStream(chat, 0, tokenizer).num_rows == 10
+    said = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
+    for settings in ({}, {"on_bad_row": "skip"}):  # no row is to blame
+        with pytest.raises(
+            ValueError, match=said + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
+        ):
+            PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **settings}), 0, tokenizer)
+    with pytest.raises(ValueError, match=f"{said}$"):
+        PromptStream(chat, 0, byte_tokenizer(refusing("user")))
+    for needs_turns in (lambda one: stop_token_ids(str(tmp_path), one), lambda one: Observations(one, chat, 300)):
+        with pytest.raises(ValueError, match=f"{said}$"):
+            needs_turns(byte_tokenizer(refusing("assistant")))
+
+
+@pytest.mark.parametrize("fault", [TypeError, KeyError])
+def test_a_fault_of_the_tokenizer_is_none_of_the_chat_template(fault, monkeypatch):
+    """It is raised as it is, where the template has written the text."""
+    tokenizer = byte_tokenizer()
+
+    def broken(*_, **__):
+        raise fault("of the tokenizer")
+
+    monkeypatch.setattr(type(tokenizer), "__call__", broken)
+    for render in (
+        lambda: render_questions(tokenizer, ["1+1"], "S", None, True),
+        lambda: render_chat(tokenizer, [{"role": "user", "content": "1+1"}], None),
+    ):
+        with pytest.raises(fault, match="of the tokenizer"):
+            render()
+    # What a template does not find in a message is its own.
+    with pytest.raises(ValueError, match="chat template refuses these messages: can only concatenate"):
+        render_questions(byte_tokenizer("{{ messages[0].content + 1 }}"), ["1+1"], None, None, True)
+
+
+def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
+    tokenizer = byte_tokenizer("<|system|>" + CHAT)
+    start = tokenizer.convert_tokens_to_ids("<|system|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", start)]
+    )
+    for chat in (True, False):
+        (ids,) = render_questions(tokenizer, ["1+1"], None, None, chat)
+        assert ids[0] == start and ids.count(start) == 1
+    tokenizer.bos_token = "<|system|>"
+    (ids,) = render_questions(tokenizer, ["<|system|>1+1"], None, None, False)
+    assert ids.count(start) == 1, "a text that was rendered before begins with it"
+
+
+def test_stop_tokens_come_from_all_three_sources(tmp_path, caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    end, turn_end = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn_end|>"])
+    assert stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path))) == tuple(sorted({end, turn_end}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({7, 9, end, turn_end}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
+    assert 5 not in stop_token_ids(str(tmp_path), tokenizer), "as in vLLM, config.json is asked in its place"
+    with caplog.at_level("WARNING"):
+        assert stop_token_ids(str(tmp_path), tokenizer, num_tokens=9) == (7,), "vLLM refuses what has no embedding"
+    assert "generation_config.json names the end token 9; left out" in caplog.text
+    with pytest.raises(ValueError, match="names no end token but .*the embedding has 3 rows"):
+        stop_token_ids(str(tmp_path), tokenizer, num_tokens=3)
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({5, end, turn_end}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({2, end, turn_end})), "Llama's, in transformers"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="config.json: eos_token_id = '</s>' must be a token's number"):
+        stop_token_ids(str(tmp_path), tokenizer)
+    (tmp_path / "generation_config.json").unlink()
+    nothing = byte_tokenizer(chat_template=None)
+    nothing.eos_token = None
+    with pytest.raises(ValueError, match="names no end token"):
+        stop_token_ids(str(tmp_path), nothing)
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model.path is '.*', from which no tokenizer loads"):
+        load_tokenizer(str(tmp_path))
+
+
+def as_tuples(prompts):
+    return [(p.index, p.question, p.answer, p.token_ids.tolist()) for p in prompts]
+
+
+def test_a_stream_that_restores_continues_like_one_that_never_stopped(sums):
+    tokenizer = byte_tokenizer()
+    stream = PromptStream(section(jsonl(sums)), 3, tokenizer)
+    states = [stream.state()]
+    whole = []
+    for _ in range(37):
+        whole += as_tuples(stream.take(1))
+        states.append(stream.state())
+    for position in (0, 4, 10, 29):
+        resumed = PromptStream(section(jsonl(sums)), 3, tokenizer)
+        resumed.restore(states[position])
+        assert as_tuples(resumed.take(8)) == whole[position : position + 8]
+        assert resumed.position == position + 8
+
+
+def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(sums):
+    stream = PromptStream(section(jsonl(sums)), 3, byte_tokenizer())
+    epochs = [[p.question for p in stream.take(stream.num_rows)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    other = PromptStream(section(jsonl(sums)), 4, byte_tokenizer())
+    assert [p.question for p in other.take(10)] != epochs[0]
+    unshuffled = PromptStream(section(jsonl(sums), shuffle=False), 3, byte_tokenizer())
+    assert [p.question for p in unshuffled.take(20)] == [f"{n} + 1 =" for n in range(10)] * 2
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9, 5, 12)))
+    stream = PromptStream(section(jsonl(path), max_prompt_tokens=5), 0, byte_tokenizer())
+    assert (stream.num_rows, stream.num_dropped) == (2, 2)
+    first = stream.take(1)[0]
+    assert first.token_ids.dtype == np.int32 and len(first.token_ids) in (3, 5)
+    with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 prompts of data.prompts has 3"):
+        PromptStream(section(jsonl(path), max_prompt_tokens=2), 0, byte_tokenizer())
+
+
+@pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
+def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path, on_bad_row):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9)))
+    settings = {"max_prompt_tokens": 5, "on_long_prompt": "stop", "on_bad_row": on_bad_row}
+    said = r"mixed.jsonl, line 2: field 'prompt': .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*: skip"
+    with pytest.raises(ValueError, match=said):
+        PromptStream(section(jsonl(path), **settings), 0, byte_tokenizer())
+
+
+def test_an_empty_prompt_is_a_bad_row(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("x", "")))
+    with pytest.raises(ValueError, match=r"empty.jsonl, line 2: field 'prompt' is empty"):
+        PromptStream(section(jsonl(path)), 0, byte_tokenizer())
+    stream = PromptStream(section(jsonl(path), on_bad_row="skip"), 0, byte_tokenizer())
+    assert (stream.num_rows, stream.num_dropped, stream.num_bad_rows) == (1, 0, 1)
+    path.write_text(json.dumps({"prompt": "x", "answer": "1"}) + "\n")
+    with pytest.raises(ValueError, match="empty.jsonl, line 1: field 'prompt': the prompt has no tokens"):
+        PromptStream(section(jsonl(path), chat_template=True), 0, byte_tokenizer("{{ '' }}"))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])
+def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
+    """With the model that set-up makes for it."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    recipe = load_recipe(f"recipes/{name}.yaml")
+    prompts = PromptStream(recipe.data, recipe.run.seed, load_tokenizer(recipe.model.path))
+    assert prompts.num_dropped == 0 and len(list(prompts.every())) == recipe.data.prompts.size

@@ -1,0 +1,114 @@
+"""Experts cut over ranks: their groups, their routing, and checkpoints that move between cuts. What every layout computes is
+compared in the layout matrix."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from tests.engine_cases import start_places, train_with_checkpoints
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.layout
+CUTS = [
+    Layout(data=4, expert=2),
+    Layout(tensor=2, data=2, expert=2, sequence_parallel=True),
+    Layout(tensor=2, data=2, expert=2, expert_tensor=1, sequence_parallel=True),
+    Layout(pipeline=2, data=2, expert_tensor=2),
+    Layout(context=2, data=2, expert=4),
+]
+
+
+def _expert_ranks():
+    """What megatron-core and the layout say of this rank, for each cut."""
+    from megatron.core import parallel_state
+
+    found = []
+    for layout, place in start_places(CUTS).items():
+        with place.active():
+            theirs = (
+                parallel_state.get_expert_tensor_parallel_rank(),
+                parallel_state.get_expert_model_parallel_rank(),
+                parallel_state.get_expert_data_parallel_rank(),
+            )
+            holders = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
+        found.append((theirs, layout.expert_coordinates(place.rank), holders))
+    return found
+
+
+def test_the_layout_and_megatron_agree_on_who_holds_which_experts():
+    for rank, found in enumerate(run_ranks(_expert_ranks, 4)):
+        for layout, (theirs, ours, holders) in zip(CUTS, found, strict=True):
+            assert theirs == ours, (layout, rank)
+            assert len(holders) == layout.expert_data, (layout, rank)
+            parts = {layout.expert_coordinates(other)[:2] for other in holders}
+            assert parts == {ours[:2]}, (layout, rank)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_chosen_experts_have_the_weights_that_the_model_gives_them(tmp_path, normalise):
+    """Probabilities are those of all experts, normalised over the chosen ones where the model's config says so."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    from megarl.megatron.model import transformer_config
+
+    shape = ModelShape.from_directory(save_tiny_model(tmp_path, "qwen3_moe"))
+    assert shape.experts is not None
+    settings = replace(shape.experts, normalise=normalise)
+    shape = replace(shape, experts=settings)
+    config = transformer_config(shape, Layout(), "fp32")
+    logits = torch.randn(50, settings.count, generator=torch.Generator().manual_seed(0)) * 3
+    found, chosen = topk_routing_with_score_function(
+        logits,
+        config.moe_router_topk,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+    )
+    weights, experts = logits.softmax(-1).topk(settings.per_token)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(found, torch.zeros_like(logits).scatter(1, experts, weights))
+    assert (chosen.sum(1) == settings.per_token).all()
+
+
+def _uneven():
+    """Two ranks with 3 and 1 rows gather them, and take their parts of the sum back."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    sizes = [3, 1]
+    (place,) = start_places([Layout(tensor=2)]).values()
+    own = (torch.arange(sizes[place.rank] * 2.0).view(-1, 2) + 10 * place.rank).requires_grad_()
+    whole = gather_from_sequence_parallel_region(own, group=place.tensor_group, output_split_sizes=sizes)
+    (whole * (place.rank + 1)).sum().backward()
+    assert own.grad is not None
+    return SimpleNamespace(whole=whole.tolist(), gradient=own.grad.tolist())
+
+
+def test_uneven_parts_are_gathered_and_their_gradients_come_back():
+    first, second = run_ranks(_uneven, 2)
+    assert first.whole == second.whole == [[0, 1], [2, 3], [4, 5], [10, 11]]
+    assert first.gradient == [[3, 3]] * 3 and second.gradient == [[3, 3]]
+
+
+def test_resume_is_exact_and_experts_may_be_cut_otherwise(tmp_path):
+    """The first layer has no experts: so neither has the first stage."""
+    directory, folder = str(save_tiny_model(tmp_path / "model", "qwen3_moe")), str(tmp_path / "checkpoints")
+    saved = Layout(pipeline=2, data=2, expert=2, stages=(1, 3))
+    whole = run_ranks(train_with_checkpoints, 4, directory, _both(saved), folder, 5, 2, False)[0]
+    # Three updates after the load: a shared Adam counter shows at the second.
+    assert run_ranks(train_with_checkpoints, 4, directory, _both(saved), folder, 5, None, True)[0] == whole[4:]
+    for layout in (Layout(), Layout(data=4, expert=4), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)):
+        found = run_ranks(train_with_checkpoints, layout.ranks, directory, _both(layout), folder, 5, None, True)[0]
+        for line, expected in zip(found, whole[4:], strict=True):
+            assert line[:2] == expected[:2]
+            assert line[2:] == pytest.approx(expected[2:], rel=1e-4), layout
+
+
+def _both(layout):
+    return {"actor": layout, "critic": layout}

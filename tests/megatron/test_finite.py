@@ -1,0 +1,95 @@
+"""Numbers that are not finite are found on every rank before an optimizer steps, and named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.megatron.finite import wrong_samples
+from megarl.megatron.role import Update
+from megarl.models.layout import Layout
+from tests.feature_cases import Feature
+from tests.finite_cases import BAD_GRADIENT, BAD_LAYER, BAD_LOSS, BAD_WEIGHT, GOOD, WRONG_SAMPLE, update_through
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+MORE = (Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2))
+LAYOUTS = [Layout(data=2), Layout(pipeline=2), *(pytest.param(layout, marks=pytest.mark.nightly) for layout in MORE)]
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_update_with_a_number_that_is_not_finite_leaves_no_trace(layout: Layout, tmp_path: Path) -> None:
+    directory = str(save_tiny_model(tmp_path, "qwen3"))
+    kinds = [GOOD, BAD_LOSS, BAD_GRADIENT, BAD_LAYER, BAD_WEIGHT, GOOD]
+    through = run_ranks(update_through, layout.ranks, directory, layout, kinds, Feature())
+    beside = run_ranks(update_through, layout.ranks, directory, layout, [GOOD, GOOD], Feature())
+    for (updates, states, _), (good, undisturbed, _) in zip(through, beside, strict=True):
+        assert [update.refused is not None for update in updates] == [False, True, True, True, True, False]
+        assert not any(update.skipped for update in updates), "no loss scale is to blame"
+        assert all(state == undisturbed[1] != states[0] for state in states[1:6])
+        assert states[6] == undisturbed[2] and updates[5] == good[1]
+        assert [update.refused for update in updates] == [update.refused for update in through[0][0]], "on every rank"
+    loss, gradient, layer, weight = (update.refused or "" for update in through[0][0][1:5])
+    ranks = range(layout.ranks)
+    assert f"the loss of micro-batch {_where(loss)[0]} (samples {_where(loss)[1]}) of data-parallel rank" in loss
+    assert loss.endswith("is inf") and str(WRONG_SAMPLE) in _where(loss)[1].split(", ")
+    assert "gradients are not finite: " in gradient and any(f"rank {rank}: " in gradient for rank in ranks)
+    assert "decoder.layers.0." in gradient
+    where = f"; since micro-batch {_where(loss)[0]} (samples {_where(loss)[1]}) of data-parallel rank"
+    assert gradient.count("since") == 1 and where in gradient and gradient.endswith("from the loss")
+    assert layer.count("since") == 1 and where in layer and layer.endswith("from the backward pass of pipeline stage 0")
+    assert "the loss of micro-batch" in weight and "is nan" in weight
+
+
+def _where(said: str) -> tuple[str, str]:
+    number, rest = said.removeprefix("the loss of micro-batch ").split(" (samples ")
+    return number, rest.split(")")[0]
+
+
+@pytest.mark.layout
+def test_fp16_overflow_is_the_loss_scale_s_and_a_loss_that_is_no_number_is_not(tmp_path: Path) -> None:
+    """A loss scale comes down for gradients that overflow; it would come down in vain for a loss that is infinite."""
+    directory = str(save_tiny_model(tmp_path, "qwen3"))
+    half = Feature(precision="fp16", initial_loss_scale=256.0)
+    ((updates, states, scale),) = run_ranks(update_through, 1, directory, Layout(), [GOOD, BAD_LOSS, BAD_LOSS, GOOD], half)
+    assert [update.refused is not None for update in updates] == [False, True, True, False]
+    assert not any(update.skipped for update in updates) and scale == 256.0
+    assert states[1] == states[2] == states[3] != states[4]
+    ((updates, _, scale),) = run_ranks(
+        update_through, 1, directory, Layout(), [GOOD, GOOD], Feature(precision="fp16", initial_loss_scale=2.0**19)
+    )
+    assert all(update.skipped and update.refused is None for update in updates) and scale < 2.0**19
+
+
+def test_a_sum_that_alone_overflows_is_finite() -> None:
+    assert wrong_samples([torch.full((3,), 3e38), torch.zeros(3)]) == []
+    assert wrong_samples([torch.zeros(3), torch.tensor([0.0, 1.0, math.inf])]) == [1]
+
+
+def test_figures_of_a_phase_are_of_the_updates_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.megatron import step_metrics as figures
+
+    monkeypatch.setattr(figures, "reduce_scalars", lambda values, place, op: dict(values))
+    plan: Any = SimpleNamespace(phase="critic_update", mini_batches=[SimpleNamespace(samples=(0, 1))] * 3)
+    executed: Any = None
+
+    def update(loss: float, refused: str | None) -> Update:
+        return Update({"loss": loss, "clipped_sum": 0.0, "tokens": 4.0}, 2.0, 0.1, executed, refused=refused)
+
+    found = figures.update_figures("critic", plan, [update(math.nan, "a loss"), update(3.0, None)], None)  # type: ignore[arg-type]
+    assert found["critic/loss"] == 3.0 and found["critic/grad_norm"] == 2.0
+    assert found["schedule/critic_update/updates"] == 2 and found["critic/skipped_updates"] == 0
+    masked: Any = Update({"loss": 0.0, "clipped_sum": 0.0, "kl_sum": 0.0, "tokens": 0.0}, 0.0, 0.1, executed)
+    of_masked = figures.update_figures("actor", plan, [masked], None)  # type: ignore[arg-type]
+    counts = ["skipped_updates", "learning_rate", "grad_norm"]
+    assert {key for key in of_masked if key.startswith("actor/")} == {f"actor/{key}" for key in counts}, (
+        "nothing was measured"
+    )
+    none_left = figures.update_figures("critic", plan, [update(math.nan, "a loss")], None)  # type: ignore[arg-type]
+    assert "critic/loss" not in none_left and none_left["schedule/critic_update/updates"] == 1

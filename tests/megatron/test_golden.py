@@ -1,0 +1,67 @@
+"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, TP2 with sequence
+parallelism, PP2 with two chunks a stage, and two context ranks; and under each the loaded weights, saved again, bit for
+bit."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.models.layout import Layout
+from tests.engine_cases import full_logits, random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, save_tiny_model
+
+pytestmark = pytest.mark.golden
+LAYOUTS = (
+    Layout(),
+    Layout(tensor=2, pipeline=2),
+    Layout(tensor=2, sequence_parallel=True),
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(context=2),
+)
+EXPERT_LAYOUTS = (
+    Layout(),
+    Layout(data=2, expert=2),
+    Layout(tensor=2, pipeline=2, sequence_parallel=True, stages=(1, 3)),
+    Layout(tensor=2, data=2, sequence_parallel=True, expert=4, expert_tensor=1),
+)
+LENGTHS = [(5, 7), (1, 3), (40, 60), (9, 1)]
+
+
+EVERY = FAMILIES + GEMMA_FAMILIES + MOE_FAMILIES + LATENT_FAMILIES
+
+
+# CI has every family, with its head tied or not by turns.
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(family, tied, marks=[pytest.mark.nightly] if tied == bool(number % 2) else [])
+        for number, family in enumerate(EVERY)
+        for tied in (False, True)
+    ],
+)
+def test_logits_equal_hugging_face(tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    directory = save_tiny_model(tmp_path / "model", family, tied)
+    weights = load_file(directory / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = []
+    for sample in random_batch(model.config.vocab_size, LENGTHS).samples.values():
+        tokens = np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0]
+        rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
+    expected = np.concatenate(rows)
+    for number, layout in enumerate(EXPERT_LAYOUTS if family in MOE_FAMILIES + LATENT_FAMILIES else LAYOUTS):
+        saved = tmp_path / str(number)
+        saved.mkdir()
+        ranks = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS, str(saved))
+        logits = {sample: rows for rank in ranks for sample, rows in rank.items()}
+        found = np.concatenate([logits[sample] for sample in range(len(LENGTHS))])
+        assert np.abs(found - expected).max() <= 1e-4
+        assert np.abs(expected).max() > 0.5  # the model says something
+        again = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert again.keys() == weights.keys()
+        assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())

@@ -1,0 +1,124 @@
+"""Log-probabilities and entropy from hidden rows equal torch's from whole logits, gradients too, in bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.schedule import blocks
+from tests.ranks import run_ranks
+
+SMALL = 4 * 64 * 5  # five rows of 64 columns in fp32
+
+
+def _cases(tensor: int) -> list[Any]:
+    from tests.logprobs_cases import Case
+
+    return [
+        Case(7, 131, 256, tensor),  # of two ranks the second has three tokens
+        Case(7, 100, 256, tensor),  # and here none
+        Case(7, 131, 256, tensor, temperature=0.7, block_bytes=SMALL, block_rows=5),  # ragged blocks of rows and columns
+        Case(13, 1000, 1024, tensor, temperature=1.3, block_bytes=SMALL, block_rows=3, bonus=False),
+        Case(13, 1000, 1024, tensor, block_bytes=SMALL, entropy=False),
+        Case(1, 131, 256, tensor),
+        Case(0, 131, 256, tensor),  # a context rank whose part of a sequence is prompt
+    ]
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_blocks_give_what_whole_logits_give(tensor: int, main_grad: bool) -> None:
+    from tests.logprobs_cases import run_head
+
+    cases = _cases(tensor)
+    ranks = run_ranks(run_head, tensor, cases, main_grad)
+    for number, case in enumerate(cases):
+        found, expected = [rank[number] for rank in ranks], case.expected()
+        gradient = np.concatenate([one.pop("weight") for one in found])
+        np.testing.assert_allclose(gradient, expected.pop("weight"), atol=2e-5)
+        assert not gradient[case.vocab :].any()
+        for one in found:
+            assert one.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_allclose(one[name], value, atol=2e-5, err_msg=f"{name} of {case}")
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_a_short_precision_rounds_the_logits_and_nothing_behind_them(precision: torch.dtype) -> None:
+    from tests.logprobs_cases import Case, run_head
+
+    case = Case(40, 1000, 1024, precision=precision, block_bytes=SMALL, block_rows=17)
+    (found,) = run_ranks(run_head, 1, [case], True)[0]
+    hidden, weight, targets, _ = case.inputs()
+    logs = (hidden @ weight[: case.vocab].t()).float().log_softmax(-1)
+    np.testing.assert_allclose(found["logprobs"], logs.gather(-1, targets[:, None])[:, 0], atol=1e-6)
+    np.testing.assert_allclose(found["entropy"], -(logs.exp() * logs).sum(-1), atol=2e-6)
+    expected = case.expected()
+    for name in ("hidden", "weight"):
+        error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
+        assert error < 0.02, f"gradient of {name}: {error}"
+
+
+@given(st.integers(0, 40_000), st.integers(0, 200_000), st.booleans())
+def test_blocks_cover_everything_once_within_the_bound(rows: int, columns: int, on_cpu: bool) -> None:
+    covered, bound = 0, blocks.CPU_BLOCK_BYTES if on_cpu else blocks.BLOCK_BYTES
+    for row, column in blocks.cut(rows, columns, on_cpu):
+        size = (row.stop - row.start) * (column.stop - column.start)
+        assert size * 4 <= bound and row.stop <= rows and column.stop <= columns
+        covered += size
+    assert covered == rows * columns
+
+
+SIZES = (512, 40 * 512, 32)  # rows and whole blocks of 512 columns, which are 1 MiB in fp32; hidden size
+
+
+def _peaks(precision: torch.dtype) -> dict[str, int]:
+    """Peak of live bytes of forward and backward: this head with its smallest bound, and log_softmax over all logits."""
+    from megarl.megatron.logprobs import LogProbabilities
+    from megarl.models.layout import Layout
+    from tests.engine_cases import start
+    from tests.memory_cases import peak_of
+
+    rows, vocab, width = SIZES
+    place = start(Layout())
+    head = LogProbabilities(vocab, 1.0, place.tensor_group)
+    targets = torch.zeros(rows, dtype=torch.int64)
+
+    def run(whole: bool) -> None:
+        hidden = torch.randn(rows, width, dtype=precision).requires_grad_()
+        weight = torch.randn(vocab, width, dtype=precision).requires_grad_()
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+        if whole:
+            logs = (hidden @ weight.t()).float().log_softmax(-1)
+            outputs = {"logprobs": logs.gather(-1, targets[:, None])[:, 0], "entropy": -(logs.exp() * logs).sum(-1)}
+        else:
+            outputs = head(hidden, weight, targets, entropy=True)
+        (outputs["logprobs"].sum() + outputs["entropy"].sum()).backward()
+
+    with patch.object(blocks, "CPU_BLOCK_BYTES", 2**20):
+        return {name: peak_of(lambda whole=whole: run(whole)) for name, whole in (("head", False), ("naive", True))}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_the_vocabulary(precision: torch.dtype) -> None:
+    (peaks,) = run_ranks(_peaks, 1, precision)
+    rows, vocab, width = SIZES
+    inputs = (rows + vocab) * width * precision.itemsize + 4 * vocab * width
+    # Gradients: the hidden rows' in fp32 and rounded, the weight's that autograd wants; and a few numbers a row.
+    beside = rows * width * 8 + vocab * width * precision.itemsize + 40 * 8 * rows
+    bound = inputs + beside + 2**20 * (2.5 if precision == torch.bfloat16 else 2)
+    assert peaks["head"] < bound < 4 * rows * vocab < peaks["naive"]
+
+
+def test_the_bound_is_that_of_the_page() -> None:
+    """Two fp32 blocks and one of bf16, of 64 MiB in fp32 and of 24 on a CPU, whatever the micro-batch."""
+    for on_cpu, mebibytes in ((False, 64), (True, 24)):
+        rows, columns = blocks.largest_block(100_000, 152_000, on_cpu)
+        assert blocks.bytes_of(rows, columns, 2, entropy=True) <= 2.5 * mebibytes * 2**20
+        assert blocks.bytes_of(rows, columns, 4, entropy=False) <= mebibytes * 2**20

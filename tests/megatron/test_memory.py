@@ -1,0 +1,235 @@
+"""Recompute and offload change where bytes are and when they are computed, and no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.megatron import offload
+from megarl.megatron.offload import Shelf, storages_of
+from megarl.models.layout import Layout
+from megarl.platform import Platform, cuda_stub, transfers
+from tests.feature_cases import Feature, build, cut, train_with
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+PLAIN = Feature()
+SELECTIVE = Feature(memory={"recompute": "selective", "recompute_modules": ("core_attn", "mlp")})
+FULL = Feature(memory={"recompute": "full"})
+BLOCK = Feature(memory={"recompute": "full", "recompute_method": "block"})
+ACTIVATIONS = Feature(memory={"offload_activations": True})
+OPTIMIZER, ALL = Feature(memory={"offload": "optimizer"}), Feature(memory={"offload": "all"})
+EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "offload": "all"})
+TWO_LAYERS = Feature(memory={"recompute": "full", "recompute_num_layers": 2})
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True),
+        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=pytest.mark.slow),
+    ],
+    ids=["one", "tensor, pipeline, sequence", "virtual pipeline, data"],
+)
+def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
+    directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
+    chunks_of_two = [TWO_LAYERS] if layout.virtual_pipeline == 1 else []
+    features = [PLAIN, SELECTIVE, FULL, BLOCK, *chunks_of_two, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
+    for found in run_ranks(train_with, layout.ranks, directory, layout, features):
+        plain, *exact, activations = found
+        assert plain[0].loss > plain[-1].loss, "the updates move the weights"
+        for feature, other in zip(features[1:], exact, strict=False):
+            assert other == plain, feature
+        for line, expected in zip(activations, plain, strict=True):  # see ActivationOffload
+            assert line.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+
+
+@pytest.mark.layout
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gemma3_scaled", marks=pytest.mark.nightly)])
+def test_families_with_modules_of_their_own_recompute_and_freeze(tmp_path: Path, family: str) -> None:
+    directory = str(save_tiny_model(tmp_path, family, tied=family.startswith("gemma3")))
+    layout, freeze = Layout(tensor=2, sequence_parallel=True), {"embedding": True, "layers": 2}
+    frozen, frozen_full = Feature(freeze=freeze), Feature(freeze=freeze, memory={"recompute": "full"})
+    (whole,) = run_ranks(train_with, 1, directory, Layout(), [frozen])
+    modules = ("core_attn", "mla_up_proj", "shared_experts") if family == "deepseek_v3" else ("mlp",)
+    selective_parts = Feature(memory={"recompute": "selective", "recompute_modules": modules})
+    features = [PLAIN, selective_parts, FULL, frozen, frozen_full]
+    for plain, selective, full, part, part_full in run_ranks(train_with, layout.ranks, directory, layout, features):
+        assert plain[0].loss > plain[-1].loss, "the updates move the weights"
+        assert selective == plain and full == plain and part_full == part
+        assert part[0].loss == plain[0].loss and part[0].grad_norm < plain[0].grad_norm, "frozen weights have gradients"
+        for line, expected in zip(part, whole[0], strict=True):
+            assert line.loss == pytest.approx(expected.loss, rel=1e-4)
+            assert line.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def storages_between_phases(directory: str, precision: str) -> dict[str, list[int]]:
+    """Bytes of the trainable and frozen weights, gradient buffers and optimizer states of one rank, by when."""
+    from tests.engine_cases import objective_of, small_batch, start
+
+    place = start(Layout())
+    trained = build(directory, place, Feature(memory={"offload": "all"}, freeze={"layers": 1}, precision=precision))
+    batch = small_batch(trained.shape.vocab)
+    mini_batch = cut(batch, place.layout, None)
+
+    def sizes() -> list[int]:
+        weights = [parameter.data for model in trained.models for parameter in model.parameters()]
+        gradients = [buffer.grad_data for chunk in trained.chunks for buffer in chunk.buffers]
+        inner = trained.optimizer.chained_optimizers[0].optimizer
+        states = [parameter.data for group in inner.param_groups for parameter in group["params"]]
+        states += [one for state in inner.state.values() for name, one in state.items() if name != "step"]
+        return [sum(one.nbytes() for one in storages_of(part)) for part in (weights, gradients, states)]
+
+    found = {"built": sizes()}
+    with trained.present(training=True):
+        trained.update(batch, mini_batch, objective_of("actor", 100))
+        found["update"] = sizes()
+    found["between"] = sizes()
+    with trained.present():
+        found["forward"] = sizes()
+    with pytest.raises(AssertionError, match="weights are away"):
+        trained.forward(batch, mini_batch)
+    with trained.present(), pytest.raises(AssertionError, match="optimizer is away"):
+        trained.update(batch, mini_batch, objective_of("actor", 100))
+    with trained.present(training=True):
+        found["again"] = sizes()
+    return found
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_away_takes_no_memory_of_the_device(tmp_path: Path, precision: str) -> None:
+    directory = str(save_tiny_model(tmp_path, "qwen3"))
+    (found,) = run_ranks(storages_between_phases, 1, directory, precision)
+    assert found["built"] == found["between"] == [0, 0, 0]
+    assert all(size > 0 for size in found["update"]) and found["again"] == found["update"]
+    # fp32 main parameters are the weights themselves.
+    states = found["forward"][2] if precision == "fp32" else 0
+    assert found["forward"] == [found["update"][0], 0, states]
+    assert states < found["update"][2]
+
+
+def test_views_see_what_comes_back() -> None:
+    whole = torch.arange(10.0)
+    view, shelf, dropped = whole[3:7].view(2, 2), Shelf(keep=True), Shelf(keep=False)
+    shelf.put_away(storages_of([whole, view]))
+    assert whole.untyped_storage().nbytes() == 0
+    shelf.bring_back()
+    assert view.tolist() == [[3, 4], [5, 6]]
+    view += 1
+    shelf.put_away(storages_of([whole]))
+    shelf.bring_back()
+    assert whole.tolist() == [0, 1, 2, 4, 5, 6, 7, 7, 8, 9], "an older copy came back"
+    dropped.put_away(storages_of([whole]))
+    dropped.bring_back()
+    assert view.tolist() == [[0, 0], [0, 0]]
+
+
+def test_saved_tensors_leave_the_device_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_ACTIVATION_BYTES", 1024)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def gradients(keeper: Any) -> list[torch.Tensor]:
+        with keeper:
+            y = model(x).square()
+        return list(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
+
+    expected = gradients(torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one))
+    activations = offload.ActivationOffload([model])
+    assert all(torch.equal(*pair) for pair in zip(gradients(activations.forward()), expected, strict=True))
+    # The input, the sigmoid's output (of two operations, copied once) and the input of the square: 32 x 64 fp32 each.
+    assert activations.moved_bytes == 3 * 32 * 64 * 4
+
+
+@pytest.mark.parametrize("ahead", [0, 3 * 32 * 64 * 4])
+def test_activations_come_back_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """And those that have come early take no more than was allowed. Nothing comes early with 0."""
+    monkeypatch.setattr(offload, "LEAST_ACTIVATION_BYTES", 1024)
+    coming: dict[int, int] = {}  # bytes of tensors on their way or there
+    taken_early: list[bool] = []
+    at_hand: list[int] = []  # bytes of tensors that have come early, whenever the computation takes one
+
+    class Arrival:
+        """The event of a copy to the device."""
+
+        def __init__(self, copy: torch.Tensor) -> None:
+            coming[id(self)] = copy.nbytes
+
+        def wait(self) -> None:
+            del coming[id(self)]
+
+    class Saved(offload._Saved):
+        def take(self) -> torch.Tensor:
+            taken_early.append(self._arriving is not None)
+            at_hand.append(sum(coming.values()))
+            return super().take()
+
+    monkeypatch.setattr(offload, "_Saved", Saved)
+    monkeypatch.setattr(Platform, "to_device", lambda self, copy, device, event: (copy.to(device, copy=True), Arrival(copy)))
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.Sigmoid())]
+    model, x = torch.nn.Sequential(*layers), torch.randn(32, 64, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    activations = offload.ActivationOffload([model], ahead_bytes=ahead)
+    with activations.forward():
+        loss = model(x).square().sum()
+    found = torch.autograd.grad(loss, [x, *model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    # The last one that was saved is asked for first.
+    assert len(taken_early) > 6 and taken_early == [False] + [bool(ahead)] * (len(taken_early) - 1)
+    assert max(at_hand) == ahead and not coming
+
+
+def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream of the copies to the device: after the copy to the host, and after what the computation had freed."""
+    said: list[str] = []
+
+    class Stream(cuda_stub.Stream):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, stream: Any) -> None:
+            said.append(f"{self.name} waits for {stream.name}")
+
+        def wait_event(self, event: Any) -> None:
+            said.append(f"{self.name} waits for {event}")
+
+        def record_event(self, event: Any = None) -> Any:
+            return f"{len(said)} steps of {self.name}"
+
+    class Copy(torch.Tensor):
+        def copy_(self, *args: Any, **kwargs: Any) -> Any:
+            assert kwargs["non_blocking"]
+            said.append("copy")
+            return super().copy_(args[0])
+
+    monkeypatch.setattr(transfers, "stream_of", lambda device, direction: Stream(direction))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("computation"))
+    monkeypatch.setattr(torch.cuda, "stream", cuda_stub.stream)
+    monkeypatch.setattr(torch, "empty_like", lambda copy, **_: torch.zeros(copy.shape).as_subclass(Copy))
+    tensor, complete = transfers.start_to_device(torch.arange(3.0), torch.device("cpu"), "its copy to the host")
+    assert said == ["in waits for computation", "in waits for its copy to the host", "copy"]
+    assert complete == "3 steps of in" and tensor.tolist() == [0, 1, 2]
+
+
+def test_arrays_travel_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
+    arrays: list[np.ndarray] = [
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 2), np.int16),
+        np.arange(6.0).reshape(2, 3),
+        np.array([True]),
+    ]
+    placed = transfers.upload(arrays, torch.device("cpu"))
+    assert all(np.array_equal(one.numpy(), array) for one, array in zip(placed, arrays, strict=True))
+    assert [one.numpy().dtype for one in placed] == [array.dtype for array in arrays]
+    assert len({one.untyped_storage().data_ptr() for one in placed}) == 1

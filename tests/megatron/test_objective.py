@@ -1,0 +1,210 @@
+"""The losses of an update against their formulas written out, and their independence of the cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Completion, Sample
+from megarl.megatron.batch import Batch, pack
+from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
+from megarl.models.layout import Layout
+from megarl.recipe.algorithm_sections import (
+    AlgorithmSection,
+    EarlyStopSection,
+    KlSection,
+    MismatchSection,
+    ValueLossSection,
+)
+from megarl.schedule import MicroBatch, MiniBatch
+
+LENGTHS = [(2, 3), (4, 1), (1, 5)]
+TOKENS = sum(completion for _, completion in LENGTHS)
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    samples = {}
+    for index, (prompt, completion) in enumerate(LENGTHS):
+        tokens = np.arange(prompt + completion, dtype=np.int32)
+        logprobs = np.full(completion, -1.5, np.float32)
+        samples[index] = Sample(index, tokens[:prompt], Completion(tokens[prompt:], logprobs, "stop", 0, 0))
+
+    def field(scale):
+        return [torch.randn(completion, generator=generator) * scale for _, completion in LENGTHS]
+
+    names = {"logprobs": 0.3, "reference_logprobs": 0.3, "advantages": 1.0, "values": 1.0, "returns": 1.0}
+    return Batch(
+        prompt_lengths=np.array([prompt for prompt, _ in LENGTHS]),
+        completion_lengths=np.array([completion for _, completion in LENGTHS]),
+        groups=np.arange(3),
+        rewards=np.zeros(3, np.float32),
+        valid=np.array([True, False, True]),  # the second one's reward could not be computed
+        samples=samples,
+        fields={name: field(scale) for name, scale in names.items()},
+    )
+
+
+def _run(objective, batch, outputs, cut):
+    """Summed loss of the micro-batches that `cut` makes; outputs are [tokens] in sample order."""
+    return sum(loss for loss, _ in _each(objective, batch, outputs, cut))
+
+
+def _sums(objective, batch, logprobs, cut):
+    """The sums for the metrics of each micro-batch."""
+    outputs = {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}
+    return [sums for _, sums in _each(objective, batch, outputs, cut)]
+
+
+def _each(objective, batch, outputs, cut):
+    starts = np.cumsum([0, *(completion for _, completion in LENGTHS)])
+    for samples in cut:
+        rows = torch.cat([torch.arange(starts[sample], starts[sample + 1]) for sample in samples])
+        tokens = sum(sum(LENGTHS[sample]) for sample in samples)
+        micro = pack(batch, MicroBatch(samples, tokens, tokens), torch.device("cpu"), Layout())
+        yield objective(micro, {name: values[rows] for name, values in outputs.items()})
+
+
+CUTS = [[(0, 1, 2)], [(2,), (0, 1)]]
+COUNTED = torch.tensor([1.0] * 3 + [0.0] + [1.0] * 5)  # 1 where the sequence is valid
+WHOLE = MiniBatch(0, (0, 1, 2), ())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_policy_loss_with_entropy_and_kl_in_the_loss(batch, cut):
+    settings = AlgorithmSection(
+        advantage="grpo", group_size=2, entropy_coefficient=0.1, kl=KlSection(place="loss", coefficient=0.5, estimator="k3")
+    )
+    logprobs = torch.linspace(-0.4, 0.4, TOKENS, requires_grad=True)
+    entropy = torch.linspace(0.1, 2.0, TOKENS)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    loss = _run(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)
+    old, reference, advantages = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs", "advantages"))
+    ratio = torch.exp(logprobs - old)
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    divergence = torch.exp(reference - logprobs) - 1 - (reference - logprobs)
+    expected = ((surrogate - 0.1 * entropy + 0.5 * divergence) * COUNTED).sum() / COUNTED.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    (wanted,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
+    del batch.fields["logprobs"]
+    logprobs = torch.linspace(-0.4, 0.4, TOKENS, requires_grad=True)
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "sequence_mean"))
+    loss = _run(objective, batch, {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}, cut)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    # The gradient of REINFORCE: minus advantage, averaged over each of the two valid sequences, then over both.
+    shares = torch.cat([torch.full((completion,), 1 / completion / 2) for _, completion in LENGTHS])
+    torch.testing.assert_close(found, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
+
+
+def test_ratio_drift_is_the_distance_of_the_ratio_from_one(batch):
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    # Against old log-probabilities of -1: ratios 1, 1, 1.5 | 9 | 1, 1.25, 1, 1, 1; the second sequence does not count.
+    batch.fields["logprobs"] = [torch.full((completion,), -1.0) for _, completion in LENGTHS]
+    ratios = torch.tensor([1.0, 1.0, 1.5, 9.0, 1.0, 1.25, 1.0, 1.0, 1.0])
+    logprobs = ratios.log() - 1.0
+    (whole,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    assert whole["ratio_drift_max"].item() == pytest.approx(0.5)
+    assert whole["ratio_drift_sum"].item() == pytest.approx(0.5 + 0.25)
+    last, first = _sums(objective, batch, logprobs, [(2,), (0, 1)])
+    assert (last["ratio_drift_max"].item(), first["ratio_drift_max"].item()) == pytest.approx((0.25, 0.5))
+    del batch.fields["logprobs"]  # no actor_logprob phase: exactly 1
+    (skipped,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    assert skipped["ratio_drift_max"].item() == skipped["ratio_drift_sum"].item() == 0.0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_value_loss_is_the_clipped_half_square(batch, cut):
+    settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
+    values = torch.linspace(-1, 1, TOKENS)
+    loss = _run(ValueObjective(settings, batch, token_weights(batch, WHOLE, "token_mean")), batch, {"values": values}, cut)
+    old, returns = torch.cat(batch.fields["values"]), torch.cat(batch.fields["returns"])
+    held = old + (values - old).clamp(-0.2, 0.2)
+    errors = 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)
+    assert loss.item() == pytest.approx(((errors * COUNTED).sum() / COUNTED.sum()).item(), rel=1e-5)
+
+
+def test_bounds_on_values_are_counted_over_tokens_that_count(batch):
+    settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
+    objective = ValueObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    old = torch.cat(batch.fields["values"])
+    batch.fields["returns"] = [value + 2.0 for value in batch.fields["values"]]
+    # Beyond the bound and on the far side of the returns: the bound one, further from them, is the worse one.
+    moved = torch.tensor([0.5, 0.1, 0.5, 0.5, 0.1, 0.1, 0.5, 0.1, 0.1])
+    ((_, sums),) = _each(objective, batch, {"values": old + moved}, [(0, 1, 2)])
+    assert sums["tokens"].item() == 8.0 and sums["clipped_sum"].item() == 3.0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
+    """All but the tokens of a masked sample. Schulman's estimators with the tokens of the old policy: d = log(new) -
+    log(old), k1 = -d, k3 = exp(d) - 1 - d."""
+    stop = EarlyStopSection(target_kl=0.1, estimator=estimator)
+    settings = AlgorithmSection(advantage="grpo", group_size=2, early_stop=stop)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    logprobs = torch.linspace(-0.4, 0.9, TOKENS)
+    (sums,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
+    d = logprobs - torch.cat(batch.fields["logprobs"])
+    wanted = {"k1": -d, "k3": d.exp() - 1 - d}[estimator]
+    assert sums["moved_kl_sum"].item() == pytest.approx((wanted * COUNTED).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("correction", "cap"), [("truncate", 4.5), ("mask", 4.0)])
+def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, correction, cap):
+    """Engines said -1.5 for each token: w = exp(old + 1.5), which `truncate` bounds and `mask` makes 0 beyond the cap."""
+    mismatch = MismatchSection(correction=correction, cap=cap)
+    settings = AlgorithmSection(advantage="grpo", group_size=2, mismatch=mismatch)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    (sums,) = _sums(objective, batch, torch.cat(batch.fields["logprobs"]), [(0, 1, 2)])
+    weight = (torch.cat(batch.fields["logprobs"]) + 1.5).exp()
+    beyond = weight > cap
+    weight = weight.clamp(max=cap) if correction == "truncate" else weight * ~beyond
+    assert (beyond * COUNTED).any() and not (beyond + 1 - COUNTED).all()
+    assert sums["mismatch_weight_sum"].item() == pytest.approx((weight * COUNTED).sum().item(), rel=1e-5)
+    assert sums["mismatch_weight_max"].item() == pytest.approx((weight * COUNTED).max().item(), rel=1e-5)
+    assert sums["mismatch_beyond_sum"].item() == (beyond * COUNTED).sum().item()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_masked_sequence_is_in_no_figure(batch, cut):
+    """Nor does it steer: what `algorithm.kl.adaptive` and `early_stop` follow is of the others alone."""
+    settings = AlgorithmSection(
+        advantage="grpo", group_size=2, kl=KlSection(place="loss", coefficient=0.5, estimator="absolute"),
+        early_stop=EarlyStopSection(target_kl=0.1),
+    )  # fmt: skip
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    logprobs, entropy = torch.linspace(-0.4, 0.9, TOKENS), torch.linspace(0.1, 2.0, TOKENS)
+
+    def found() -> dict[str, float]:
+        each = [sums for _, sums in _each(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)]
+        return {name: sum(sums[name].item() for sums in each) for name in each[0] if not name.endswith("_max")}
+
+    before = found()
+    old, reference = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs"))
+    d = logprobs - old
+    for name, values in (
+        ("tokens", torch.ones(TOKENS)), ("entropy_sum", entropy), ("kl_sum", (reference - logprobs).abs()),
+        ("drift_sum", d.exp() - 1 - d), ("moved_kl_sum", d.exp() - 1 - d), ("mismatch_sum", (old + 1.5).abs()),
+    ):  # fmt: skip
+        assert before[name] == pytest.approx((values * COUNTED).sum().item(), rel=1e-5), name
+    (masked,) = torch.nonzero(COUNTED == 0).flatten().tolist()
+    logprobs[masked], entropy[masked] = -9.0, 7.0
+    assert found() == pytest.approx(before, rel=1e-6), "whatever its numbers are"
+
+
+def test_figures_of_a_policy_that_is_far_away_are_finite(batch):
+    settings = AlgorithmSection(advantage="grpo", group_size=2)
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    batch.fields["logprobs"] = [torch.full((completion,), -500.0) for _, completion in LENGTHS]
+    (sums,) = _sums(objective, batch, torch.full((TOKENS,), -0.1), [(0, 1, 2)])
+    assert all(torch.isfinite(value) for value in sums.values()), sums
+    assert sums["ratio_drift_max"].item() == pytest.approx(math.exp(20) - 1)

@@ -1,0 +1,154 @@
+"""However a plan cuts a batch, loss and gradient are the same, and what ran is what was planned."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.megatron.batch import pack
+from megarl.megatron.role import Engine
+from megarl.models.layout import Layout
+from megarl.schedule import MicroBatch, Schedule, plan_phase
+from megarl.schedule.schedule import in_micro_batch
+from tests.engine_cases import gradients_of, random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+LENGTHS = [(3 + index % 5, 2 + (index * 7) % 11) for index in range(16)]
+TOTALS = [prompt + completion for prompt, completion in LENGTHS]
+
+
+def _plan(layout, samples=None, **schedule):
+    """A mini-batch of all sequences; `samples` names them in another order before they are cut."""
+    samples = samples or list(range(len(LENGTHS)))
+    lengths = [TOTALS[sample] for sample in samples]
+    cut = Schedule("actor_update", mini_batch=len(LENGTHS), **schedule)
+    (mini_batch,) = plan_phase(cut, lengths, layout, seed=0).mini_batches
+    renamed = tuple(
+        tuple(replace(one, samples=tuple(samples[place] for place in one.samples)) for one in rank)
+        for rank in mini_batch.micro_batches
+    )
+    return replace(mini_batch, samples=tuple(samples), micro_batches=renamed)
+
+
+def _random_plan(layout, number):
+    """Other rules, other caps, and sequences in another order."""
+    draw = random.Random(number)
+    samples = list(range(len(LENGTHS)))
+    draw.shuffle(samples)
+    if number % 2:
+        return _plan(layout, samples, sequences=draw.choice([1, 2, 3, 8]))
+    drains = layout.pipeline > 1 and layout.virtual_pipeline == 1
+    in_flight = draw.choice([None, 1]) if drains else None
+    cap = draw.randint(in_micro_batch(max(TOTALS), layout), sum(TOTALS))
+    return _plan(layout, samples, max_tokens=cap, max_micro_batches_in_flight=in_flight)
+
+
+def _run(tmp_path, layout, mini_batches, role="actor"):
+    """Of each mini-batch: the loss, the whole gradient of all ranks, and what each rank executed."""
+    directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
+    ranks = run_ranks(gradients_of, layout.ranks, directory, layout, role, LENGTHS, mini_batches)
+    return [
+        (found[0][0], np.concatenate([part for _, part, _ in found]), [executed for _, _, executed in found])
+        for found in zip(*ranks, strict=True)
+    ]
+
+
+def _assert_same(found, expected):
+    (loss, gradient, _), (expected_loss, expected_gradient, _) = found, expected
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    scale = np.linalg.norm(expected_gradient)
+    assert scale > 0.1, "there is something to compare"
+    assert np.linalg.norm(gradient - expected_gradient) <= 1e-6 * scale
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=2, pipeline=2, sequence_parallel=True),
+        Layout(pipeline=2, data=2),
+        Layout(pipeline=2, virtual_pipeline=2),
+        # One sequence a micro-batch: all tokens that predict a completion may be another context rank's.
+        Layout(tensor=2, context=2, sequence_parallel=True),
+    ],
+    ids=str,
+)
+def test_ten_random_plans_give_one_loss_and_gradient(tmp_path, layout):
+    plans = [_random_plan(layout, number) for number in range(10)]
+    assert len({plan.micro_batches for plan in plans}) == 10
+    first, *others = _run(tmp_path, layout, plans)
+    for found in others:
+        _assert_same(found, first)
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_pipeline_runs_of_few_micro_batches_add_up_to_one(tmp_path, role):
+    layout = Layout(pipeline=4)
+    cuts = [_plan(layout, sequences=3, max_micro_batches_in_flight=limit) for limit in (None, 1, 2, 3)]
+    assert [cut.runs for cut in cuts] == [(6,), (1,) * 6, (2, 2, 2), (3, 3)]
+    whole, *drained = _run(tmp_path, layout, cuts, role)
+    for cut, found in zip(cuts, [whole, *drained], strict=True):
+        assert {executed.runs for executed in found[2]} == {cut.runs}
+        _assert_same(found, whole)
+
+
+@pytest.mark.layout
+def test_executed_reports_tokens_and_slots(tmp_path):
+    layout = Layout(tensor=4, sequence_parallel=True)
+    cut = _plan(layout, sequences=3)
+    ((_, _, executed),) = _run(tmp_path, layout, [cut])
+    starts = range(0, len(TOTALS), 3)
+    tokens = tuple(sum(TOTALS[start : start + 3]) for start in starts)
+    for one in executed:
+        assert one.sequences == tuple(len(TOTALS[start : start + 3]) for start in starts)
+        assert one.tokens == tokens
+        assert one.slots == tuple(-(-count // 4) * 4 for count in tokens)
+    assert executed[0].slots != executed[0].tokens
+
+
+def test_context_ranks_have_the_front_and_back_chunks_of_each_sequence():
+    batch = random_batch(50, [(2, 1), (3, 6)])
+    layout, micro_batch = Layout(context=2), MicroBatch((0, 1), 12, 16)
+    first, second = (pack(batch, micro_batch, torch.device("cpu"), layout, rank) for rank in (0, 1))
+    # 3 tokens in 4 chunks of 1, 9 tokens in 4 chunks of 3
+    assert first.position_ids.tolist() == [[0, 3, 0, 1, 2, 9, 10, 11]]
+    assert second.position_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    tokens = [np.concatenate([one.prompt_ids, one.completion.token_ids]) for one in batch.samples.values()]
+    assert first.input_ids.tolist() == [[tokens[0][0], 0, *tokens[1][:3], 0, 0, 0]]
+    assert second.input_ids.tolist() == [[*tokens[0][1:], *tokens[1][3:]]]
+    for one in (first, second):
+        assert one.bounds.tolist() == [0, 4, 16]
+        assert (one.num_sequences, one.num_tokens, one.num_slots, one.longest) == (2, 12, 16, 12)
+    # The completion tokens are predicted at positions 1 and 2, ..., 7: the second one is the first rank's.
+    assert (first.heads.tolist(), first.head_positions.tolist()) == ([1], [4])
+    assert (second.heads.tolist(), second.head_positions.tolist()) == ([0, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 6])
+
+
+def test_padding_is_a_sequence_of_its_own_without_a_head_position():
+    batch = random_batch(50, [(2, 1), (1, 3)])
+    micro = pack(batch, MicroBatch((1, 0), 7, 12), torch.device("cpu"), Layout())
+    assert micro.bounds.tolist() == [0, 4, 7, 12]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]]
+    assert micro.head_positions.tolist() == [0, 1, 2, 5]
+    assert micro.longest == 5
+    assert (micro.num_sequences, micro.num_tokens, micro.num_slots) == (2, 7, 12)
+    exact = pack(batch, MicroBatch((1, 0), 7, 7), torch.device("cpu"), Layout())
+    assert exact.bounds.tolist() == [0, 4, 7]
+    assert (exact.num_sequences, exact.num_tokens, exact.num_slots) == (2, 7, 7)
+
+
+def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -> None:
+    """Under context parallelism a sequence of the recipe's longest length is padded beyond it."""
+    told = {}
+    for longest in (1001, 1004):
+        role = SimpleNamespace(_has_own_attention=False, _max_sequence_tokens=1001)
+        bounds = torch.tensor([0, longest], dtype=torch.int32)
+        micro: Any = SimpleNamespace(continues=(), bounds=bounds, longest=longest)
+        told[longest] = Engine._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
+    assert told == {1001: 1001, 1004: 1004}

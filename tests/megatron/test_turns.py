@@ -1,0 +1,105 @@
+"""Sequences with observations between the policy's turns: log-probabilities, loss, gradient and figures are those of the
+policy's own tokens, written out with Hugging Face's model, and observations have no other part than being read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Completion
+from megarl.megatron.batch import Batch
+from megarl.megatron.objective import PolicyObjective, token_weights
+from megarl.models.layout import Layout
+from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.schedule import Schedule, plan_phase
+from tests.engine_cases import engine, random_batch, start
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+LENGTHS = [(5, 9), (1, 3), (6, 12), (3, 1)]
+# 1 on the policy's own tokens: it begins and ends, and what it says may be a single token.
+OWN = ["110001100"[::-1], "101", "111000010011", "1"]
+COEFFICIENT, CAP = 0.1, 1.05
+SETTINGS = AlgorithmSection.model_validate(
+    {
+        "advantage": "grpo",
+        "group_size": 2,
+        "policy_loss": {"kind": "policy_gradient"},
+        "aggregation": "sequence_mean",
+        "entropy_coefficient": COEFFICIENT,
+        "mismatch": {"correction": "truncate", "level": "sequence", "cap": CAP},
+    }
+)
+
+
+def batch_of(vocab: int, own: list[str]) -> Batch:
+    """Random tokens, and random log-probabilities of the engine near a uniform policy's; what observations have there is
+    wrong on purpose."""
+    batch = random_batch(vocab, LENGTHS)
+    generator = np.random.default_rng(4)
+    for index, marks in enumerate(own):
+        mask = np.array([mark == "1" for mark in marks])
+        logprobs = np.where(mask, -np.log(vocab) + 0.1 * generator.standard_normal(len(mask)), -1e3).astype(np.float32)
+        given = batch.samples[index].completion
+        made = Completion(given.token_ids, logprobs, "stop", 0, 0, own=mask)
+        batch.samples[index] = replace(batch.samples[index], completion=made)
+    batch.own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own))])
+    advantages = torch.linspace(-1.0, 1.5, len(own))
+    batch.fields["advantages"] = [one.expand(int(n)) for one, n in zip(advantages, batch.own_lengths, strict=True)]
+    return batch
+
+
+def trained(directory: str, layout: Layout) -> dict[str, Any]:
+    """Log-probabilities of a forward phase, and what an update did."""
+    place = start(layout)
+    actor = engine(directory, place, lr=1e-3)
+    batch = batch_of(actor.shape.vocab, OWN)
+    plan = plan_phase(Schedule("actor_update", max_tokens=24, mini_batch=len(OWN)), batch.lengths.tolist(), layout, 0)
+    (mini_batch,) = plan.mini_batches
+    with actor.present(training=True):
+        found, _ = actor.forward(batch, mini_batch)
+        weights = token_weights(batch, mini_batch, SETTINGS.aggregation)
+        update = actor.update(batch, mini_batch, PolicyObjective(SETTINGS, batch, weights))
+    logprobs = {sample: one.numpy() for sample, one in found["logprobs"].items()}
+    return {"logprobs": logprobs, "sums": update.sums, "grad_norm": update.grad_norm}
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=["one rank", "two context ranks"])
+def test_loss_gradient_and_figures_are_those_of_own_tokens_by_brute_force(tmp_path: Path, layout: Layout) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = save_tiny_model(tmp_path / "model", "qwen3", False)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    batch = batch_of(model.config.vocab_size, OWN)
+    loss, wanted, gap, entropies, tokens = torch.zeros(()), {}, 0.0, 0.0, 0
+    for index, sample in batch.samples.items():
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
+        rows = torch.log_softmax(model(ids[None]).logits[0], -1)
+        said = [len(sample.prompt_ids) + at for at, mark in enumerate(OWN[index]) if mark == "1"]
+        logprobs = torch.stack([rows[at - 1, ids[at]] for at in said])
+        entropy = torch.stack([-(rows[at - 1].exp() * rows[at - 1]).sum() for at in said])
+        rollout = torch.tensor([sample.completion.logprobs[at - len(sample.prompt_ids)] for at in said])
+        ratio = (logprobs.detach() - rollout).sum().exp().clamp(max=CAP)
+        advantage = batch.fields["advantages"][index][0]
+        loss = loss + ((-advantage * ratio * logprobs - COEFFICIENT * entropy).sum() / len(said)) / len(OWN)
+        wanted[index] = logprobs.detach().numpy()
+        gap += float((logprobs.detach() - rollout).abs().sum())
+        entropies, tokens = entropies + float(entropy.detach().sum()), tokens + len(said)
+    loss.backward()
+    norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
+    assert tokens < sum(completion for _, completion in LENGTHS), "some tokens are observations"
+    for rank in run_ranks(trained, layout.ranks, str(directory), layout):
+        assert rank["logprobs"].keys() == wanted.keys()
+        for index, said_there in wanted.items():
+            np.testing.assert_allclose(rank["logprobs"][index], said_there, atol=1e-5)
+        assert rank["sums"]["tokens"] == tokens
+        assert rank["sums"]["loss"] == pytest.approx(float(loss), abs=1e-5)
+        assert rank["sums"]["mismatch_sum"] == pytest.approx(gap, rel=1e-4)
+        assert rank["sums"]["entropy_sum"] == pytest.approx(entropies, rel=1e-5)
+        assert rank["grad_norm"] == pytest.approx(float(norm), rel=1e-4)

@@ -1,0 +1,118 @@
+"""Loading and saving hold no more than a rank's own shards and a few tensors, whatever the model's size."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megarl.megatron.weights import load_shards
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+LAYERS = 12
+
+
+class HeldBytes(TorchDispatchMode):
+    """Bytes of all tensors made inside that are alive, now and at most; `before` were made outside."""
+
+    def __init__(self, before: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def largest_bytes(shape: ModelShape) -> int:
+    return 4 * max(rows * columns for rows, columns in checkpoint_sizes(shape).values())
+
+
+def model_bytes(shape: ModelShape) -> int:
+    return 4 * sum(rows * columns for rows, columns in checkpoint_sizes(shape).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_rank_loads_its_shards_and_holds_one_tensor_more(tmp_path: Path, family: str) -> None:
+    directory = save_tiny_model(tmp_path, family, layers=LAYERS)
+    shape, layout = ModelShape.from_directory(directory), Layout(tensor=2, data=2, expert=2, expert_tensor=2)
+    rank = layout.rank(1, 0, 1)
+    shards = {name: nn.Parameter(torch.empty(size)) for name, size in parameter_sizes(shape, layout, rank).items()}
+    with HeldBytes(shards.values()) as held:
+        load_shards(directory, shape, rank_segments(shape, layout, 1, 0, 1), shards)
+    assert 0 < held.most <= largest_bytes(shape)
+    assert all(bool(parameter.any()) for parameter in shards.values())
+
+
+def export_held(folder: str, directory: str) -> tuple[int, int]:
+    """Save a distributed checkpoint of a model, write it as safetensors; the bytes held, before and at most."""
+    from megarl.megatron.checkpoint import save_checkpoint
+    from megarl.megatron.export import write_model
+    from megarl.schedule import Schedule, plan_phase
+    from tests.engine_cases import engine, objective_of, small_batch, start
+
+    shape, place = ModelShape.from_directory(directory), start(Layout())
+    actor = engine(directory, place, lr=1e-2)
+    batch = small_batch(shape.vocab, 4)
+    (mini_batch,) = plan_phase(
+        Schedule("actor_update", max_tokens=80, mini_batch=4), batch.lengths.tolist(), place.layout, 0
+    ).mini_batches
+    actor.update(batch, mini_batch, objective_of("actor", 100))
+    checkpoint = save_checkpoint(folder, 1, {"actor": actor}, {})
+    target = Path(folder) / "out"
+    target.mkdir()
+    with HeldBytes() as held:
+        write_model(target, checkpoint, shape, "fp32", seed=1)
+    torch.save({name: weight.clone() for name, weight in actor.shards().items()}, Path(folder) / "weights.pt")
+    return held.most
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_export_holds_a_few_tensors_and_writes_the_trained_weights(tmp_path: Path, family: str) -> None:
+    directory = save_tiny_model(tmp_path / "model", family, layers=LAYERS)
+    shape = ModelShape.from_directory(directory)
+    (most,) = run_ranks(export_held, 1, str(tmp_path), str(directory))
+    # The parameter, and the part of it that was read last; it may be two fused tensors.
+    assert 0 < most <= 4 * largest_bytes(shape) < model_bytes(shape) / 4
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    before, after = load_file(directory / "model.safetensors"), load_file(file)
+    trained = torch.load(tmp_path / "weights.pt")
+    assert before.keys() == after.keys() and not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    checked = 0
+    for segment in rank_segments(shape, Layout(), 0, 0):
+        own = trained[segment.parameter].view(trained[segment.parameter].shape[0], -1)
+        rows, columns = segment.row1 - segment.row0, segment.col1 - segment.col0
+        box = own[segment.local_row : segment.local_row + rows, segment.local_col : segment.local_col + columns]
+        written = after[segment.name].view(after[segment.name].shape[0], -1)
+        assert torch.equal(box, written[segment.row0 : segment.row1, segment.col0 : segment.col1])
+        checked += box.numel()
+    assert checked * 4 == model_bytes(shape)

@@ -1,0 +1,198 @@
+"""What a `config.json` may say, in the words of transformers 4 and 5, and what is refused; what it leaves out."""
+
+import pytest
+
+from megarl.models import ModelShape
+
+SIZES = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "vocab_size": 131, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+DEEPSEEK = {
+    **SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
+}  # fmt: skip
+YARN = {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+GEMMA = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scoring_func": None}, "scoring_func = None must be 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy' must be 'noaux_tc'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"topk_group": 4}, "num_experts_per_tok = 4 must be twice topk_group = 4"),
+        ({"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
+        ({"topk_group": 5}, "topk_group = 5 must be at most n_group = 4"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok = 1 must be at least 2"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads = 4"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn", "factor": None}}, "factor = None of rope_type 'yarn'"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank = 0"),
+    ],
+)
+def test_deepseek_refuses_what_it_would_compute_otherwise(change, words):
+    with pytest.raises(ValueError, match=r"^there: ") as caught:
+        ModelShape.from_config({**DEEPSEEK, **change}, "there")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ({"sliding_window": None}, "sliding_window = None"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3'"),
+    ],
+)
+def test_gemma_refuses_what_it_would_compute_otherwise(change, words):
+    with pytest.raises(ValueError, match=r"^there: ") as caught:
+        ModelShape.from_config({**GEMMA, **change}, "there")
+    assert words in str(caught.value)
+
+
+def test_both_ways_to_write_deepseeks_yarn_are_one():
+    old = {**DEEPSEEK, "rope_theta": 10000, "rope_scaling": {**YARN, "type": "yarn"}}
+    new = {**DEEPSEEK, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 10000}}
+    assert ModelShape.from_config(old) == ModelShape.from_config(new)
+
+
+def test_yarn_scales_attention_as_deepseek_v3_does():
+    """0.1 ln 40 + 1 = 1.3689, squared, is the factor of DeepSeek-V3's scale; its cosines and sines keep theirs."""
+    shape = ModelShape.from_config({**DEEPSEEK, "rope_scaling": {**YARN, "type": "yarn"}})
+    assert shape.attention_scale == pytest.approx(24**-0.5 * 1.368888**2)
+    assert shape.latent is not None
+    assert shape.latent.rotary_scale == 1.0
+
+
+def test_both_ways_to_write_gemmas_layers_are_one():
+    old = {
+        **GEMMA, "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    new = {
+        **GEMMA,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    shape = ModelShape.from_config(old)
+    assert shape == ModelShape.from_config(new)
+    assert shape.windows == (8, 0, 8, 0)
+    assert shape.tied, "transformers ties Gemma's embeddings where config.json says nothing"
+
+
+def test_an_exported_model_claims_no_layers_that_were_not_saved():
+    from megarl.megatron.export import exported_config
+
+    config = {**DEEPSEEK, "torch_dtype": "float8_e4m3fn", "num_nextn_predict_layers": 1}
+    assert exported_config(config, "bf16") == {**DEEPSEEK, "dtype": "bfloat16", "num_nextn_predict_layers": 0}
+    assert "num_nextn_predict_layers" not in exported_config(GEMMA, "fp32")
+
+
+def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
+    """No update moves it, and engines keep it in fp32 whatever the sync is in."""
+    from megarl.models.layout import Layout, RolloutLayout
+    from megarl.weight_sync.engines import engine_plan
+    from megarl.models.megatron_weights import checkpoint_sizes
+
+    shape = ModelShape.from_config(DEEPSEEK)
+    sent = set(engine_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
+    kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+    assert checkpoint_sizes(shape).keys() - sent == kept
+
+
+DENSE = SIZES | {
+    "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False, "rope_theta": 5e4, "hidden_act": "silu",
+}  # fmt: skip
+MIXED = {"num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+COMPLETE = {
+    "llama": DENSE,
+    "qwen2": {key: value for key, value in DENSE.items() if key != "head_dim"},
+    "qwen3": DENSE,
+    "qwen3_moe": DENSE | MIXED | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma3_text": GEMMA | {
+        "max_position_embeddings": 512, "rope_theta": 5e4, "rope_local_base_freq": 1e3, "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "deepseek_v3": DENSE | DEEPSEEK,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", COMPLETE)
+def test_a_key_that_is_left_out_means_what_transformers_and_vllm_take_it_for(family):
+    """Or it is refused. Engines read config.json through transformers, whose defaults are the family's."""
+    from transformers import AutoConfig
+
+    everything = {key: value for key, value in COMPLETE[family].items() if key != "model_type"}
+    # vLLM and transformers have no other routing for DeepSeek-V3, and no key for it.
+    fixed = {"model_type": family} | {key: everything[key] for key in ("scoring_func", "topk_method") if key in everything}
+    compared = 0
+    for left_out in (None, *everything):
+        config = {key: value for key, value in everything.items() if key != left_out}
+        try:
+            shape = ModelShape.from_config({"model_type": family} | config)
+        except (ValueError, KeyError):
+            continue
+        theirs = AutoConfig.for_model(family, **config).to_dict()
+        assert shape == ModelShape.from_config(theirs | fixed), left_out
+        compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("llama", {"sliding_window": 128}, "sliding_window = 128"),
+        ("deepseek_v3", {"sliding_window": 128}, "sliding_window = 128"),
+        ("llama", {"qkv_bias": True}, "qkv_bias = true"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5"),
+        ("llama", {"is_causal": False}, "is_causal = False"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "beside"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "beside",
+        ),
+        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings = 64"),
+        ("deepseek_v3", {"index_topk": 64}, "index_topk = 64"),
+    ],
+)
+def test_what_an_engine_would_act_on_and_the_trainer_would_not_is_refused(family, change, words):
+    """The policy that is trained would not be the one that is sampled."""
+    config = COMPLETE[family] | {"model_type": family}
+    ModelShape.from_config(config)
+    with pytest.raises(ValueError, match="^there: ") as caught:
+        ModelShape.from_config(config | change, "there")
+    assert words in str(caught.value)
+
+
+def test_gemmas_old_and_new_words_at_once_mean_what_transformers_makes_of_them():
+    both = COMPLETE["gemma3_text"] | {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    shape = ModelShape.from_config(both)
+    assert (shape.rope_theta, dict(shape.rope_scaling)["factor"], shape.local_rope_theta) == (1e6, 8.0, 1e3)

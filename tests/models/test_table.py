@@ -1,0 +1,213 @@
+"""Laws of the weight tables: what trainer ranks and vLLM's ranks hold is the whole checkpoint, over wide grids of
+layouts, for every family."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models import FAMILIES, ModelShape
+from megarl.models import megatron_weights as megatron, vllm_weights as vllm
+from megarl.models.layout import Layout, RolloutLayout, Segment
+
+LAYERS = 4
+DECODER: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "intermediate_size": 24,
+    "vocab_size": 131,
+}
+# Of every family a small model with all that the family can have.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": DECODER,
+    "qwen2": DECODER,
+    "qwen3": DECODER,
+    "mixtral": DECODER | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": DECODER
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 2,
+    },
+    "gemma3_text": DECODER | {"sliding_window": 8},
+    "deepseek_v3": DECODER
+    | {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    },
+}
+
+
+def shape_of(family: str, **edits: Any) -> ModelShape:
+    return ModelShape.from_config({"model_type": family, **CONFIGS[family], **edits})
+
+
+def test_every_family_is_here() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()
+    assert all(shape_of(family).family == family for family in FAMILIES)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Cuts of a stage's ranks for the decoder and for its experts, over even and uneven stages."""
+    tensor, context, data = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    stage = tensor * context * data
+    expert_tensor = draw(st.sampled_from([None, *(size for size in (1, 2, 4) if stage % size == 0)]))
+    rest = stage // (tensor if expert_tensor is None else expert_tensor)
+    expert = draw(st.sampled_from([size for size in (1, 2, 4, 8) if rest % size == 0]))
+    pipeline = draw(st.sampled_from([1, 2, 4]))
+    chunks = draw(st.sampled_from([1, 2])) if pipeline == 2 else 1
+    stages: tuple[int, ...] = ()
+    if pipeline > 1 and draw(st.booleans()):
+        layers = [1] * (pipeline * chunks)
+        for _ in range(LAYERS - len(layers)):
+            layers[draw(st.integers(0, len(layers) - 1))] += 1
+        stages = tuple(layers)
+    experts: dict[str, Any] = {"expert": expert, "expert_tensor": expert_tensor}
+    return Layout(tensor, pipeline, data, virtual_pipeline=chunks, context=context, stages=stages, **experts)
+
+
+def count(segments: Sequence[Segment], sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+    """How many boxes each element of each checkpoint tensor is in."""
+    counts = {name: np.zeros(size, dtype=int) for name, size in sizes.items()}
+    for s in segments:
+        assert 0 <= s.row0 < s.row1 <= sizes[s.name][0] and 0 <= s.col0 < s.col1 <= sizes[s.name][1], s
+        counts[s.name][s.row0 : s.row1, s.col0 : s.col1] += 1
+    return counts
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(FAMILIES)), layouts(), st.booleans(), st.booleans())
+def test_trainer_ranks_hold_every_element_once_a_replica(family: str, layout: Layout, tied: bool, critic: bool) -> None:
+    shape = shape_of(family, tie_word_embeddings=tied)
+    sizes = megatron.checkpoint_sizes(shape, critic)
+    segments = megatron.megatron_segments(shape, layout, critic)
+    held = count(segments, sizes)
+    for name, counts in held.items():
+        assert counts.min() == counts.max(), f"{name} is held unevenly"
+        replicas = layout.data * layout.context
+        if ".experts." in name and "shared" not in name:
+            replicas = layout.expert_data
+        elif name == "model.embed_tokens.weight" and tied and not critic and layout.pipeline > 1:
+            replicas *= 2
+        assert counts.max() in (replicas, replicas * layout.tensor), name  # norms and routers are whole on tensor ranks
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(FAMILIES)), layouts(), st.booleans())
+def test_boxes_fill_the_parameters_and_nothing_twice(family: str, layout: Layout, tied: bool) -> None:
+    shape = shape_of(family, tie_word_embeddings=tied)
+    by_rank: dict[int, list[Segment]] = defaultdict(list)
+    for segment in megatron.megatron_segments(shape, layout):
+        by_rank[segment.rank].append(segment)
+    assert set(by_rank) == set(range(layout.ranks))
+    for rank, segments in by_rank.items():
+        fill(segments, megatron.parameter_sizes(shape, layout, rank))
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(FAMILIES)), st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_engine_ranks_hold_the_checkpoint_and_fill_their_parameters(family: str, tensor: int, tied: bool) -> None:
+    shape, rollout = shape_of(family, tie_word_embeddings=tied), RolloutLayout(tensor)
+    segments = vllm.vllm_segments(shape, rollout)
+    held = count(segments, megatron.checkpoint_sizes(shape))
+    assert all(counts.min() >= 1 for counts in held.values())
+    for rank in range(tensor):
+        fill([segment for segment in segments if segment.rank == rank], vllm.parameter_sizes(shape, rollout, rank))
+
+
+def fill(segments: list[Segment], sizes: dict[str, tuple[int, int]]) -> None:
+    """Boxes of one rank cover its parameters without a gap or an overlap, but for rows that pad the vocabulary."""
+    filled = {name: np.zeros(size, dtype=int) for name, size in sizes.items()}
+    for s in segments:
+        target = filled[s.parameter]
+        end = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
+        assert end[0] <= target.shape[0] and end[1] <= target.shape[1], s
+        target[s.local_row : end[0], s.local_col : end[1]] += 1
+    for name, counts in filled.items():
+        assert counts.max(initial=0) <= 1, f"two boxes on one place of {name}"
+        if "embed" not in name and "output_layer" not in name and "lm_head" not in name:
+            assert counts.min() == 1, f"{name} has gaps"
+
+
+def test_stages_name_the_layers_of_each_chunk_in_the_model_s_order() -> None:
+    shape = shape_of("llama", num_hidden_layers=8)
+    layout = Layout(pipeline=2, virtual_pipeline=2, stages=(1, 3, 2, 2))
+    chunks = [list(megatron.chunk_layers(shape, layout, stage, chunk)) for chunk in (0, 1) for stage in (0, 1)]
+    assert chunks == [[0], [1, 2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported; the first layers"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9 must be at most num_experts = 8"),
+        ({"moe_intermediate_size": 0}, r"moe_intermediate_size = 0 must be a whole number of at least 1"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096},
+            r"sliding_window = 4096 is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config.*is not supported"),
+        (
+            {"architectures": ["Qwen3MoeForTokenClassification"]},
+            r"architectures = .* is not supported; Qwen3MoeForCausalLM is",
+        ),
+    ],
+)
+def test_what_a_family_does_not_support_is_named(tmp_path: Path, edits: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"], **edits}))
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+        ModelShape.from_directory(tmp_path)
+
+
+def test_experts_are_read_from_what_either_transformers_writes() -> None:
+    five = dict(CONFIGS["qwen3_moe"])
+    five["num_local_experts"] = five.pop("num_experts")
+    assert ModelShape.from_config({"model_type": "qwen3_moe", **five}) == shape_of("qwen3_moe")
+
+
+def test_the_page_on_adding_a_model_is_true() -> None:
+    """Its example is a file of the package, its rows run, and it names every cut, block and test that there is."""
+    from megarl.models import blocks, cut
+
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "add-a-model.md").read_text()
+    example, row = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    assert example == (root / "megarl" / "family" / "qwen3.py").read_text()
+    exec(compile(row, "docs/add-a-model.md", "exec"), {})
+    cuts = {name for name, value in vars(cut).items() if isinstance(value, type) and value.__module__ == cut.__name__}
+    assert {name for name in cuts - {"Cut", "Piece"} if f"| `{name}()` |" not in page} == set()
+    named = page.split("families share: ")[1].split(".")[0]
+    assert all(callable(vars(blocks)[name.strip(" `\n")]) for name in named.split(","))
+    for file in ("tests/tiny_models.py", "tests/megatron/test_golden.py", "tests/weight_sync/test_families.py"):
+        assert file in page and (root / file).is_file()
+    assert (
+        "def test_synced_engine_equals_one_that_loaded_from_disk" in (root / "tests" / "test_sync_families.py").read_text()
+    )

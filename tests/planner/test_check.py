@@ -1,0 +1,225 @@
+"""`megarl check` with a forecast, as a user or a program runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megarl.cli import app
+from megarl.recipe import load_recipe
+from tests.planner_cases import document_of, forecast_of, write_qwen, write_small
+from tests.recipe_cases import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(
+    [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
+)  # those for clusters: test_planner_clusters.py
+
+
+def check(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_shipped_recipe_prints_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one command; the models may not be on this machine, so a stand-in that the layouts divide takes their place."""
+    monkeypatch.chdir(ROOT)
+    config = CONFIG | {"num_hidden_layers": 12 * 5 * 7, "max_position_embeddings": 2**20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    overrides = [f"model.path={tmp_path}", f"rollout.kv_cache_bytes={2**40}"]
+    result = check(*RECIPES, "--plan", *overrides)
+    assert result.exit_code == 0, result.output
+    sections = result.output
+    for file in RECIPES:
+        recipe = load_recipe(file, overrides)
+        start = sections.index(f"{recipe.run.name} ({file})")
+        later = [sections.find(f"({other})", start + 1) for other in RECIPES if other != file]
+        own = sections[start : min([end for end in later if end > start], default=len(sections))]
+        for phase in recipe.running_phases:
+            assert any(line.strip().startswith(phase) for line in own.splitlines()), (file, phase)
+        assert "max_tokens and micro-batches are per data-parallel rank" in own
+
+
+def test_the_table_shows_the_forecast(folder: Path) -> None:
+    file = write_qwen(folder)
+    result = check(file, "--plan", "--lengths", "long-tail", "--seed", "4")
+    assert result.exit_code == 0
+    assert "long-tail completions up to 4096 tokens, seed 4" in result.output
+    for phase in forecast_of(file, lengths="long-tail", seed=4).phases:
+        line = next(line for line in result.output.splitlines() if line.strip().startswith(phase.phase))
+        quality = phase.quality
+        cells = line.split()
+        assert str(quality.num_micro_batches) in cells
+        for number in (f"{quality.useful_share:.3f}", f"{quality.imbalance:.3f}", f"{quality.bubble_share:.1%}"):
+            assert number in cells
+        assert f"{quality.efficiency:.3f}" in cells and f"TP4 x PP1 x DP{phase.role.layout.data}" in line
+
+
+def test_a_plan_needs_nothing_heavy(folder: Path) -> None:
+    """No torch, so no device either; and this, not a stopwatch, keeps it quick."""
+    file = write_qwen(folder)
+    heavy = ["torch", "transformers", "ray", "vllm", "megatron", "datasets", "reasoning_gym", "huggingface_hub"]
+    program = f"""
+import sys
+from megarl.cli import app
+for options in (["--plan", "--suggest"], ["--json"]):
+    try:
+        app(["check", {str(file)!r}, *options])
+    except SystemExit as end:
+        assert not end.code, end.code
+print("HEAVY", [name for name in {heavy} if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--plan"], ["--json"], ["--suggest", "device.memory_gib=80"]])
+def test_one_illegal_recipe_stops_none_of_the_others(options: list[str], folder: Path) -> None:
+    bad = folder / "bad.yaml"
+    bad.write_text("run: 3\n")
+    first, last = write_small(folder, ("run.name", "first"), name="a"), write_small(folder, ("run.name", "last"), name="b")
+    result = check(first, bad, last, *options)
+    assert result.exit_code == 2
+    assert "first" in result.output and "last" in result.output and "model" in result.output
+    good = check(first, last, *options)
+    assert good.exit_code == 0, good.output
+
+
+def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
+    file = write_small(folder)
+    odd = folder / "a=b.yaml"
+    odd.write_text(file.read_text())
+    assert check(file, "run.steps=0").exit_code == 2
+    assert check("run.name=other", file, "run.steps=5").output.startswith("other: 5 steps")
+    assert check(odd, "run.name=odd").output.startswith("odd: ")
+    missing = check(file, "b.yaml")
+    assert missing.exit_code == 2 and "does not exist" in missing.output and "ppo: 3 steps" in missing.output
+    assert "no recipe among run.steps=3" in check("run.steps=3").output and check("run.steps=3").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plan", "--lengths", "normal"], ["--lengths = 'normal'", "uniform, log-normal, long-tail"]),
+        (["--json", "--lengths", "normal"], ["--lengths = 'normal'"]),
+        (["--plan", "--lengths", "rows"], ["rows", "row 2", "'x'"]),
+        (["--plan", "--tflops", "0"], ["--tflops = 0", "above 0"]),
+        (["--plan", "--tflops", "-3.5"], ["--tflops = -3.5"]),
+        (["--plan", "--tflops", "nan"], ["--tflops = nan"]),
+        (["--lengths", "uniform"], ["--lengths = uniform", "--plan"]),
+        (["--seed", "3"], ["--seed = 3", "--plan"]),
+        (["--tflops", "3"], ["--tflops = 3", "--plan"]),
+        (["--plan", "--lengths", ""], ["--lengths = ''", "uniform, log-normal, long-tail"]),
+        (["--suggest"], ["--suggest", "add device: {memory_gib: 80}"]),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], said: list[str], folder: Path) -> None:
+    (folder / "rows").write_text("10\nx\n")
+    result = check(write_small(folder), *arguments)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    flat = " ".join(result.output.split())
+    assert all(part in flat for part in said), result.output
+
+
+def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
+    bad = folder / "bad.yaml"
+    bad.write_text("run: 3\n")
+    file = write_qwen(folder)
+    result = check(file, bad, "--json", "--suggest", "--lengths", "uniform", "phases.actor_update.epochs=2")
+    assert result.exit_code == 2
+    document = json.loads(result.stdout)
+    assert result.stderr == ""
+    legal, illegal = document["recipes"]
+    assert (legal["recipe"], legal["legal"], legal["name"]) == (str(file), True, "qwen")
+    assert not illegal["legal"] and {one["key"] for one in illegal["violations"]} >= {"run", "model"}
+    found = forecast_of(file, ["phases.actor_update.epochs=2"], lengths="uniform")
+    assert list(legal["phases"]) == [phase.phase for phase in found.phases]
+    for phase in found.phases:
+        entry = legal["phases"][phase.phase]
+        assert entry["efficiency"] == pytest.approx(phase.quality.efficiency)
+        assert entry["schedule"]["max_tokens"] == 8192 and entry["layout"]["tensor"] == 4
+        assert entry["seconds"] == pytest.approx(phase.seconds)
+        for name, held in (("memory", phase.memory), ("worst_memory", phase.worst_memory)):
+            parts: dict[str, Any] = dict(entry[name])
+            assert parts.pop("total") == sum(parts.values()) == held.total
+            assert parts["engine"] == 0 < found.job.engine_bytes and parts["weights"] == held.weights
+    assert legal["device"]["peak_bytes"] == found.device_peak and legal["device"]["fits"] == found.fits
+    assert {one["key"] for one in legal["suggestions"]} >= {
+        "actor.layout",
+        "rollout.tensor",
+        "phases.actor_update.micro_batch",
+    }
+
+
+def test_a_plan_and_its_document_say_the_same_warnings(folder: Path) -> None:
+    file = write_qwen(folder)
+    overrides = ["phases.actor_update.micro_batch.max_tokens=60000"]
+    warnings = document_of(file, overrides)["warnings"]
+    assert {one["kind"] for one in warnings} >= {"memory", "ratio_drift"}
+    printed = check(file, "--plan", *overrides).output
+    for one in warnings:
+        assert f"{one['phase']} {one['text']}" in printed
+
+
+def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
+    file = write_qwen(folder)
+    result = check(file, "--suggest", "device.memory_gib=16")
+    assert result.exit_code == 1
+    assert "no suggestion: nothing fits 14.4 GiB usable" in result.output
+    assert document_of(file, ["device.memory_gib=16"], suggest=True)["nothing_fits"].startswith("nothing fits 14.4 GiB")
+    assert document_of(file, suggest=True)["nothing_fits"] is None
+
+
+def test_a_plan_without_a_device_is_printed_though_nothing_can_be_suggested(folder: Path) -> None:
+    file = write_small(folder)
+    result = check(file, "--plan", "--suggest")
+    assert result.exit_code == 2
+    assert "device: not stated" in result.output and "add device: {memory_gib: 80}" in result.output
+    document = json.loads(check(file, "--json", "--suggest").stdout)["recipes"][0]
+    assert len(document["phases"]) == 5 and document["suggestions"] == []
+    assert "add device" in document["error"]
+
+
+def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path) -> None:
+    file = write_qwen(folder)
+    automatic = "phases.actor_update.micro_batch.max_tokens=auto"
+    for stated, rule in (
+        (["actor.layout={tensor: 1, pipeline: 1}"], "with everything else on the device"),
+        (["device.kind=cpu", "rollout.kv_cache_bytes=60000000000"], "a smaller rollout.kv_cache_bytes"),
+    ):
+        result = check(file, automatic, *stated, "--suggest")
+        assert result.exit_code == 2 and rule in result.output and "suggested:" in result.output
+        (entry,) = json.loads(check(file, automatic, *stated, "--suggest", "--json").stdout)["recipes"]
+        assert not entry["legal"] and entry["violations"][0]["value"] == "'auto'"
+        chosen = [f"{one['key']}={json.dumps(one['value'])}" for one in entry["suggestions"]]
+        assert forecast_of(file, [automatic, *stated, *chosen]).fits
+        # Another fault is not hidden behind suggestions.
+        assert "suggested:" not in check(file, automatic, *stated, "run.steps=0", "--suggest").output
+
+
+def test_a_given_rate_gives_times(folder: Path) -> None:
+    file = write_small(folder)
+    seconds = {
+        rate: [
+            phase["seconds"]
+            for phase in json.loads(check(file, "--json", "--tflops", rate).stdout)["recipes"][0]["phases"].values()
+        ]
+        for rate in ("1", "2")
+    }
+    assert len(seconds["1"]) == 5
+    assert seconds["1"] == pytest.approx([2 * one for one in seconds["2"]])

@@ -1,0 +1,186 @@
+"""What engines and trainer take of a device's memory under each `rollout.placement`, worked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.planner.engine_memory import Engines
+from megarl.planner.fit import fit
+from megarl.planner.forecast import Forecast, engine_room, on_devices
+from megarl.planner.job import Job, job_of
+from megarl.planner.lengths import Lengths, Limits
+from megarl.planner.memory import Memory, resident, resting
+from megarl.planner.roles import Role, Savings
+from megarl.recipe import load_recipe
+from megarl.recipe.memory import GIB, memory_roles
+from tests.planner_cases import forecast_of, write_qwen
+
+SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
+AUTOMATIC = [f"phases.{phase}.micro_batch.max_tokens=auto" for phase in ("actor_update", "actor_logprob")]
+# Hidden 8, 2 heads of 4, 2 groups, feed-forward 16, vocabulary 128, 2 layers, tied: a layer has 4 x 8 x 8 = 256 weights of
+# attention, 3 x 8 x 16 = 384 of feed-forward and 2 x 8 of norms, 656; with the embedding, 1,024, and the final norm: 2,344.
+TINY = ModelShape.from_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+WEIGHTS = 2344 * 4
+# Of an engine: 3 sequences of logits, 3 x 128 x (4 + 4 x 4) = 7,680; 10 prompt tokens, 10 x (32 + 32 + 48) x 4 = 4,480.
+WORKING = 7680 + 4480
+
+
+def engines(placement: str, shared: bool, count: int = 1, utilization: float | None = None) -> Engines:
+    return Engines(TINY, count, RolloutLayout(), "fp32", 1000, 3, 10, utilization, placement, shared)
+
+
+def roles(offload: str) -> tuple[Role, ...]:
+    """An actor on two ranks, and a reference: both whole on each of them, the optimizer cut over both."""
+    layout = Layout(data=2)
+    return (
+        Role("actor", TINY, layout, "fp32", trained=True, savings=Savings(offload=offload)),
+        Role("reference", TINY, layout, "fp32", trained=False, savings=Savings(offload=offload)),
+    )
+
+
+def test_a_worker_needs_its_weights_cache_and_working_memory() -> None:
+    assert engines("separate", False).memory == Memory(weights=WEIGHTS, engine=1000, logits=7680, activations=4480)
+
+
+@pytest.mark.parametrize(
+    ("placement", "shared", "awake", "beside"),
+    [
+        # One worker on a device of its own, or of which it has the whole while the trainer rests.
+        ("separate", False, WEIGHTS + 1000 + WORKING, 0),
+        ("colocated", False, WEIGHTS + 1000 + WORKING, 0),
+        # Three engines on the machine of two trainer ranks, which see half of them each.
+        ("separate", True, 3 * (WEIGHTS + 1000 + WORKING) // 2, 3 * (WEIGHTS + 1000 + WORKING) // 2),
+        ("colocated", True, 3 * (WEIGHTS + 1000 + WORKING) // 2, 3 * (WEIGHTS + 1000 + WORKING) // 2),
+    ],
+)
+def test_engines_beside_a_trainer_that_works(placement: str, shared: bool, awake: int, beside: int) -> None:
+    three = engines(placement, shared, count=3)
+    assert (three.awake_bytes(2, None), three.beside_bytes(2)) == (awake, beside)
+
+
+def test_a_stated_share_counts_on_gpus_where_it_is_more_than_is_needed() -> None:
+    assert engines("colocated", False, utilization=0.5).awake_bytes(2, 100_000) == 50_000
+    assert engines("colocated", False, utilization=0.1).awake_bytes(2, 100_000) == WEIGHTS + 1000 + WORKING
+    assert engines("colocated", True, utilization=0.5).awake_bytes(1, 100_000) == WEIGHTS + 1000 + WORKING
+
+
+@pytest.mark.parametrize(
+    ("offload", "at_rest", "in_sync"),
+    [
+        # Weights of both, the actor's gradients, and half of two moments: 9,376 x (2 + 1 + 1).
+        ("none", 4 * WEIGHTS, 4 * WEIGHTS),
+        ("optimizer", 2 * WEIGHTS, 2 * WEIGHTS),
+        ("all", 0, WEIGHTS),
+    ],
+)
+def test_roles_at_rest_hold_what_is_not_moved_away(offload: str, at_rest: int, in_sync: int) -> None:
+    assert resting(roles(offload)).total == at_rest
+    assert resting(roles(offload), "actor").total == in_sync
+
+
+def job_with(one: Engines, offload: str = "none", device_bytes: int = 100_000) -> Job:
+    """A job of which the memory of roles and engines alone is asked."""
+    return Job(roles(offload), (), Lengths((), (), ""), Limits(1, 1, 1, 1), 1, one, device_bytes=device_bytes)
+
+
+ENGINE = WEIGHTS + 1000 + WORKING  # 22,536
+TRAINER = {"actor_update": Memory(weights=60_000)}
+
+
+@pytest.mark.parametrize(
+    ("one", "offload", "totals", "room"),
+    [
+        # Of 100,000 bytes 90,000 are usable.
+        (
+            engines("colocated", False),
+            "none",
+            {"rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000, "weight_sync": 4 * WEIGHTS + ENGINE},
+            90_000 - 4 * WEIGHTS,
+        ),
+        (
+            engines("colocated", False),
+            "all",
+            {"rollout": ENGINE, "actor_update": 60_000, "weight_sync": WEIGHTS + ENGINE},
+            90_000 - WEIGHTS,
+        ),
+        (engines("separate", False), "none", {"rollout": ENGINE, "actor_update": 60_000}, 90_000),
+        # Two engines and two ranks: one for each, awake all the time, and the trainer's peak is what leaves least room.
+        (
+            engines("colocated", True, count=2),
+            "none",
+            {"rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000 + ENGINE, "weight_sync": 4 * WEIGHTS + ENGINE},
+            30_000,
+        ),
+        (
+            engines("separate", True, count=4),
+            "none",
+            {
+                "rollout": 4 * WEIGHTS + 2 * ENGINE,
+                "actor_update": 60_000 + 2 * ENGINE,
+                "weight_sync": 4 * WEIGHTS + 2 * ENGINE,
+            },
+            15_000,
+        ),
+    ],
+)
+def test_the_fullest_device_of_each_phase(one: Engines, offload: str, totals: dict[str, int], room: int) -> None:
+    job = job_with(one, offload)
+    assert {phase: held.total for phase, held in on_devices(job, TRAINER).items()} == totals
+    assert engine_room(job, list(TRAINER.values())) == room
+
+
+def peaks(found: Forecast) -> tuple[int, int]:
+    """The trainer's and one worker's, each alone on a device."""
+    assert found.job.engines is not None
+    return found.trainer_peak, found.job.engines.memory.total
+
+
+def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
+    """Eight ranks and two engines of four workers: on CPUs a worker for each rank's share."""
+    file = write_qwen(tmp_path)
+    turns, apart, host = (forecast_of(file, overrides) for overrides in ([], [SEPARATE], [CPU]))
+    trainer, worker = peaks(turns)
+    at_rest = sum(resident(role, 0, "between").total for role in memory_roles(load_recipe(file)).values())
+    assert apart.device_peak == max(trainer, worker) and apart.worst_memory["rollout"].total == worker
+    assert turns.device_peak == max(trainer, at_rest + worker)
+    assert host.device_peak == sum(peaks(host))
+    assert (apart.safe_utilization, host.safe_utilization) == (pytest.approx(0.9), None)
+    assert turns.safe_utilization == pytest.approx(0.9 - at_rest / (80 * GIB))
+    replayed = forecast_of(file, [f"rollout.replay={tmp_path}"])
+    assert (replayed.job.engine_bytes, replayed.safe_utilization, replayed.waves) == (0, None, None)
+
+
+def test_an_automatic_cap_leaves_room_for_engines_that_stay_awake_alone(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    caps = {}
+    for name, overrides in {
+        "turns": [],
+        "apart": [SEPARATE],
+        "host": [CPU],
+        "share": ["rollout.memory_utilization=0.4"],
+    }.items():
+        found = forecast_of(file, [*AUTOMATIC, *overrides])
+        assert found.fits, name
+        caps[name] = job_of(load_recipe(file, [*AUTOMATIC, *overrides])).schedule("actor_update")
+    largest = {name: schedule.max_tokens for name, schedule in caps.items() if schedule is not None}
+    assert largest["turns"] == largest["apart"] == largest["share"]
+    assert (largest["host"] or 0) < (largest["turns"] or 0)
+
+
+def test_engines_that_have_too_little_room_are_told_why(tmp_path: Path) -> None:
+    file, large = write_qwen(tmp_path), "rollout.kv_cache_bytes=75161927680"
+    said = {"at rest": [], "device of its own": [SEPARATE], "for each of 8 on this machine": [CPU]}
+    for text, overrides in said.items():
+        (one,) = [one for one in fit(forecast_of(file, [large, *overrides])) if one.kind == "engine"]
+        assert text in one.text
+        changed = forecast_of(file, [large, *overrides, *one.changes])
+        assert changed.fits and not [other for other in fit(changed) if other.kind == "engine"]

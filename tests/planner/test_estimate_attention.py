@@ -1,0 +1,72 @@
+"""Weights and operations of attention, against the weight tables and against counting pairs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.models import LatentAttention, ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import parameter_sizes
+from megarl.planner.activations import MASK_ROWS, mask_bytes
+from megarl.planner.attention_cost import attention_weights, cache_width, matrix_weights, product_flops
+from megarl.planner.roles import Role, layer_weights
+
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 12, "vocab_size": 131,
+}  # fmt: skip
+LATENT = LatentAttention(key_value_rank=20, plain_dim=10, rotary_dim=6, value_dim=14, query_rank=24)
+PLAIN = {family: ModelShape.from_config({**SIZES, "model_type": family}) for family in ("llama", "qwen2", "qwen3")}
+SHAPES = [
+    *PLAIN.values(),
+    ModelShape.from_config({**SIZES, "model_type": "gemma3_text", "sliding_window": 7}),
+    replace(PLAIN["llama"], family="deepseek_v3", latent=LATENT),
+    replace(PLAIN["llama"], family="deepseek_v3", latent=replace(LATENT, query_rank=0)),
+]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_those_of_the_table(shape, tensor):
+    sizes = parameter_sizes(shape, Layout(tensor=tensor), 0)
+    held = [rows * columns for name, (rows, columns) in sizes.items() if "layers.0.self_attention." in name]
+    assert attention_weights(shape, tensor) == sum(held)
+
+
+@given(st.integers(1, 30), st.integers(0, 40), st.booleans())
+def test_every_pair_that_meets_counts(length, window, latent):
+    shape = replace(PLAIN["llama"], windows=(0, window, 0), latent=LATENT if latent else None)
+    pairs = sum(1 for query in range(length) for key in range(query + 1) if not window or query - key < window)
+    dims = 16 + 14 if latent else 2 * 12
+    assert product_flops(shape, 1, length) == 2 * 8 * dims * pairs
+
+
+def test_engines_cache_keys_and_values_or_one_latent_vector():
+    assert [cache_width(PLAIN["llama"], tensor) for tensor in (1, 2, 8)] == [2 * 4 * 12, 2 * 2 * 12, 2 * 12]
+    assert cache_width(replace(PLAIN["llama"], latent=LATENT), 2) == 20 + 6
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_weigh_what_the_table_holds(shape, tensor):
+    sizes = parameter_sizes(shape, Layout(tensor=tensor), 0)
+    held = [rows * columns for name, (rows, columns) in sizes.items() if "layers.0." in name]
+    assert layer_weights(shape, 0, tensor) == sum(held)
+
+
+def test_operations_are_those_of_the_matrices():
+    """On one rank every weight of a layer's attention but its norms is multiplied with each token."""
+    shape = SHAPES[-1]
+    norms = LATENT.key_value_rank
+    assert matrix_weights(shape) == attention_weights(shape, 1) - norms
+
+
+def test_masks_are_as_high_as_the_engine_makes_them():
+    from megarl.models.attention import BLOCK
+
+    assert MASK_ROWS == BLOCK
+    role = Role("actor", SHAPES[3], Layout(), "fp32", trained=True)
+    assert mask_bytes(role, 7) == 0
+    assert mask_bytes(role, 8) == BLOCK * (BLOCK + 7) * 4

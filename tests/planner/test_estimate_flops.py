@@ -1,0 +1,186 @@
+"""The operations that `megarl check` counts are those that a real engine computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.shape import Experts
+from megarl.planner.adapters import Adapters
+from megarl.planner.flops import executed_flops, forward_flops, update_flops
+from megarl.planner.roles import Frozen, Role, Savings
+from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection
+from megarl.schedule import Schedule, plan_phase
+from tests.engine_cases import engine, objective_of, random_batch, start
+from tests.memory_cases import HEADS, MODELS, write_model
+from tests.ranks import run_ranks
+
+LENGTHS = [(5, 40), (70, 10), (3, 1), (100, 60)]
+SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
+
+
+def in_place(target: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
+    """Of a product [rows, inner] [inner, columns] that is added to its target: torch's counter knows none."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+IN_PLACE = {torch.ops.aten.addmm_: in_place}  # the head's gradients
+
+
+def count(directory: str, role: str) -> tuple[int, int]:
+    """Operations of a forward phase and of an update, by torch's counter."""
+    trained = engine(directory, start(Layout()), role, lr=1e-3)
+    batch = random_batch(trained.shape.vocab, LENGTHS)
+    schedule = Schedule(f"{role}_update", max_tokens=200, mini_batch=len(LENGTHS))
+    (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), Layout(), 0).mini_batches
+    # The counter knows no operator of the CPU's fused attention; its plain form multiplies the masked half too.
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as forward:
+            trained.forward(batch, mini_batch)
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
+            trained.update(batch, mini_batch, objective_of(role, 1))
+    return forward.get_total_flops(), update.get_total_flops()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_operations_are_those_of_the_engine(tmp_path: Path, role: str) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    ((forward, update),) = run_ranks(count, 1, str(tmp_path), role)
+    queries = SHAPE.heads * SHAPE.head_dim
+    masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS)) * SHAPE.num_layers
+    counted = sum(forward_flops(SHAPE, sum(pair), pair[1], role == "critic") for pair in LENGTHS) + masked
+    assert forward == pytest.approx(counted, rel=0.01)
+    # The blocks of logits are made once more in the backward pass: work of the engine, not of the model.
+    again = 2 * SHAPE.hidden * SHAPE.vocab * sum(completion for _, completion in LENGTHS) if role == "actor" else 0
+    assert update == pytest.approx(3 * counted + again, rel=0.01)
+
+
+MODULES = ("core_attn", "mlp")
+UPDATES = (
+    (Savings("full"), Frozen(), None),
+    (Savings("selective", modules=MODULES), Frozen(), None),
+    (Savings(), Frozen(embedding=True, layers=2), None),
+    (Savings("full"), Frozen(), LoraSection(rank=8, alpha=8.0)),
+)
+
+
+def count_updates(directory: str) -> list[int]:
+    """Operations of an update by torch's counter, under each of UPDATES."""
+    place, found = start(Layout()), []
+    schedule = Schedule("actor_update", max_tokens=200, mini_batch=len(LENGTHS))
+    for savings, frozen, lora in UPDATES:
+        memory = MemorySection.model_validate({"recompute": savings.recompute, "recompute_modules": savings.modules})
+        trained = engine(
+            directory, place, "actor", lr=1e-3, memory=memory, frozen=FreezeSection(**asdict(frozen)), lora=lora
+        )
+        batch = random_batch(trained.shape.vocab, LENGTHS)
+        (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), Layout(), 0).mini_batches
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
+            trained.update(batch, mini_batch, objective_of("actor", 1))
+        found.append(update.get_total_flops())
+    return found
+
+
+def test_an_update_runs_what_recompute_adapters_and_frozen_layers_make_of_it(tmp_path: Path) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    (counted,) = run_ranks(count_updates, 1, str(tmp_path))
+    queries = SHAPE.heads * SHAPE.head_dim
+    masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS))  # of a layer's forward pass, in torch
+    passes = (4 * SHAPE.num_layers, 4 * SHAPE.num_layers, 3 * SHAPE.num_layers - 2 * 2, 4 * SHAPE.num_layers)
+    for (savings, frozen, lora), found, times in zip(UPDATES, counted, passes, strict=True):
+        adapters = None if lora is None else Adapters(lora.rank, lora.targets)
+        role = Role("actor", SHAPE, Layout(), "fp32", True, savings=savings, frozen=frozen, adapters=adapters)
+        expected = sum(executed_flops(role, sum(pair), pair[1]) for pair in LENGTHS) + times * masked
+        assert found == pytest.approx(expected, rel=0.01), (savings, frozen, lora)
+
+
+def rotary_tables(directory: str) -> int:
+    """Tables that Megatron keeps after forward passes of many lengths."""
+    role = engine(directory, start(Layout()), max_sequence_tokens=200)
+    for longest in range(20, 24):
+        batch = random_batch(role.shape.vocab, [(3, longest - 3)])
+        (mini_batch,) = plan_phase(Schedule("actor_logprob", sequences=1), [longest], Layout(), 0).mini_batches
+        role.forward(batch, mini_batch)
+    tables: int = type(role.models[0].rotary_pos_emb).forward.cache_info().currsize
+    return tables
+
+
+def test_one_rotary_table_is_kept_for_sequences_of_every_length(tmp_path: Path) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    assert run_ranks(rotary_tables, 1, str(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize(("savings", "parts"), [
+    (Savings("selective"), "products"), (Savings("selective", modules=("mlp", "layernorm")), "dense"),
+    (Savings("selective", modules=("moe",)), "experts"), (Savings("selective", modules=("shared_experts",)), "shared"),
+    (Savings("selective", modules=("moe_act",)), ""), (Savings("full"), "products dense experts attention"),
+    (Savings("full", method="block", num_layers=1), "dense products/3 attention/3"),
+])  # fmt: skip
+def test_each_module_of_recompute_costs_its_own_operations(savings: Savings, parts: str) -> None:
+    """Three layers, the first dense, counted matrix by matrix for one sequence of 10 tokens."""
+    experts = Experts(count=64, per_token=2, ffn=16, shared_ffn=32, first_dense=1)
+    shape = replace(SHAPE, num_layers=3, hidden=8, heads=2, groups=1, head_dim=4, ffn=48, vocab=10, experts=experts)
+    counts = {
+        "products": 3 * 2 * 2 * 8 * 55,
+        "attention": 3 * 2 * 10 * 8 * (8 + 4 + 4 + 8),
+        "dense": 2 * 10 * 3 * 8 * 48,
+        "experts": 2 * 2 * 10 * 8 * (64 + 3 * (2 * 16 + 32)),
+        "shared": 2 * 2 * 10 * 3 * 8 * 32,
+    }
+    again = sum(counts[name] // int(share or 1) for name, _, share in (part.partition("/") for part in parts.split()))
+    critic = Role("critic", shape, Layout(), "bf16", True)
+    assert executed_flops(critic, 10, 5) == update_flops(shape, 10, 5, critic=True)
+    assert executed_flops(replace(critic, savings=savings), 10, 5) == update_flops(shape, 10, 5, critic=True) + again
+
+
+def test_frozen_layers_behind_a_frozen_embedding_have_no_backward_pass() -> None:
+    """Two layers, of which the first goes forward alone; behind an embedding that is trained it passes a gradient on. The
+    head is the embedding."""
+    shape = replace(SHAPE, num_layers=2, tied=True)
+    layer = forward_flops(replace(shape, num_layers=1), 5, 0)
+    head = forward_flops(shape, 5, 2) - 2 * layer
+    linear = layer - SHAPE.heads * SHAPE.head_dim * 2 * 2 * 15
+    assert update_flops(shape, 5, 2, frozen=Frozen(layers=1)) == 6 * layer - linear + 3 * head
+    assert update_flops(shape, 5, 2, frozen=Frozen(embedding=True, layers=1)) == 4 * layer + 2 * head
+
+
+def test_one_long_sequence_costs_more_than_its_halves() -> None:
+    whole, half = forward_flops(SHAPE, 4096, 0), forward_flops(SHAPE, 2048, 0)
+    attention = SHAPE.num_layers * 2 * SHAPE.heads * SHAPE.head_dim * 2048**2 * 2
+    assert whole - 2 * half == attention
+
+
+def test_prompts_pay_no_head() -> None:
+    per_row = forward_flops(SHAPE, 100, 30) - forward_flops(SHAPE, 100, 29)
+    assert per_row == 2 * SHAPE.hidden * SHAPE.vocab
+    assert forward_flops(SHAPE, 100, 30, critic=True) == forward_flops(replace(SHAPE, vocab=1), 100, 30)
+
+
+def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
+    """Counted by hand for one sequence of 3 tokens, 2 of which pass the head, through 2 layers of a tiny model."""
+    shape = replace(SHAPE, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
+    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
+    pairs = 6  # of tokens that meet: 1 + 2 + 3
+    linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
+    assert forward_flops(shape, 3, 2) == linear + products + head
+    assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
+    assert update_flops(shape, 3, 2, frozen=Frozen(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
+    adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
+    found = update_flops(shape, 3, 2, adapters=Adapters(4, ("qkv", "proj")))
+    assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters
+
+
+def test_experts_that_a_token_does_not_take_cost_nothing() -> None:
+    experts = Experts(count=64, per_token=2, ffn=16)
+    shape = replace(SHAPE, experts=experts)
+    more = replace(SHAPE, experts=replace(experts, count=128))
+    router = 2 * 10 * shape.num_layers * shape.hidden * 64  # scores of 64 experts more
+    assert update_flops(more, 10, 1) - update_flops(shape, 10, 1) == 3 * router

@@ -1,0 +1,289 @@
+"""The memory model against torch's allocator, and laws that its numbers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import padded_vocab, rank_segments
+from megarl.planner import activations
+from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
+from megarl.planner.cap import largest_cap
+from megarl.planner.memory import FRAGMENTATION, Memory, micro_batches_held, peak, resident, working
+from megarl.planner.roles import Frozen, Role, Savings, stage_weights
+from megarl.schedule.schedule import Schedule, in_micro_batch
+from megarl.schedule.share import most_rows_behind_prompts
+from tests.memory_cases import CASES, HEADS, MODELS, Case, measure
+
+# The model's target is 10 % (benchmarks/memory.py); here it is within 2 %, and most terms, lost, make more than 3 %.
+TOLERANCE = 0.03
+# Experts of random weights do not share their tokens equally, as the model takes them to.
+UNBALANCED = 0.1
+TRIES = 4
+# In CI, too: of a large vocabulary in bf16, which most CPUs emulate, the one that has a role on the host.
+LARGE = ("vocabulary", "qwen2-tied")
+OFTEN = [*(case for case in CASES[::2] if case.precision != "bf16" or case.model not in LARGE), CASES[-1]]
+
+
+def test_cases_have_names_of_their_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [
+    pytest.param(OFTEN, id="often"),
+    pytest.param([case for case in CASES if case not in OFTEN], id="the others", marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_peaks_are_those_of_the_allocator(tmp_path: Path, cases: Sequence[Case]) -> None:
+    # On a busy machine gloo's threads free their copies late, which adds to a peak and never takes from it: what is wrong is
+    # measured again.
+    wrong = deviations(cases, measure(cases, tmp_path / "0"))
+    for number in range(1, TRIES):
+        if wrong:
+            again = [case for case in cases if case.name in wrong]
+            wrong = deviations(again, measure(again, tmp_path / str(number)))
+    assert not wrong, f"predicted over measured: {wrong}"
+
+
+def deviations(cases: Sequence[Case], measured: dict[str, list[int]]) -> dict[str, float]:
+    """Predicted over measured where that is off."""
+    ratios = {case.name: case.predicted().total / max(measured[case.name]) for case in cases}
+    tolerances = {case.name: UNBALANCED if case.model == "experts" else TOLERANCE for case in cases}
+    return {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > tolerances[name]}
+
+
+SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
+FULL: dict[str, Any] = dict(head_tokens=700, longest=300, num_micro_batches=8, max_in_flight=None)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    groups = draw(st.sampled_from([4, 8]))
+    config = {
+        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        "num_hidden_layers": draw(st.sampled_from([4, 8])),
+        "hidden_size": draw(st.sampled_from([64, 256])),
+        "intermediate_size": draw(st.sampled_from([96, 512])),
+        "num_attention_heads": groups * draw(st.sampled_from([1, 3])),
+        "num_key_value_heads": groups,
+        "head_dim": draw(st.sampled_from([8, 32])),
+        "vocab_size": draw(st.integers(50, 5000)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    return ModelShape.from_config(config)
+
+
+@st.composite
+def roles(draw: st.DrawFn, trained: bool = True) -> Role:
+    tensor = draw(st.sampled_from([1, 2, 4]))
+    layout = Layout(
+        tensor,
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2, 3])),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+    )
+    name = draw(st.sampled_from(["actor", "critic"]))
+    return Role(name, draw(shapes()), layout, draw(st.sampled_from(["fp32", "bf16"])), trained, draw(st.booleans()))
+
+
+@given(roles(), st.data())
+def test_weights_are_those_a_rank_loads(role: Role, data: st.DataObject) -> None:
+    layout = role.layout
+    stage = data.draw(st.integers(0, layout.pipeline - 1))
+    tensor_rank = data.draw(st.integers(0, layout.tensor - 1))
+    loaded = sum(
+        (one.row1 - one.row0) * (one.col1 - one.col0)
+        for one in rank_segments(role.shape, layout, tensor_rank, stage, critic=role.critic)
+    )
+    rows = padded_vocab(role.shape, layout.tensor) // layout.tensor
+    padding = rows - min(max(role.shape.vocab - tensor_rank * rows, 0), rows)
+    last = stage == layout.pipeline - 1
+    own_head = last and not role.critic and (not role.shape.tied or layout.pipeline > 1)
+    tables = (stage == 0) + own_head
+    value_head = role.shape.hidden if last and role.critic else 0
+    assert stage_weights(role, stage) == loaded + tables * padding * role.shape.hidden + value_head
+
+
+@given(roles())
+def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: Role) -> None:
+    one, three = (replace(role, layout=replace(role.layout, data=data)) for data in (1, 3))
+    whole, third = resident(one, 0), resident(three, 0)
+    assert (third.weights, third.gradients) == (whole.weights, whole.gradients)
+    assert 0 <= 3 * third.optimizer - whole.optimizer < 3 * 12
+    assert resident(replace(role, trained=False), 0) == Memory(weights=whole.weights)
+
+
+@given(roles(), st.booleans(), st.integers(1, 5000), st.integers(1, 5000))
+def test_the_peak_rises_with_slots_and_layers(role: Role, update: bool, slots: int, more: int) -> None:
+    def total(of: Role, tokens: int) -> int:
+        return peak([of], of, update=update, slots=tokens, **(FULL | {"head_tokens": tokens})).total
+
+    deeper = replace(role, shape=replace(role.shape, num_layers=2 * role.shape.num_layers))
+    assert total(role, slots) < total(role, slots + more)
+    assert total(role, slots) < total(deeper, slots)
+
+
+@given(roles(), st.integers(10, 400), st.integers(1, 30), st.booleans(), st.floats(0.5, 3.0))
+def test_the_largest_cap_fits_and_the_next_does_not(
+    role: Role, longest: int, count: int, update: bool, share: float
+) -> None:
+    def total(cap: int, copied_rows: int = 0) -> int:
+        held = max(2, role.layout.pipeline)
+        arguments: dict[str, Any] = dict(head_tokens=cap, longest=longest, num_micro_batches=held, max_in_flight=None)
+        return peak([role], role, update=update, slots=cap, copied_rows=copied_rows, **arguments).total
+
+    lowest = in_micro_batch(longest, role.layout)
+    budget = int(total(lowest) * share)
+    schedule = Schedule("actor_update", max_tokens=1, mini_batch=count if update else None)
+    lengths: dict[str, int] = dict(num_sequences=count, longest=longest, longest_prompt=longest // 2, group_size=4)
+    cap = largest_cap([role], role, schedule, budget, **lengths)
+    if cap is None:
+        assert total(lowest) > budget
+        return
+    assert lowest <= cap <= lowest * count
+    assert total(cap) <= budget
+    step = role.layout.micro_batch_multiple
+    assert cap % step == 0
+    assert cap == lowest * count or total(cap + step) > budget
+    shared = largest_cap([role], role, replace(schedule, share_prompts=True), budget, **lengths)
+    assert shared is None or total(shared, most_rows_behind_prompts(shared, count, longest, 4, longest // 2)) <= budget
+
+
+def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:
+    role = Role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
+    assert [micro_batches_held(role, stage, 8, None) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_held(role, stage, 2, None) for stage in range(4)] == [2, 2, 2, 1]
+    assert [micro_batches_held(role, stage, 8, 1) for stage in range(4)] == [1, 1, 1, 1]
+
+
+def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as they may take, and never more than there are."""
+    role = Role("critic", SHAPE, Layout(), "bf16", True, savings=Savings(offload_activations=True))
+
+    def found(on_cpu: bool, early: int) -> int:
+        monkeypatch.setattr(activations, "PREFETCH_BYTES", early)
+        return working(replace(role, on_cpu=on_cpu), 0, update=True, slots=1000, **FULL).activations
+
+    host = peak([role], role, update=True, slots=1000, **FULL).host
+    assert found(False, 5000) - found(False, 0) == 5000 and found(False, 1 << 40) - found(False, 0) == host > 5000
+    assert found(True, 5000) == found(True, 0)
+
+
+def test_a_drained_pipeline_holds_less() -> None:
+    # A critic: an actor's last stage, which holds one micro-batch, may be the fullest for its logits.
+    role = Role("critic", replace(SHAPE, num_layers=8), Layout(1, 4, 1), "bf16", True)
+    totals = [
+        peak([role], role, update=True, slots=1000, **(FULL | {"max_in_flight": limit})).total for limit in (1, 2, 3, None)
+    ]
+    assert all(fewer < more for fewer, more in pairwise(totals))
+
+
+def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:
+    """An update of few tokens: what is largest then is the copy, of 4 bytes a weight, where there is one."""
+    role = Role("critic", SHAPE, Layout(), "fp32", True, frozen=Frozen(embedding=True))
+    held = {cpu: working(replace(role, on_cpu=cpu), 0, update=True, slots=8, **FULL) for cpu in (True, False)}
+    assert held[True].gradients == resident(role, 0).gradients and held[False].gradients == 0
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) -> None:
+    role = Role("critic", SHAPE, Layout(), "bf16", True)
+    held = working(role, 0, update=update, slots=1000, **FULL)
+    assert held.reserved == pytest.approx(FRAGMENTATION * held.total, abs=1)
+    assert working(replace(role, on_cpu=True), 0, update=False, slots=1000, **FULL).reserved == 0
+
+
+def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
+    """Of four layers: an input for each chunk of layers, or the first layers' inputs and all of the others."""
+    role = Role("actor", SHAPE, Layout(), "bf16", True)
+    layer, kept = saved_per_token(role, 0), SHAPE.hidden * 2
+
+    def saved(**values: Any) -> int:
+        return saved_by_stage(replace(role, savings=Savings("full", **values)), 0)
+
+    assert [saved(num_layers=count) for count in (1, 2, 3, 4)] == [4 * kept, 2 * kept, 2 * kept, kept]
+    assert [saved(method="block", num_layers=count) for count in (1, 3, 9)] == [kept + 3 * layer, 3 * kept + layer, 4 * kept]
+    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), savings=Savings("full", method="block"))
+    assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * kept, 2 * kept]
+    # The layers of one chunk are all there again when its backward pass begins.
+    held = [backward_per_token(replace(role, savings=Savings("full", num_layers=count)), 0) for count in (1, 2, 3)]
+    assert held[1] - held[0] == layer and held[2] == held[0]
+
+
+def test_each_recomputed_module_is_not_kept() -> None:
+    """One dense layer in bf16 with 4 heads of 32, 2 groups, hidden 128 and feed-forward 192, by the terms of
+    `activations.py`."""
+    role = Role("actor", SHAPE, Layout(), "bf16", True)
+
+    def spared(*modules: str) -> int:
+        kept = saved_by_stage(replace(role, savings=Savings("selective", modules=modules)), 0)
+        return (saved_by_stage(role, 0) - kept) // SHAPE.num_layers
+
+    assert spared("core_attn") == 128 * 2 + 4 * 4 == spared(*Savings().modules)
+    assert spared("mlp") == 5 * 192 * 2
+    assert spared("layernorm") == 2 * 128 * (4 + 2)
+    assert spared("core_attn", "mlp") == spared("core_attn") + spared("mlp")
+    assert spared("moe", "moe_act", "shared_experts", "mla_up_proj") == 0
+
+
+def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -> None:
+    """Of 4 layers in two stages, with keys of 64 elements; a mask of 256 rows of 512 keys is there once."""
+
+    def added(savings: Savings, update: bool = True) -> int:
+        role = Role("critic", SHAPE, Layout(1, 2, 1), "bf16", True, savings=savings)
+        plain, shared = (
+            working(role, 0, update=update, slots=1000, copied_rows=rows, **FULL).activations for rows in (0, 9000)
+        )
+        return shared - plain - 256 * 512 * 2
+
+    row = 2 * 64 * 2
+    assert added(Savings()) == 2 * 9000 * 2 * row
+    assert added(Savings("full")) == added(Savings("selective")) == 9000 * row
+    assert added(Savings("selective", modules=("mlp",))) == added(Savings())
+    # Attention, with its qkv, rotated queries and keys, output and copy, is now more than the rotation before it.
+    assert added(Savings(), update=False) == 9000 * row - 1000 * 3 * 128 * 2
+
+
+def test_sequence_parallelism_saves_activations_and_no_weights() -> None:
+    plain, parallel = (Role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
+    held = [working(role, 0, update=True, slots=1000, **FULL).activations for role in (plain, parallel)]
+    assert held[1] < held[0]
+    assert resident(plain, 0) == resident(parallel, 0)
+
+
+def test_the_fullest_rank_is_found_across_layouts() -> None:
+    actor = Role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
+    critic = Role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
+    reference = Role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
+    found = peak([actor, critic, reference], critic, update=True, slots=500, **FULL)
+    by_rank = []
+    for rank in range(4):
+        total = working(critic, critic.layout.coordinates(rank)[1], update=True, slots=500, **FULL).total
+        for role in (actor, critic, reference):
+            total += resident(role, role.layout.coordinates(rank)[1]).total
+        by_rank.append(total)
+    assert found.total == max(by_rank) > min(by_rank)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    actor, critic = (Role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
+    with pytest.raises(ValueError, match="running role critic is not one of"):
+        peak([actor], critic, update=True, slots=10, **FULL)
+    wider = replace(critic, layout=Layout(4, 1, 1))
+    with pytest.raises(ValueError, match=r"'actor': 2, 'critic': 4"):
+        peak([actor, wider], actor, update=True, slots=10, **FULL)
+    with pytest.raises(ValueError, match="the actor is not trained"):
+        working(replace(actor, trained=False), 0, update=True, slots=10, **FULL)
+    with pytest.raises(ValueError, match="precision = 'fp8'"):
+        replace(actor, precision="fp8")
+    with pytest.raises(ValueError, match="role = 'judge'"):
+        replace(actor, name="judge")

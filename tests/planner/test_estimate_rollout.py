@@ -1,0 +1,117 @@
+"""What an engine rank holds: checked by hand, since nothing here measures vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.models.vllm_weights import parameter_sizes, vllm_segments
+from megarl.planner.engine_memory import engine_memory
+
+QWEN_7B = ModelShape.from_config(
+    {
+        "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    }
+)  # fmt: skip
+EXPERTS = ModelShape.from_config(
+    {
+        "model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    }
+)  # fmt: skip
+
+
+def test_a_known_model_weighs_what_its_card_says() -> None:
+    assert engine_memory(QWEN_7B, RolloutLayout(), "bf16", 0, 1, 2048).weights == 2 * 7_615_616_512
+
+
+def test_weights_are_those_a_rank_receives() -> None:
+    held = (one for one in vllm_segments(QWEN_7B, RolloutLayout(4)) if one.rank == 0)
+    received = sum((one.row1 - one.row0) * (one.col1 - one.col0) for one in held)
+    assert engine_memory(QWEN_7B, RolloutLayout(4), "fp32", 0, 1, 2048).weights == 4 * received
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RolloutLayout(2, 1, 3),
+        RolloutLayout(2, 1, 3, True),
+        RolloutLayout(1, 1, 4, True),
+        RolloutLayout(4, 3),
+        RolloutLayout(2, 3, 2, True),
+    ],
+)
+def test_the_fullest_worker_holds_what_it_receives_and_both_ends_of_a_pipeline(layout: RolloutLayout) -> None:
+    sizes = [parameter_sizes(EXPERTS, layout, worker) for worker in range(layout.workers)]
+    # A router's bias counts for nothing.
+    received = max(sum(rows * columns for name, (rows, columns) in held.items() if "bias" not in name) for held in sizes)
+    weights = engine_memory(EXPERTS, layout, "fp32", 0, 1, 2048).weights
+    ends = (2 * EXPERTS.vocab // layout.tensor + 1) * EXPERTS.hidden
+    assert 4 * received <= weights <= 4 * (received + (ends if layout.pipeline > 1 else 0))
+
+
+def test_the_cache_is_what_the_recipe_says_and_rows_cost_logits() -> None:
+    small, large = (engine_memory(QWEN_7B, RolloutLayout(2), "bf16", 10**9, rows, 2048) for rows in (8, 16))
+    assert small.engine == large.engine == 10**9
+    assert large.logits == 2 * small.logits > 0
+    assert large.activations == small.activations
+
+
+def test_a_key_value_group_is_not_cut() -> None:
+    four, eight = (
+        engine_memory(replace(QWEN_7B, heads=32), RolloutLayout(tensor), "bf16", 0, 1, 2048).weights for tensor in (4, 8)
+    )
+    assert eight > four / 2
+
+
+# Queries of 2 heads and keys and values of one of 128 are 512 rows, the output 256 columns; feed-forward 384.
+BLOCKS = ModelShape.from_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 640, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "others"),
+    [
+        # qkv 4 x 2 blocks, output 2 x 2, gate and up 6 x 2, down 2 x 3: 30 a layer. The embedding and seven norms.
+        (RolloutLayout(), 3 * (8 + 4 + 12 + 6), 640 * 256 + 7 * 256),
+        # Two layers of three in the fullest stage.
+        (RolloutLayout(1, 2), 2 * (8 + 4 + 12 + 6), 640 * 256 + 5 * 256),
+    ],
+)
+def test_quantised_weights_take_a_byte_an_element_and_a_scale_a_block(
+    layout: RolloutLayout, blocks: int, others: int
+) -> None:
+    memory = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048, "fp8")
+    assert memory.weights == blocks * (128 * 128 + 4) + 2 * others
+    plain = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048)
+    assert plain.weights == 2 * (blocks * 128 * 128 + others)
+    assert (plain.activations, plain.logits, plain.engine) == (memory.activations, memory.logits, memory.engine)
+
+
+def test_a_router_keeps_its_precision_and_each_expert_has_blocks_of_its_own() -> None:
+    """Four experts of 128 rows behind a router, on one of two workers that they are dealt over, in one layer."""
+    config = {
+        "model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 640, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    weights = engine_memory(
+        ModelShape.from_config(config), RolloutLayout(2, expert_parallel=True), "bf16", 0, 1, 8, "fp8"
+    ).weights
+    attention, experts = (
+        3 * 2 + 2,
+        2 * (2 * 2 + 2),
+    )  # blocks: half of queries, keys and values, and of the output; two experts
+    others = 4 * 256 + 2 * 640 // 2 * 256 + 3 * 256  # the router, half of embedding and head, and the norms
+    assert weights == (attention + experts) * (128 * 128 + 4) + 2 * others

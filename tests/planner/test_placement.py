@@ -1,0 +1,163 @@
+"""Engines get nodes and devices of their own by the recipe, and what does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.planner.placement import (
+    Cluster,
+    EnginePlace,
+    NodesNeeded,
+    PlacementError,
+    nodes_needed,
+    place_engines,
+    visible_devices,
+)
+from megarl.recipe import Recipe
+from tests.rollout_cases import recipe
+
+
+def of(ranks: int, placement: str = "colocated", **rollout: Any) -> Recipe:
+    """A recipe with so many trainer ranks."""
+    one = recipe(Path("model"), placement=placement, **rollout)
+    return one.model_copy(update={"trainer": one.trainer.model_copy(update={"ranks": ranks})})
+
+
+def places(*found: tuple[int, range]) -> tuple[EnginePlace, ...]:
+    return tuple(EnginePlace(node, tuple(devices)) for node, devices in found)
+
+
+PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
+    "one engine over the trainer's devices": (of(4, tensor=4), Cluster(1, 4, 4), places((0, range(4)))),
+    "two engines side by side": (of(4, engines=2, tensor=2), Cluster(1, 4, 4), places((0, range(2)), (0, range(2, 4)))),
+    "an engine on each node": (of(4, engines=2), Cluster(2, 2, 2), places((0, range(1)), (1, range(1)))),
+    "three engines over two nodes": (
+        of(16, engines=3, tensor=2, pipeline=2),
+        Cluster(2, 8, 8),
+        places((0, range(4)), (1, range(4)), (0, range(4, 8))),
+    ),
+    "not on a node without trainer ranks": (of(4, engines=2), Cluster(3, 4, 4), places((0, range(1)), (0, range(1, 2)))),
+    "on nodes without trainer ranks": (
+        of(8, "separate", engines=3, tensor=2),
+        Cluster(4, 4, 4),
+        places((2, range(2)), (3, range(2)), (2, range(2, 4))),
+    ),
+    "behind the trainer's on the only node": (
+        of(4, "separate", engines=2, tensor=2),
+        Cluster(1, 8, 4),
+        places((0, range(4, 6)), (0, range(6, 8))),
+    ),
+    "cores are shared": (of(2, engines=3, tensor=2), Cluster(1, 2, 2, shared=True), places(*[(0, range(2))] * 3)),
+    "separate on the only node of a CPU": (
+        of(2, "separate"),
+        Cluster(1, 2, 2, shared=True),
+        places((0, range(1))),
+    ),
+    "separate on a node of its own of a CPU": (of(2, "separate"), Cluster(2, 2, 2, shared=True), places((1, range(1)))),
+    "no engines": (of(2, replay="rollouts"), Cluster(1, 2, 2), ()),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_engines_are_placed(name: str) -> None:
+    wanted, cluster, expected = PLACED[name]
+    assert place_engines(wanted, cluster) == expected
+
+
+REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
+    "an engine larger than a node": (
+        of(16, tensor=8, pipeline=2),
+        Cluster(2, 8, 8),
+        "rollout.tensor x pipeline x data = 8 x 2 x 1 = 16 workers do not fit a node of 8 devices",
+    ),
+    "two engines on a device": (
+        of(2, engines=3),
+        Cluster(1, 2, 2),
+        "rollout.engines = 3 of tensor x pipeline x data = 1 worker need 3 devices.* 1 node with 2 devices has room for 2: "
+        "more nodes, or rollout.engines: 2$",
+    ),
+    "room for an engine, in two parts": (
+        of(6, engines=3, tensor=2),
+        Cluster(2, 3, 3),
+        "need 6 devices.* 2 nodes with 3 devices have room for 2",
+    ),
+    "no devices behind the trainer's": (
+        of(4, "separate", tensor=2),
+        Cluster(1, 5, 4),
+        "1 node with 1 device that 4 trainer ranks leave of 5 has room for 0: more nodes that have no trainer rank, "
+        "or rollout.placement: colocated$",
+    ),
+    "more ranks than devices": (
+        of(4),
+        Cluster(1, 2, 4),
+        "4 trainer ranks a node need 4 devices, and a node has 2: .* 2 nodes",
+    ),
+    "fewer nodes than ranks need": (of(8), Cluster(1, 4, 4), "need 2 nodes, and there are 1: start 2 nodes"),
+    "ranks that do not divide": (of(6), Cluster(2, 4, 4), "trainer.ranks = 6 cannot be dealt over nodes with 4 ranks each"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_numbers(name: str) -> None:
+    wanted, cluster, said = REFUSED[name]
+    with pytest.raises(PlacementError, match=said):
+        place_engines(wanted, cluster)
+
+
+NEEDED: dict[str, tuple[Recipe, int, NodesNeeded]] = {
+    "one node": (of(4, engines=2), 8, NodesNeeded(1, 0, 4)),
+    "two nodes": (of(16, engines=4, tensor=4), 8, NodesNeeded(2, 0, 8)),
+    "as many ranks on each node": (of(12), 8, NodesNeeded(2, 0, 6)),
+    "more nodes for the engines' sake": (of(4, engines=2, tensor=8), 8, NodesNeeded(2, 0, 2)),
+    "beside each other on one node": (of(4, "separate", engines=2, tensor=2), 8, NodesNeeded(1, 0, 4)),
+    "nodes of their own": (of(8, "separate", engines=3, tensor=4), 8, NodesNeeded(1, 2, 8)),
+    "no engines": (of(16, "separate", replay="rollouts"), 8, NodesNeeded(2, 0, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_nodes_that_a_recipe_needs(name: str) -> None:
+    wanted, devices, expected = NEEDED[name]
+    assert nodes_needed(wanted, devices) == expected
+
+
+def test_an_engine_sees_its_own_of_the_devices_that_its_node_lists() -> None:
+    assert visible_devices(None, (2, 3)) == "2,3"
+    assert visible_devices("4, 5,GPU-a,7", (2, 3)) == "GPU-a,7"
+    with pytest.raises(PlacementError, match="device 3 of a node, from 0, is not among the 2 that it lists: 4,5"):
+        visible_devices("4,5", (2, 3))
+
+
+def test_no_number_of_nodes_is_enough() -> None:
+    with pytest.raises(PlacementError, match="8 x 1 x 2 = 16 workers do not fit a node of 8"):
+        nodes_needed(of(16, tensor=8, data=2), 8)
+    with pytest.raises(PlacementError, match="room for 8 engines: rollout.engines: 8, or rollout.placement: separate"):
+        nodes_needed(of(2, engines=9, tensor=2), 8)
+
+
+def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
+    sizes = itertools.product((1, 2, 4, 6, 8, 16), ("colocated", "separate"), (1, 2, 3, 5), (1, 2, 3, 8), (2, 4, 8))
+    placed = 0
+    for ranks, placement, engines, tensor, devices in sizes:
+        wanted = of(ranks, placement, engines=engines, tensor=tensor)
+        try:
+            needed = nodes_needed(wanted, devices)
+        except PlacementError as error:
+            assert re.search(r"do not fit a node|have room for", str(error))
+            continue
+        cluster = Cluster(needed.trainer_nodes + needed.rollout_nodes, devices, needed.ranks_per_node)
+        found = place_engines(wanted, cluster)
+        used = [(place.node, device) for place in found for device in place.devices]
+        assert len(used) == len(set(used)) == engines * tensor and max(device for _, device in used) < devices
+        trainers = {divmod(rank, needed.ranks_per_node) for rank in range(ranks)}
+        assert placement == "colocated" or not trainers & set(used)
+        assert placement == "separate" or {place.node for place in found} <= {node for node, _ in trainers}
+        counts = [sum(place.node == node for place in found) for node in {place.node for place in found}]
+        assert max(counts) - min(counts) <= 1
+        placed += 1
+    assert placed > 300

@@ -1,0 +1,266 @@
+"""What megarl asks of a GPU, on the stand-in for `torch.cuda`: when memory is given back, how other processes reach it,
+which device a thread computes on."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import importlib.util
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl import build as run
+from megarl import ledger
+from megarl import trainer as pipeline
+from megarl.megatron import compiled, offload
+from megarl.planner.placement import PlacementError
+from megarl.platform import Platform, _detect, cuda_stub, device_memory
+from megarl.recipe import Recipe
+from megarl.weight_sync.choice import choose_transport
+from megarl.weight_sync.ring import HANDLE_BYTES
+from tests.recipe_cases import PPO
+
+GIVEN_BACK = ["synchronize", "empty_cache"]
+
+
+class Pageable(Platform):
+    """A GPU whose host has no pinned memory: pinning takes a driver."""
+
+    def host_bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    """The platform of a GPU in the place of this machine's, with the stand-in for `torch.cuda`."""
+    monkeypatch.setattr(torch, "cuda", cuda_stub)
+    platform = Pageable("cuda", "nccl", "local")
+    for module in (ledger, pipeline, run, compiled, offload):
+        monkeypatch.setattr(module, "platform", platform)
+    return platform
+
+
+@pytest.mark.parametrize(
+    ("installed", "spec"),
+    [
+        ({"transformer_engine"}, "local"),
+        ({"transformer_engine", "transformer_engine_torch"}, "transformer_engine"),
+    ],
+)
+def test_transformer_engine_is_there_where_its_compiled_part_is(
+    gpu: Platform, monkeypatch: pytest.MonkeyPatch, installed: set[str], spec: str
+) -> None:
+    monkeypatch.setattr(cuda_stub, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert _detect() == Platform("cuda", "nccl", spec)
+
+
+# Memory that goes back to the driver --------------------------------------------------------------------------------
+
+
+class Actor:
+    """What a weight sync asks of a role."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        self._calls.append("present")
+        yield
+        self._calls.append("away")
+
+    def shards(self) -> dict[str, Any]:
+        self._calls.append("gathered")
+        return {}
+
+
+@pytest.mark.parametrize(("engines_sleep", "before"), [(True, GIVEN_BACK), (False, [])])
+def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
+    gpu: Platform, engines_sleep: bool, before: list[str]
+) -> None:
+    with cuda_stub.recorded() as calls:
+        weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
+        one = object.__new__(pipeline.Pipeline)
+        one.parts = SimpleNamespace(actor=Actor(calls), weights=weights, rollouts=None, engines_sleep=engines_sleep)  # type: ignore[assignment]
+        one._publish(1, None)
+    assert calls == ["present", "gathered", *before, "publish", "away"]
+
+
+@pytest.mark.parametrize(("shared", "before"), [(True, GIVEN_BACK), (False, [])])
+def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
+    gpu: Platform, monkeypatch: pytest.MonkeyPatch, shared: bool, before: list[str]
+) -> None:
+    """All ranks meet in the constructor of the weight sync; then rank 0 starts the engines."""
+    recipe = Recipe.model_validate(copy.deepcopy(PPO))
+    places: Any = {role: SimpleNamespace(rank=1, layout=recipe.layouts[role], is_leader=False) for role in recipe.layouts}
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with cuda_stub.recorded() as calls, ExitStack() as stack:
+        monkeypatch.setattr(run, "takes_turns", lambda recipe: shared)
+        monkeypatch.setattr(run, "model_directory", lambda path: path)
+        monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)
+        monkeypatch.setattr(run, "Engine", lambda role, *_, **__: calls.append(role))
+
+        def meet(*_: Any) -> Any:
+            calls.append("meet")
+            return SimpleNamespace(close=lambda: None)
+
+        monkeypatch.setattr(run, "WeightSync", meet)
+        monkeypatch.setattr(run, "broadcast_from_first", lambda value: value)
+        run.build_parts(recipe, places, None, None, run.Stage((), "cuda_ipc"), stack)  # type: ignore[arg-type]
+    assert calls == ["actor", "reference", "critic", *before, "meet"]
+
+
+@pytest.mark.parametrize(("setting", "sizes"), [("all", [0]), ("none", [])])
+def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device(
+    gpu: Platform, monkeypatch: pytest.MonkeyPatch, setting: str, sizes: list[int]
+) -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    found: list[int] = []
+    monkeypatch.setattr(cuda_stub, "empty_cache", lambda: found.append(model.weight.untyped_storage().nbytes()))
+    role = offload.Residence(setting, [model], [], None, constant=False)
+    role.leave()
+    assert found == sizes
+    with role.present():
+        assert model.weight.untyped_storage().nbytes() == 64 and found == sizes
+    assert found == 2 * sizes
+
+
+def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_stub, "max_memory_reserved", lambda: 7)
+    with cuda_stub.recorded() as calls:
+        assert gpu.take_peak_reserved_bytes() == 7
+    assert calls == ["reset_peak_memory_stats"], "the next step has a peak of its own"
+    monkeypatch.setattr(ledger, "gather_to_all", lambda own: [own, (own[0], 9), (own[0], 8)])
+    lines: list[dict[str, Any]] = []
+    one = object.__new__(ledger.Ledger)
+    writer = SimpleNamespace(write=lambda step, figures: lines.append(figures))
+    vars(one).update(
+        _pipeline=SimpleNamespace(parts=SimpleNamespace(prompts=SimpleNamespace(figures=dict), samples=None), sizes=None),
+        _metrics=writer, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
+        _records=SimpleNamespace(figures=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
+    )  # fmt: skip
+    one.step(1, SimpleNamespace(by_span=dict), [], {})  # type: ignore[arg-type]
+    assert lines == [{"memory/reserved": 9}]
+
+
+# Memory that other processes reach -----------------------------------------------------------------------------------
+
+
+class Runtime(ModuleType):
+    """`cuda.bindings.runtime` of two processes on a CPU: what each call answers, and what was given back."""
+
+    cudaIpcMemLazyEnablePeerAccess = 1
+
+    class cudaIpcMemHandle_t:
+        def __init__(self) -> None:
+            self._bytes = ctypes.create_string_buffer(device_memory.IPC_HANDLE_BYTES)
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self._bytes)
+
+    def __init__(self) -> None:
+        super().__init__("runtime")
+        self.memory: dict[int, Any] = {}
+        self.gone: list[str] = []
+        self.fault: Any = SimpleNamespace(name="cudaErrorTooManyPeers")
+
+    def cudaMalloc(self, size: int) -> tuple[int, int]:
+        block = ctypes.create_string_buffer(b"\1" * size, size)
+        self.memory[ctypes.addressof(block)] = block
+        return 0, ctypes.addressof(block)
+
+    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[int, Any]:
+        handle = self.cudaIpcMemHandle_t()
+        ctypes.memmove(handle.getPtr(), pointer.to_bytes(64, "little"), 64)
+        return 0, handle
+
+    def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, int | None]:
+        pointer = int.from_bytes(ctypes.string_at(handle.getPtr(), 64), "little")
+        return (0, pointer) if pointer in self.memory and flags == 1 else (self.fault, None)
+
+    def cudaIpcCloseMemHandle(self, pointer: int) -> None:
+        self.gone.append("closed")
+
+    def cudaFree(self, pointer: int) -> None:
+        self.gone.append("freed")
+
+
+@pytest.fixture
+def runtime(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    found, bindings = Runtime(), ModuleType("cuda.bindings")
+    vars(bindings)["runtime"] = found
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.runtime", found)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view_of_it(runtime: Runtime) -> None:
+    """Whatever the allocator's settings, as `expandable_segments`; and its handle holds for who sees other devices."""
+    here = torch.device("cpu")
+    memory, handle = device_memory.share_on_cuda(4096, here)
+    assert memory.shape == (4096,) and memory.data_ptr() in runtime.memory and not memory.any()
+    assert len(handle) < HANDLE_BYTES
+    name = memory.data_ptr().to_bytes(64, "little")
+    assert handle == repr((name, 4096)).encode(), "the memory and its size alone: no device, and no event of one"
+    owned, reached = memory.view(2, -1), device_memory.reach_on_cuda(handle, here).view(2, -1)
+    del memory
+    reached[1, 3] = 5
+    assert owned[1, 3] == 5 and runtime.gone == []
+    del reached
+    assert runtime.gone == ["closed"]
+    del owned
+    assert runtime.gone == ["closed", "freed"]
+
+
+def test_memory_that_cannot_be_mapped_is_said_with_cudas_word(runtime: Runtime) -> None:
+    with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: cudaErrorTooManyPeers"):
+        device_memory.reach_on_cuda(repr((b"\0" * 64, 8)).encode(), torch.device("cpu"))
+
+
+def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def is_peer(*pair: int) -> bool:
+        asked.append((pair[0], pair[1]))
+        return pair != (2, 0)
+
+    monkeypatch.setattr(cuda_stub, "can_device_access_peer", is_peer)
+    assert gpu.pair_without_peer_access([0, 2, 2, 3]) == (2, 0)
+    assert gpu.pair_without_peer_access([0]) is None and gpu.pair_without_peer_access([0, 3]) is None
+    assert set(asked) <= set(itertools.permutations((0, 2, 3), 2)), "a device is no peer of its own"
+
+
+@pytest.mark.parametrize(("separate", "instead"), [(True, "nccl"), (False, "shared_memory")])
+def test_without_peer_access_weights_take_another_way_and_the_run_says_so(
+    capsys: pytest.CaptureFixture[str], separate: bool, instead: str
+) -> None:
+    assert choose_transport("auto", "cuda", True, separate, no_peer_access=(1, 3)) == instead
+    assert f"takes {instead} and not cuda_ipc: GPUs 1 and 3 cannot reach each other's memory" in capsys.readouterr().err
+    with pytest.raises(PlacementError, match="cuda_ipc needs GPUs that are peers, and GPUs 1 and 3 .*; use auto"):
+        choose_transport("cuda_ipc", "cuda", True, separate, no_peer_access=(1, 3))
+    assert choose_transport("auto", "cuda", False, True, no_peer_access=(1, 3)) == "nccl"
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_function_runs_on_the_device_of_what_it_is_given(gpu: Platform) -> None:
+    """Its first call is one of a thread's own, which begins on device 0."""
+    ran: list[str] = []
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        ran.append(threading.current_thread().name)
+        return 2 * values
+
+    with cuda_stub.recorded() as calls:
+        compiled.Compiled(double, 60.0, compile=lambda function: function)(torch.ones(3))
+    assert calls == [f"set_device {ran[0]} cpu"] and ran[0] != threading.current_thread().name

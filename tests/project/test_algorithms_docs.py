@@ -1,0 +1,121 @@
+"""docs/algorithms.md names what the recipe takes, and no more."""
+
+import re
+import typing
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from megarl.algorithm import loss_weights
+from megarl.algorithm.estimate import ADVANTAGES
+from megarl.recipe.algorithm_sections import Advantage, AlgorithmSection, KlSection, MismatchSection, PolicyLossSection
+from megarl.recipe.structure import kinds, sections_of
+from tests.algorithm.test_policy import LENGTHS, OPTIONS, of_paper, tokens
+
+LONGEST = 6  # tokens that a completion may have
+TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def rows(title: str) -> dict[str, str]:
+    """Lines of the table below a heading, by the name in their first column."""
+    (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
+    lines = {name: line for line in part.splitlines() for name in re.findall(r"^\| `(\w+)` \|", line)}
+    for line in lines.values():  # formula and source; a loss without keys has none to name
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[1] and cells[-1], line
+    return lines
+
+
+def test_every_advantage_has_a_row() -> None:
+    assert set(rows("Advantages")) == set(typing.get_args(Advantage)) == set(ADVANTAGES)
+
+
+def test_every_policy_loss_has_a_row_with_its_keys() -> None:
+    sections = {kinds(section)[0]: section for section in sections_of(PolicyLossSection)}
+    found = rows("Policy losses")
+    assert set(found) == set(sections)
+    for kind, section in sections.items():
+        assert re.findall(r"`(\w+)`", found[kind].split("|")[3]) == [key for key in section.model_fields if key != "kind"]
+
+
+def of_tokens(pieces: list[list[float]]) -> float:
+    return fmean(loss for piece in pieces for loss in piece)
+
+
+def of_means(pieces: list[list[float]]) -> float:
+    return fmean(map(fmean, pieces))
+
+
+def of_sums(pieces: list[list[float]]) -> float:
+    return fmean(map(sum, pieces))
+
+
+def of_sequences(pieces: list[list[float]]) -> float:
+    assert all(loss == pytest.approx(piece[0]) for piece in pieces for loss in piece)
+    return fmean(piece[0] for piece in pieces)
+
+
+# Of each paper's objective how it takes the losses of a sequence's tokens together; gspo's and gmpo's are of sequences.
+OBJECTIVES: dict[str, tuple[str, Callable[[list[list[float]]], float]]] = {
+    "grpo": ("clip", of_means), "dr_grpo": ("clip", lambda pieces: sum(map(sum, pieces)) / (len(pieces) * LONGEST)),
+    "rloo": ("policy_gradient", of_sums), "remax": ("policy_gradient", of_sums), "gspo": ("gspo", of_sequences),
+    "cispo": ("cispo", of_tokens), "gmpo": ("gmpo", of_sequences), "sapo": ("sapo", of_means),
+}  # fmt: skip
+
+
+def test_the_aggregation_of_a_row_makes_the_objective_of_its_paper() -> None:
+    found = rows("Advantages") | rows("Policy losses")
+    said = {name: re.findall(r"`aggregation: (\w+)`", line) for name, line in found.items()}
+    assert {name for name, one in said.items() if one} == set(OBJECTIVES)
+    for name, (kind, objective) in OBJECTIVES.items():
+        (aggregation,) = said[name]
+        losses = of_paper(kind, OPTIONS[kind][0], tokens())
+        pieces = [losses[end - length : end] for length, end in zip(LENGTHS, accumulate(LENGTHS), strict=True)]
+        weights = loss_weights(torch.tensor(LENGTHS), torch.ones(len(LENGTHS), dtype=torch.bool), aggregation, LONGEST)
+        total = sum(weight * sum(piece) for weight, piece in zip(weights.tolist(), pieces, strict=True))
+        assert total == pytest.approx(objective([piece for piece in pieces if piece]), rel=1e-6), name
+
+
+def keys_of(section: type[BaseModel]) -> Iterator[str]:
+    """All keys below a section of the recipe."""
+    for key, field in section.model_fields.items():
+        yield key
+        for part in sections_of(field.annotation):
+            yield from keys_of(part)
+
+
+def test_every_key_is_named() -> None:
+    spans = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    named = {word for span in re.findall(r"`([^`]+)`", spans) for word in re.findall(r"\w+", span)}
+    assert set(keys_of(AlgorithmSection)) - named - {"kind"} == set()
+
+
+def test_the_functions_of_ones_own_run_as_they_are_written() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    made: dict[str, typing.Any] = {}
+    exec(code, made)
+    rewards, valid = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
+    assert made["centred"](rewards, torch.zeros(3), valid).tolist() == [-0.5, 0.5, 7.5]
+    old, new, ones = torch.tensor([-1.0, -1.0]), torch.tensor([-1.05, -2.0]), torch.ones(2)
+    tokens = SimpleNamespace(logprobs=new, old_logprobs=old, advantages=2 * ones)
+    loss, beyond = made["bounded"](tokens, 0.1)
+    assert beyond.tolist() == [False, True] and loss.tolist() == pytest.approx([2.1, 0.0])
+
+
+def test_every_other_choice_is_named() -> None:
+    aggregations = typing.get_args(AlgorithmSection.model_fields["aggregation"].annotation)
+    assert set(rows("Aggregation")) == set(aggregations)
+    for title, section in (("KL:", KlSection), ("The engine is not the trainer", MismatchSection)):
+        (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
+        said = {word for span in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", span)}
+        for key, field in section.model_fields.items():
+            choices = {choice for choice in typing.get_args(field.annotation) if isinstance(choice, str)}
+            assert choices <= said, f"{title} {key}: {choices - said}"
+    assert all(f"`algorithm.{key}`" in TEXT for key in ("kl", "overlong", "mismatch", "dynamic_sampling", "early_stop"))
+    assert all(f"`{key}" in TEXT for key in ("critic.warmup_steps", "reference.refresh_every", "min_lr_share"))

@@ -1,0 +1,67 @@
+"""Imports go downwards: a room imports rooms of its own floor and of lower ones."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = {
+    "cli": 3, "trainer": 3, "build": 3, "train": 3, "ledger": 3,
+    "megatron": 2, "rollout": 2, "weight_sync": 2, "reward": 2, "cluster": 2,
+    "models": 1, "data": 1, "telemetry": 1, "platform": 1,
+    "recipe": 0, "schedule": 0, "algorithm": 0, "planner": 0,
+}  # fmt: skip
+# What a family is, without torch: the recipe's rules and the planner read it. The layers of `models` are on floor 1.
+VERSION = "megarl.__version__"
+LAYERS = {"attention", "latent_attention", "rotary", "gemma", "layers"}
+
+
+def floor_of(module: str) -> int:
+    """Of a dotted name below `megarl`."""
+    room, _, rest = module.partition(".")
+    return 0 if room == "models" and rest.partition(".")[0] not in LAYERS else FLOORS[room]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("megarl.") for name in names if name.startswith("megarl.") and name != VERSION)
+
+
+# A run's own figures as the planner reads them; its caller has to hand them over instead.
+OPEN = ["planner.lengths -> telemetry.metrics.read_metrics", "planner.measured -> telemetry.metrics.read_metrics"]
+
+
+def upwards(root: Path) -> list[str]:
+    found = []
+    for path in sorted((root / "megarl").rglob("*.py")):
+        module = ".".join(path.relative_to(root / "megarl").with_suffix("").parts)
+        if module == "__init__":
+            continue
+        for name in imported(ast.parse(path.read_text())):
+            if floor_of(name) > floor_of(module):
+                found.append(f"{module} -> {name}")
+    return found
+
+
+def test_imports_go_downwards():
+    assert upwards(ROOT) == OPEN
+
+
+def test_an_import_upwards_is_found(tmp_path):
+    room = tmp_path / "megarl" / "schedule"
+    room.mkdir(parents=True)
+    (room / "plan.py").write_text("def f():\n    from megarl.megatron import role\n")
+    assert upwards(tmp_path) == ["schedule.plan -> megatron.role"]
+
+
+def test_rooms_are_those_of_the_design():
+    rooms = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").exists()}
+    assert rooms == {room for room in FLOORS if not (ROOT / "megarl" / f"{room}.py").exists()}

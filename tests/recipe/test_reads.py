@@ -1,0 +1,133 @@
+"""A recipe key that nothing reads is a bug (slime's `--log-probs-max-tokens-per-gpu`, verl #7462, #7815)."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+
+import pytest
+
+from megarl.recipe import Recipe
+from megarl.recipe.sections import Section
+from megarl.recipe.structure import sections_of
+from tests.recipe_reads import Member, read_members
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def all_keys(section: type[Section], chosen_by_kind: bool = False) -> set[Member]:
+    """Class and name of every field of every section; both leaves and sections, since two keys may share a section class.
+
+    A `kind` with one legal value, in a section that is no member of a union, holds no decision, so nothing has to read it.
+    """
+    keys = set()
+    for name, field in section.model_fields.items():
+        inner = sections_of(field.annotation)
+        if name != "kind" or chosen_by_kind or len(typing.get_args(field.annotation)) > 1:
+            keys.add((section.__name__, name))
+        for one in inner:
+            keys |= all_keys(one, chosen_by_kind=len(inner) > 1)
+    return keys
+
+
+def test_something_reads_every_recipe_key() -> None:
+    # `check` and its table only show values
+    reads = read_members(ROOT, "megarl", "megarl.recipe", unread_files=("megarl.cli",))
+    unread = all_keys(Recipe) - reads
+    assert not unread, f"recipe keys that nothing outside megarl/recipe reads: {sorted(unread)}"
+
+
+RECIPE = """
+class Inner:
+    read: int = 0
+    read_through_alias: int = 0
+    read_in_comprehension: int = 0
+    only_same_name_elsewhere: int = 0
+    only_in_text: int = 0
+    only_in_getattr: int = 0
+    only_written: int = 0
+    only_shown: int = 0
+
+
+class Outer:
+    inner: Inner | None = None
+    many: tuple[Inner, ...] = ()
+    in_read_property: int = 0
+    in_unread_property: int = 0
+    in_property_of_property: int = 0
+    in_rule: int = 0
+
+    @property
+    def derived(self) -> int:
+        return self.in_read_property + self.second
+
+    @property
+    def second(self) -> int:
+        return self.in_property_of_property
+
+    @property
+    def nobody_asks(self) -> int:
+        return self.in_unread_property
+
+
+def rule(outer: Outer) -> int:
+    return outer.in_rule
+"""
+READER = """
+from synthetic.recipe import Inner, Outer
+
+
+class Other:
+    only_same_name_elsewhere: int = 0
+
+
+class Holder:
+    def __init__(self, outer: Outer) -> None:
+        self.inner = outer.inner
+        self.other = Other()
+
+    def work(self, outer: Outer) -> list[int]:
+        assert self.inner is not None
+        alias = self.inner
+        alias.only_written = 3
+        text = "inner.only_in_text"
+        total = self.inner.read + alias.read_through_alias + getattr(alias, "only_in_getattr") + len(text)
+        other = self.other.only_same_name_elsewhere
+        return [one.read_in_comprehension for one in outer.many] + [total, outer.derived, other]
+"""
+SHOWER = """
+from synthetic.recipe import Inner
+
+
+def show(inner: Inner) -> None:
+    print(inner.only_shown)
+"""
+
+
+def test_an_unread_key_would_be_found(tmp_path: Path) -> None:
+    package = tmp_path / "synthetic"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("recipe", RECIPE), ("reader", READER), ("shower", SHOWER)):
+        (package / f"{name}.py").write_text(text)
+    reads = read_members(tmp_path, "synthetic", "synthetic.recipe", unread_files=("synthetic.shower",))
+    assert reads == {
+        ("Inner", "read"),
+        ("Inner", "read_through_alias"),
+        ("Inner", "read_in_comprehension"),
+        ("Outer", "inner"),
+        ("Outer", "many"),
+        ("Outer", "derived"),
+        ("Outer", "second"),
+        ("Outer", "in_read_property"),
+        ("Outer", "in_property_of_property"),
+    }
+
+
+def test_a_new_key_would_be_asked_for() -> None:
+    class Extended(Section):
+        recipe: Recipe
+        dead_key: int = 0
+
+    assert all_keys(Extended) - all_keys(Recipe) == {("Extended", "recipe"), ("Extended", "dead_key")}

@@ -1,0 +1,98 @@
+"""A reward model is read by one part of the reward, has one label, and the actor's tokenizer."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.planner.roles import Savings
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.memory import memory_roles
+from tests.recipe_cases import CONFIG, edited, make_folder, write
+
+JUDGE = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+PHASE = ("phases.reward_model", {"micro_batch": {"max_tokens": 128}})
+PART = ("reward", [{"kind": "last_number"}, {"kind": "model", "weight": 0.5}])
+MODEL = ("reward_model", {"path": "judge", "layout": {"tensor": 2}})
+NO_CRITIC = (("algorithm.gae", ...), ("algorithm.value_loss", ...), ("critic", ...), ("phases.critic_value", ...),
+             ("phases.critic_update", ...))  # fmt: skip
+RLOO, REMAX = ("algorithm.advantage", "rloo"), ("algorithm.advantage", "remax")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_folder(tmp_path, monkeypatch)
+    _judge(tmp_path, JUDGE, {"a": 0, "b": 1})
+    (tmp_path / "tiny" / "tokenizer.json").write_text(_tokenizer({"a": 0, "b": 1}))
+    return tmp_path
+
+
+def _tokenizer(ids: dict[str, int]) -> str:
+    return json.dumps({"model": {"vocab": ids}, "added_tokens": [{"content": "<end>", "id": 2}]})
+
+
+def _judge(folder: Path, config: dict, ids: dict[str, int] | None) -> None:
+    (folder / "judge").mkdir(exist_ok=True)
+    (folder / "judge" / "config.json").write_text(json.dumps(config))
+    (folder / "judge" / "tokenizer.json").unlink(missing_ok=True)
+    if ids is not None:
+        (folder / "judge" / "tokenizer.json").write_text(_tokenizer(ids))
+
+
+def _violations(folder: Path, *edits) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*copy.deepcopy(edits))))
+    return {violation.key: f"{violation.rule} {violation.nearest}" for violation in caught.value.violations}
+
+
+def test_a_reward_model_that_fits_is_legal(folder):
+    recipe = load_recipe(write(folder, edited(PHASE, PART, MODEL)))
+    assert recipe.running_phases[:3] == ("rollout", "reward", "reward_model")
+    assert recipe.layouts["reward_model"].tensor == 2
+    assert [part.kind for part in recipe.verifiers] == ["last_number"]
+    assert recipe.reward_model_weight == 0.5
+
+
+def test_the_memory_section_of_the_actor_saves_nothing_of_a_reward_model(folder):
+    """A reward model has none of its own: its weights stay on the device."""
+    memory = ("actor.memory", {"offload": "all", "recompute": "full"})
+    roles = memory_roles(load_recipe(write(folder, edited(PHASE, PART, MODEL, memory))))
+    assert roles["actor"].savings == Savings(recompute="full", offload="all")
+    assert roles["reward_model"].savings == Savings()
+
+
+@pytest.mark.parametrize(
+    "edits,key,text",
+    [
+        ((PART,), "reward_model", "required: reward.1 is of kind: model"),
+        ((MODEL, PHASE), "reward_model", "no part of reward reads it"),
+        ((MODEL, PART), "phases.reward_model", "required: the recipe has a reward_model"),
+        ((PHASE,), "phases.reward_model", "never runs: the recipe has no reward_model"),
+        ((MODEL, PHASE, ("reward", [{"kind": "model"}, {"kind": "model"}])), "reward.1.kind", "there is one reward model"),
+        ((MODEL, PHASE, ("reward", [{"kind": "model", "weight": 0.0}])), "reward.0.weight", "for nothing"),
+        ((MODEL, PHASE, PART, ("reward_model.path", "nowhere")), "reward_model.path", "not found"),
+        ((MODEL, PHASE, PART, ("reward_model.layout.tensor", 8)), "reward_model.layout.tensor", "legal: 1, 2, 4"),
+        (
+            (MODEL, PHASE, PART, *NO_CRITIC, RLOO, ("algorithm.dynamic_sampling", {})),
+            "algorithm.dynamic_sampling",
+            "scores once",
+        ),
+        ((MODEL, PHASE, PART, *NO_CRITIC, REMAX), "algorithm.advantage", "scores what is trained on"),
+    ],
+)
+def test_what_does_not_go_together_is_named(folder, edits, key, text):
+    assert text in _violations(folder, *edits)[key]
+
+
+@pytest.mark.parametrize(
+    "config,ids,text",
+    [
+        ({**JUDGE, "id2label": {"0": "a", "1": "b"}}, {"a": 0, "b": 1}, "has 2 labels"),
+        ({**JUDGE, "architectures": ["Qwen3ForCausalLM"]}, {"a": 0, "b": 1}, "is a Qwen3ForCausalLM"),
+        (JUDGE, {"a": 1, "b": 0}, "gives 'a' the number 1, that of model.path gives it 0"),
+    ],
+)
+def test_files_that_do_not_fit_are_named(folder, config, ids, text):
+    _judge(folder, config, ids)
+    assert text in _violations(folder, MODEL, PHASE, PART)["reward_model.path"]

@@ -1,0 +1,248 @@
+"""Code in a sandbox: it scores what it passes, runs into limits that are named, and leaves nothing behind."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.cluster import doctor_machine as machine
+from megarl.cluster.doctor_finding import Verdict
+from megarl.data.sample import Prompt
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.reward_sections import CodeRewardSection
+from megarl.recipe.sections import RewardPhaseSection
+from megarl.reward import code, sandbox
+from megarl.reward.code import code_of, code_verifier, programs_of
+from megarl.reward.sandbox import Limits, Program, SandboxFault, run_programs
+from megarl.reward.workers import RewardWorkers
+from tests.recipe_cases import edited, make_folder, write
+from tests.reward.test_workers import model, payload  # noqa: F401
+
+MIB = 1 << 20
+LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
+# /tmp is the working directory, unless this environment lies below it.
+PREFIXES = [Path(os.path.realpath(prefix)).parts for prefix in (sys.prefix, sys.base_prefix)]
+BELOW_TMP = {parts[2] for parts in PREFIXES if parts[1] == "tmp"}
+EMPTY = Program(
+    f"import os; assert os.listdir('.') == ['program.py'] and set(os.listdir('/tmp')) == {BELOW_TMP or {'program.py'}}"
+)
+SQUARES = "def square(x):\n    return x * x\n"
+ANSWER = json.dumps(["assert square(2) == 4", "assert square(3) == 9", "assert square(0.5) == 0.5"])
+
+
+def prompt(answer):
+    return Prompt(5, np.zeros(1, dtype=np.int32), "the question", answer, {})
+
+
+def processes_named(name):
+    """How many processes of this machine carry a name, zombies aside."""
+    found = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text()
+            except OSError:
+                continue
+            found += f"({name})" in state and ") Z " not in state
+    return found
+
+
+def named(name):
+    """Code that names its process: children that it forks inherit it."""
+    return f"import ctypes, os, time; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("1", "passed"),
+        ("assert 0", "failed"),
+        ("def f(:", "failed"),
+        ("import os; os._exit(0)", "failed"),
+        ("import sys; sys.exit()", "failed"),
+        ("import os; os.kill(1, 9); os.kill(-1, 9)", "failed"),
+        ("while True: os = 1", "cpu_time"),
+        ("import os\nwhile True: os.fork()", "processes"),
+        # Of a crowd that dies: when the first one ends, another has said half of its own.
+        ("import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
+         "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')", "processes"),
+        ("import threading, time\nfor i in range(9): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
+         "processes"),
+        ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
+        ("x = bytearray(300 << 20)", "memory"),
+        ("import os, time\nfor i in range(2): os.fork()\nx = bytearray(90 << 20)\nx[::4096] = b'1' * len(x[::4096])\n"
+         "time.sleep(99)", "memory"),
+        ("open('x', 'wb').write(b'0' * (5 << 20))", "files"),
+        ("for i in range(5): open(f'x{i}', 'wb').write(b'0' * (1 << 20))", "files"),
+        ("while True: print('x' * 1000)", "output"),
+        # What a program says of errors that it lived through is no limit that it ran into.
+        *((f"import sys; print('OSError: [Errno {number}]', file=sys.stderr)", "passed") for number in (11, 12, 27, 28)),
+        # What ordinary programs use goes on.
+        ("import asyncio\nasync def main():\n    one = await asyncio.create_subprocess_exec('true')\n    await one.wait()\n"
+         "asyncio.run(main())", "passed"),
+        ("import sqlite3, subprocess, tempfile\ndb = sqlite3.connect('x.db')\ndb.execute('create table t(a)')\ndb.commit()\n"
+         "assert subprocess.run(['echo', '3'], capture_output=True).stdout == b'3\\n'\ntempfile.TemporaryFile()\n"
+         "import multiprocessing as m\na, b = m.Pipe()\np = m.Process(target=b.send, args=(4,))\np.start()\n"
+         "assert a.recv() == 4\np.join()", "passed"),
+        # Pages that forked processes share count once.
+        ("import os, time\nx = bytearray(100 << 20)\nx[::4096] = b'1' * len(x[::4096])\nfor i in range(3):\n"
+         "    if os.fork() == 0: time.sleep(0.2); os._exit(0)\nfor i in range(3): os.wait()", "passed"),
+        ("import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
+         "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path", "passed"),
+        ("open('/x', 'w')", "failed"),
+        ("open('/proc/1/mem', 'rb')", "failed"),
+        (f"assert not __import__('os').path.exists({__file__!r})", "passed"),
+        ("import ctypes, os\nassert all(ctypes.CDLL(None).unshare(flag) < 0 for flag in (0x20000, 0x10000000, 0x40000000))",
+         "passed"),
+        ("import os; assert os.getuid() != 0 and 'MEGARL_SECRET' not in os.environ and len(os.listdir('/proc/self/fd')) < 7",
+         "passed"),
+    ],
+)  # fmt: skip
+def test_what_a_program_does_has_a_name_and_touches_nobody(attack, reason, monkeypatch):
+    monkeypatch.setenv("MEGARL_SECRET", "1")
+    limits = Limits(**(vars(LIMITS) | {"cpu_s": 1}))
+    assert run_programs([Program(attack), EMPTY], limits) == [reason, "passed"]
+
+
+def test_wall_time_is_of_all_programs_together():
+    limits = Limits(**(vars(LIMITS) | {"wall_s": 1.0}))
+    sleeping = Program("import time; time.sleep(99)")
+    assert run_programs([sleeping, Program("1")], limits) == ["wall_time", "wall_time"]
+
+
+def test_nothing_outlives_its_program():
+    name = secrets.token_hex(5)
+    leave = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)\nos.wait()\n"
+    check = "assert sum(map(str.isdigit, os.listdir('/proc'))) == 3"  # process 1, this one, and what it left
+    assert run_programs([Program(named(name) + leave + check), Program("import os\n" + check)], LIMITS) == [
+        "passed",
+        "failed",
+    ]
+    assert processes_named(name) == 0
+
+
+def test_a_sandbox_dies_with_whoever_asked_for_it():
+    name = secrets.token_hex(5)
+    endless = named(name) + "os.fork()\nwhile True: time.sleep(9)"
+    asks = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
+    asking = subprocess.Popen([sys.executable, "-c", asks])
+    try:
+        deadline = time.monotonic() + 120
+        while processes_named(name) < 2:
+            assert time.monotonic() < deadline and asking.poll() is None, "the program did not begin"
+            time.sleep(0.02)
+    finally:
+        asking.send_signal(signal.SIGKILL)
+        asking.wait(60)
+    deadline = time.monotonic() + 30
+    while processes_named(name):
+        assert time.monotonic() < deadline, "a program outlived the process that asked for it"
+        time.sleep(0.02)
+
+
+def test_a_faulty_sandbox_is_an_error_and_no_verdict(tmp_path, monkeypatch):
+    keeper = tmp_path / "keeper.py"
+    judge = code_verifier(CodeRewardSection(kind="code"))
+    monkeypatch.setattr(sandbox, "KEEPER", keeper)
+    torn = 'print(\'{"fault": "torn"}\')'
+    for text, said in (("import sys; sys.exit('broken')", "exit status 1: broken"), (torn, "torn")):
+        keeper.write_text(text)
+        with pytest.raises(SandboxFault, match=said):
+            judge(SQUARES, prompt(ANSWER))
+
+
+def test_input_and_output_are_compared_but_for_blanks():
+    double = "print('  a '); print(int(input()) * 2)\n\n"
+    programs = [Program(double, "4\n", "  a\n8"), Program(double, "4\n", "a\n8\n"), Program(double, "x", "")]
+    assert run_programs(programs, LIMITS) == ["passed", "failed", "failed"]
+
+
+def test_the_last_block_is_the_code():
+    assert code_of("no block") == "no block"
+    assert code_of("a\n```\nx = 1\n```\nb\n```python\ny = 2\nz = 3\n```\n```") == "y = 2\nz = 3\n"
+    assert code_of("```json\n{}\n```\n  ```Py\nx\n  ```") == "x\n"
+    assert code_of("```python3.11\nx\n```\nprints\n```\nx 1\n```") == "x\n"
+    assert code_of("```python\ncut off") == "```python\ncut off"
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("assert f(1) == 2", 1),
+        ('["assert f(1)", "check(f)"]', 2),
+        ('[{"input": "1", "output": "2"}]', 1),
+        ('{"inputs": ["1", "2"], "outputs": ["2", "3"]}', 2),
+        ("3", 0),
+        ("[]", 0),
+        ("f =", 0),
+        ("x = 1", 0),
+        ('["assert 1", 3]', 0),
+        ('{"inputs": ["1"], "outputs": []}', 0),
+        ('{"input": 1, "output": "2"}', 0),
+    ],
+)
+def test_what_tests_an_answer_may_hold(answer, number):
+    if number:
+        assert len(programs_of("", prompt(answer))) == number
+    else:
+        with pytest.raises(ValueError, match="answer of prompt 5 .* holds no tests"):
+            programs_of("", prompt(answer))
+
+
+def test_a_share_or_all_of_the_tests():
+    for credit, worth in (("all", 0.0), ("share", 2 / 3)):
+        judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit}))
+        assert judge(f"So:\n```python\n{SQUARES}```", prompt(ANSWER)) == (worth, "failed")
+    assert judge(SQUARES, prompt("assert square(3) == 9")) == (1.0, "passed")
+
+
+def test_limits_score_zero_and_are_counted(model):  # noqa: F811
+    section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
+    workers = RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
+    try:
+        texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
+        result = workers.score(payload(model, texts), [prompt("assert square(3) == 9")] * 2, 4, group_size=2)
+    finally:
+        workers.close()
+    assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
+    metrics = result.metrics()
+    counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}
+    assert counted == {"reward/code_num_passed": 2, "reward/code_num_cpu_time": 1, "reward/code_num_failed": 1}
+    assert metrics["reward/code"] == 0.5 and metrics["reward/code_num_memory"] == 0
+
+
+def test_without_a_sandbox_no_code_runs(monkeypatch):
+    assert machine.check_sandbox().verdict == Verdict.OK
+    for module in (code, machine):
+        monkeypatch.setattr(module, "refusal", lambda: "unshare: not permitted; code runs in namespaces")
+    with pytest.raises(ValueError, match="reward kind code: this machine has no sandbox: unshare"):
+        code_verifier(CodeRewardSection(kind="code"))
+    found = machine.check_sandbox()
+    assert found.verdict == Verdict.FAIL and found.found == "unshare: not permitted" and "namespaces" in found.fix
+
+
+def test_a_kernel_that_refuses_is_named(monkeypatch):
+    sandbox.refusal.cache_clear()
+    monkeypatch.setattr(sandbox, "run_programs", lambda *_: (_ for _ in ()).throw(SandboxFault("unshare: no")))
+    assert "unshare: no; code runs in namespaces" in (sandbox.refusal() or "")
+    sandbox.refusal.cache_clear()
+    monkeypatch.setattr(sandbox, "run_programs", lambda *_: ["passed", "failed", "passed", "passed", "passed"])
+    assert "a program may use the network (failed)" in (sandbox.refusal() or "")
+    sandbox.refusal.cache_clear()
+
+
+def test_a_task_has_time_for_code_that_loops(tmp_path, monkeypatch):
+    make_folder(tmp_path, monkeypatch)
+    part = {"kind": "code", "timeout_s": 4.0}
+    broken = edited(("reward", [part]), ("phases.reward", {"sequences": 13}))
+    with pytest.raises(RecipeError, match=r"phases.reward.timeout_s = 60.0: 13 sequences .* nearest: 65"):
+        load_recipe(write(tmp_path, broken))
+    recipe = load_recipe(write(tmp_path, edited(("reward", [part]), ("phases.reward", {"sequences": 12}))))
+    assert recipe.verifiers[0].kind == "code"

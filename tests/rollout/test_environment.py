@@ -1,0 +1,462 @@
+"""Environments by themselves: tool calls, the two examples, and processes that raise, hang, die or answer wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import select
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.violation import RecipeError
+from megarl.reward.process_tree import below
+from megarl.rollout import environment_keeper as keeper
+from megarl.rollout.calculator import Calculator, calculate
+from megarl.rollout.environment import Observation, ToolCall, Turn, load_environment
+from megarl.rollout.environment_keeper import Reply, Reset, Step
+from megarl.rollout.environment_workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.guessing_game import GuessingGame
+from megarl.rollout.tool_calls import MalformedCall, read_call
+from tests.environments import Counting
+from tests.sink_cases import wait_for
+
+TOOLS = Calculator.tools
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
+
+
+def test_a_call_is_read_out_of_the_text_around_it() -> None:
+    assert read_call(f"let me see\n{CALL} so", TOOLS) == ToolCall("calculator", {"expression": "2*3"})
+    assert read_call("2*3 is 6", TOOLS) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        CALL.removesuffix("</tool_call>"): "no </tool_call>",
+        CALL + CALL: "one call at a time",
+        "<tool_call>calculator(2*3)</tool_call>": "no JSON",
+        "<tool_call>" + "[" * 10**5 + "</tool_call>": "no JSON",
+        "<tool_call>[1]</tool_call>": '"name"',
+        CALL.replace("calculator", "browser"): "no tool browser; there is calculator",
+        CALL.replace('{"expression": "2*3"}', '"2*3"'): "must be an object",
+        CALL.replace("expression", "text"): 'calculator: arguments must keep to required = ["expression"]',
+        CALL.replace('"2*3"', "6"): 'calculator: expression must keep to type = "string"',
+    }.items(),
+)
+def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, said: str) -> None:
+    with pytest.raises(MalformedCall, match=re.escape(said)):
+        read_call(text, TOOLS)
+
+
+WORDS = "so many words " * 100
+
+
+@pytest.mark.parametrize("text", [
+    f'<tool_call>{{"name": "{WORDS}"}}</tool_call>',
+    f"<tool_call>{WORDS}</tool_call>",
+    CALL.replace("2*3", WORDS),
+    CALL.replace('"2*3"', f'"1", "{WORDS}": 1'),
+    CALL.replace("2*3", "x" + "9" * 190),
+    CALL.replace("2*3", "(" + "9" * 190),
+    CALL.replace("2*3", "9" * 190),
+    CALL.replace("2*3", "1e60*12"),
+    CALL.replace("2*3", "*".join(["1e300"] * 30)),
+    CALL.replace("2*3", "9" * 190 + "/0"),
+])  # fmt: skip
+def test_what_the_policy_is_told_of_a_call_stays_short(text: str) -> None:
+    game = Calculator()
+    game.reset({"answer": "1"}, 1)
+    try:
+        said = game.step(Turn(text, read_call(text, TOOLS))).content[0]["content"]  # type: ignore[index]
+    except MalformedCall as error:
+        said = str(error)
+    assert 0 < len(said) <= 80 and WORDS[:30] not in said and "9" * 30 not in said
+
+
+def test_the_calculator_answers_calls_and_judges_the_answer() -> None:
+    game = Calculator(call_cost=0.25)
+    assert game.reset({"question": "2*3", "answer": "6"}, 1) is None
+    call = ToolCall("calculator", {"expression": "2*(3-1)/8"})
+    assert game.step(Turn("", call)) == Observation([{"role": "tool", "content": "0.5"}], -0.25)
+    failed = game.step(Turn("", ToolCall("calculator", {"expression": "1/0"})))
+    assert failed.content[0]["content"].startswith("error") and not failed.done  # type: ignore[index]
+    assert game.step(Turn("2 times 3 is 6.")) == Observation(reward=1.0, done=True)
+    assert game.step(Turn("6 or 7")) == Observation(reward=0.0, done=True)
+    with pytest.raises(ValueError, match="'answer' is 'none'"):
+        game.reset({"answer": "none"}, 1)
+
+
+def test_the_calculator_s_examples_are_what_it_would_answer() -> None:
+    """A model that was shown no tool calls one as it is shown here."""
+    game = Calculator(examples=4)
+    messages: Any = game.reset({"question": "Calculate 2 * 3.", "answer": "6"}, 1)
+    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "assistant"] * 4 + ["user"]
+    assert messages[-1]["content"] == "Calculate 2 * 3."
+    assert len({one["content"] for one in messages}) == 3 * 4 + 1, "four different ones"
+    for question, call, result, answer in (messages[n : n + 4] for n in range(0, 16, 4)):
+        left, right = map(int, re.findall("[0-9]+", question["content"]))
+        game.reset({"question": "", "answer": str(left * right)}, 1)
+        assert game.step(Turn(call["content"], read_call(call["content"], TOOLS))).content == [result]
+        assert game.step(Turn(answer["content"])) == Observation(reward=1.0, done=True)
+    with pytest.raises(ValueError, match="environment.options: examples = 5; 0 to 4"):
+        Calculator(examples=5)
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "2**9", "x", "True", "'a'*9", "(" * 300, "1e999"])
+def test_the_calculator_knows_numbers_alone(text: str) -> None:
+    with pytest.raises((ValueError, ArithmeticError)):
+        calculate(text)
+
+
+def test_the_guessing_game_says_higher_or_lower_and_pays_by_turns() -> None:
+    game = GuessingGame(low=1, high=3, turn_cost=0.25)
+    first, number = game.reset({}, seed=5), game._number
+    assert isinstance(first, str) and "1 to 3" in first and 1 <= number <= 3
+    assert game.step(Turn("4")).content == "Lower." and game.step(Turn("0")).content == "Higher."
+    assert game.step(Turn("?")).content == "Say one number."
+    assert game.step(Turn(f"{number}!")) == Observation(reward=0.25, done=True)
+    numbers = set()
+    for seed in range(30):
+        game.reset({}, seed)
+        numbers.add(game._number)
+    assert numbers == {1, 2, 3}
+    game.reset({}, 5)
+    assert game._number == number, "the seed draws it"
+
+
+def section(**changes: Any) -> EnvironmentSection:
+    given = {"target": "tests.environments:Faulty", "max_turns": 3, "max_observation_tokens": 8, "timeout_s": 20.0}
+    return EnvironmentSection.model_validate(given | changes)
+
+
+# What a row asks for, and what is said of it.
+FAULTS = {
+    "reset raises": "reset raised RuntimeError: no board (environments.py:",
+    "reset gives a number": "reset raised TypeError: what reset returned is 7 (int); a text is needed, or a list",
+    "raises": "step raised KeyError: 'board' (environments.py:",
+    "dies": "crashed: its process died with exit status 3",
+    "gives a text": "step raised TypeError: step returned 'well done' (str); an Observation is needed",
+    "gives a wrong reward": "Observation.reward is 'much' (str); a number is needed",
+    "gives no number": "Observation.reward is nan; a finite number is needed",
+    "gives a wrong end": "Observation.done is 1 (int); True or False is needed",
+    "gives wrong messages": "Observation.content: message 0 is {'role': 'user'} (dict); role and content, two texts",
+}
+
+
+def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
+    async def play() -> tuple[dict[str, Reply], Reply, Reply, Reply]:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            good = await worker.ask("good", Reset({"fault": ""}, 1))
+            said = {}
+            for fault in FAULTS:
+                said[fault] = await worker.ask(fault, Reset({"fault": fault}, 1))
+                if not fault.startswith("reset"):
+                    assert said[fault] == Reply(), "reset went well"
+                    said[fault] = await worker.ask(fault, Step("x"))
+            missing = await worker.ask("row", Reset({"question": 1}, 1))
+            assert good == Reply()
+            return (
+                said,
+                missing,
+                await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": "b"}}</tool_call>')),
+                await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>')),
+            )
+        finally:
+            worker.close()
+
+    said, missing, malformed, good = asyncio.run(play())
+    for fault, words in FAULTS.items():
+        assert words in said[fault].failure, said[fault]
+        cause = "" if fault.startswith("reset") else "crash" if fault == "dies" else "error"
+        assert said[fault].cause == cause, "what follows a turn of the policy has a cause, and is scored"
+    assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
+    assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
+    assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
+
+
+def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
+    async def play() -> list[Reply]:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            await worker.ask("one", Reset({"fault": "dies between turns"}, 1))
+            said = [await worker.ask("one", Step("x"))]
+            wait_for(lambda: not below(worker._keeper.pid))
+            return [*said, await worker.ask("one", Step("x")), await worker.ask("one", Reset({"fault": ""}, 1))]
+        finally:
+            worker.close()
+
+    first, second, again = asyncio.run(play())
+    assert first.failure == again.failure == "", "the turn itself was answered"
+    assert second == Reply(failure="crashed: its process died with exit status 9", cause="crash")
+
+
+STARTS_A_HELPER = """
+import subprocess
+from tests.environments import Faulty as Base
+from megarl.environment import environment
+
+HELPER = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+@environment
+class Asks(Base):
+    def step(self, turn):
+        HELPER.stdin.write(b"ok\\n")
+        HELPER.stdin.flush()
+        assert HELPER.stdout.readline() == b"ok\\n"
+        return super().step(turn)
+"""
+
+
+def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_helper.py").write_text(STARTS_A_HELPER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def play() -> tuple[list[Reply], list[int]]:
+        worker = EnvironmentWorker(section(target="starts_a_helper:Asks"), sys.path)
+        try:
+            said = []
+            for name in ("one", "two"):
+                await worker.ask(name, Reset({"fault": ""}, 1))
+                said.append(await worker.ask(name, Step("x")))
+                await worker.end([name])
+                wait_for(lambda: len(below(worker._keeper.pid)) <= 1)
+            return said, below(worker._keeper.pid)
+        finally:
+            worker.close()
+
+    said, helpers = asyncio.run(play())
+    assert said == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 2
+    assert len(helpers) == 1
+    wait_for(lambda: not Path(f"/proc/{helpers[0]}").exists())
+
+
+def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is_left() -> None:
+    async def play() -> tuple[Reply, list[Reply], Reply, Reply, list[int]]:
+        worker = EnvironmentWorker(section(timeout_s=3.0), sys.path)
+        try:
+            for name in ("hangs", "good"):
+                await worker.ask(name, Reset({"fault": name}, 1))
+            hangs = asyncio.create_task(worker.ask("hangs", Step("x")))
+            others = [await worker.ask("good", Step("x")) for _ in range(3)]
+            assert not hangs.done(), "the others did not wait for it"
+            late = await hangs
+            gone = await worker.ask("hangs", Step("x"))
+            worker._keeper.kill()  # as for want of memory
+            lost = await worker.ask("good", Step("x"))
+            assert await worker.ask("new", Reset({"fault": ""}, 1)) == Reply(), "another keeper took its place"
+            return late, others, gone, lost, [worker._keeper.pid]
+        finally:
+            worker.close()
+
+    late, others, gone, lost, keepers = asyncio.run(play())
+    assert late.failure == "step gave no answer within environment.timeout_s = 3; its process was ended"
+    assert (late.cause, gone.cause, lost.cause) == ("wall_time", "", "")
+    assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
+    assert "gone" in gone.failure and ("died" in lost.failure or "gone" in lost.failure)
+    for process in keepers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+@pytest.mark.parametrize("fault", ["fills"])
+def test_an_episode_that_takes_too_much_memory_is_ended_alone(fault: str) -> None:
+    async def play() -> tuple[Reply, Reply]:
+        worker = EnvironmentWorker(section(memory_mib=200), sys.path)
+        try:
+            for name in (fault, "good"):
+                await worker.ask(name, Reset({"fault": name}, 1))
+            return await worker.ask(fault, Step("x")), await worker.ask("good", Step("x"))
+        finally:
+            worker.close()
+
+    over, good = asyncio.run(play())
+    assert over.cause == "memory" and "environment.memory_mib = 200" in over.failure
+    assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
+
+
+class Echo(EnvironmentWorker):
+    """Its keeper is a thread behind a pipe as the keeper's, which answers long questions at length, so many at a time."""
+
+    most = 0
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        self._lost = False
+        threading.Thread(target=self._echo, args=(theirs,), daemon=True).start()
+
+    def _echo(self, connection: Connection) -> None:
+        with suppress(EOFError):
+            while True:
+                heard = [connection.recv() for _ in range(AT_A_TIME)]
+                for episode, question in heard:
+                    self.most = max(self.most, len(self._asked))
+                    connection.send((episode, Reply([{"role": "user", "content": question.text}])))
+
+
+def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time() -> None:
+    async def play() -> tuple[list[Reply], int]:
+        worker = Echo(section(), sys.path)
+        found = await asyncio.gather(*(worker.ask(number, Step(f"{number}" * 10000)) for number in numbers))
+        worker._connection.close()
+        return found, worker.most
+
+    numbers = range(16 * AT_A_TIME)
+    replies, most = asyncio.run(play())
+    assert replies == [Reply([{"role": "user", "content": f"{number}" * 10000}]) for number in numbers]
+    assert most == AT_A_TIME, "no more at a time, whose deadlines would begin while they wait for each other"
+
+
+def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
+    raised = RayTaskError("ask", "the stack of the worker", RuntimeError("its keeper did not start")).as_instanceof_cause()
+    for error, said in ((ActorUnavailableError("it restarts", None), "it restarts"), (raised, "its keeper did not start")):
+        monkeypatch.setattr(ray, "get", lambda _, error=error: _raise(error))
+        assert said in workers.reply(None).failure
+    monkeypatch.setattr(ray, "get", lambda _: _raise(ActorDiedError()))
+    with pytest.raises(
+        RolloutError, match="a worker of environments is gone for good, after 2 restarts;.*environment.workers"
+    ):
+        workers.reply(None)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_keeper_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> Reply:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            worker._keeper.kill()
+            worker._keeper.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "executable", "/bin/false")
+                while not worker._lost:  # its end is read in the loop
+                    await worker.ask("one", Step("x"))
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="the keeper of environments did not start"):
+                        await worker.ask("one", Step("x"))
+            return await worker.ask("one", Reset({"fault": ""}, 1))
+        finally:
+            worker.close()
+
+    assert asyncio.run(play()) == Reply()
+
+
+@pytest.mark.parametrize("by_close", [False, True])
+def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+
+    async def play() -> None:
+        worker = EnvironmentWorker(section(), sys.path)
+        try:
+            await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
+            assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
+            if not by_close:
+                await worker.end(["one"])
+                assert _is_let_go(reader)
+        finally:
+            worker.close()
+
+    asyncio.run(play())
+    assert by_close is False or _is_let_go(reader)
+    os.close(reader)
+
+
+def _is_let_go(reader: int) -> bool:
+    """Whether the last process that holds the other end has ended; waits for it."""
+    waiting = select.poll()
+    waiting.register(reader, 0)  # of that its end is told anyhow
+    return bool(waiting.poll(20000))
+
+
+@pytest.mark.parametrize("limited", ["fork", "pipe"])
+def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
+    ours, theirs = Pipe()
+    kept = keeper.Keeper(theirs, Counting, {})
+    made: list[Connection] = []
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more of them")
+
+    def pipe() -> Any:
+        made.extend(Pipe())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper.os, "fork", refuse)  # type: ignore[attr-defined]
+        patch.setattr(keeper, "Pipe", refuse if limited == "pipe" else pipe)
+        kept._hear("one", Reset({"question": 1}, 1))
+    episode, reply = ours.recv()
+    assert episode == "one" and "no more of them" in reply.failure and "environment.workers" in reply.failure
+    assert all(end.closed for end in made) and kept._episodes == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("megarl.rollout.guessing_game:GuessingGame", {"low": 5, "high": 1}, "constructor raised ValueError: .*low = 5"),
+        ("tests.environments:Faulty", {"hangs": True}, "did not come back within environment.timeout_s = 0.5"),
+    ],
+)
+def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
+    target: str, options: dict[str, Any], said: str
+) -> None:
+    load_environment(target, options)  # on each rank: it makes none
+    with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
+        EnvironmentWorker(section(target=target, options=options, timeout_s=0.5 if "hangs" in options else 20.0), sys.path)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "key", "said"),
+    [
+        ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
+        ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
+        ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
+        ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
+        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is none: 'much' is not"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named_before_the_run(
+    target: str, options: dict[str, Any], key: str, said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said) as refused:
+        load_environment(target, options)
+    assert refused.value.violations[0].key == key
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (call,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    given = EnvironmentSection.model_validate(yaml.safe_load(recipe)["environment"])
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/multi-turn.md", "exec"), names)
+    made = names[given.target.split(":")[1]](**given.options)
+    assert made.reset({"author": "Eve", "answer": 7}, 1) is None
+    said = made.step(Turn(call, read_call(call, made.tools)))
+    assert said == Observation([{"role": "tool", "content": "Eve"}], -0.1)
+    assert made.step(Turn(" 7 ")) == Observation(reward=1.0, done=True)
+    for key in ("timeout_s", "on_error"):
+        assert f"`{key}" in page and key in EnvironmentSection.model_fields

@@ -1,0 +1,483 @@
+"""Episodes against scripted engines and environments: tokens stay exactly as they were sampled, what follows them is the
+observation's own, and limits, failures and seeds are as the recipe has them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.observations import Observations
+from megarl.data.sample import Prompt
+from megarl.data.tokenizer import load_tokenizer
+from megarl.megatron.step_metrics import rollout_figures
+from megarl.recipe import Recipe
+from megarl.reward.workers import RewardResult, add_episodes
+from megarl.rollout.arrivals import Arrivals
+from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
+from megarl.rollout.dynamic_sampling import Rounds
+from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.environment_keeper import Reply, Reset, Step
+from megarl.rollout.episodes import Episodes, check_tool_role
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.replay import FilePayload
+from megarl.rollout.tool_calls import SHORT_ERROR
+from megarl.telemetry.step_figures import Sizes
+from megarl.trainer import Pipeline
+from tests.rollout_cases import Reference
+from tests.rollout_cases import recipe as pool_recipe
+from tests.tiny_models import save_tiny_tokenizer
+
+VOCAB, END, SEED, DRAW = 98, 1, 7, 3
+FIRST = {"role": "user", "content": "ok"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tiny_tokenizer(folder)
+    made = load_tokenizer(str(folder))
+    made.add_tokens(["12"])
+    return made
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Scripted:
+    """In the place of the workers: answers by `answer(sample, question)`."""
+
+    def __init__(self, answer: Callable[[int, Reset | Step], Reply]) -> None:
+        self._answer, self.ended = answer, []  # type: ignore[var-annotated]
+        self.heard: list[tuple[int, Reset | Step]] = []
+
+    def ask(self, number: int, episode: Any, question: Reset | Step) -> Any:
+        self.heard.append((number, question))
+        return len(self.heard) - 1
+
+    def reply(self, reference: Any) -> Reply:
+        return self._answer(*self.heard[reference])
+
+    def end(self, episodes: Any) -> None:
+        self.ended += list(episodes)
+
+
+def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], **changes: Any) -> Any:
+    """What `Environments` is, without Ray. `max_new_tokens` is 4."""
+    base = pool_recipe(Path("model"), max_new_tokens=4).model_dump()
+    base["environment"] = {"target": "tests.environments:Counting", "max_turns": 3, "max_observation_tokens": 6} | changes
+    recipe = Recipe.model_validate(base)
+    return SimpleNamespace(
+        section=recipe.environment,
+        recipe=recipe,
+        seed=SEED,
+        stops=frozenset([END]),
+        tokenizer=tokenizer,
+        observations=Observations(tokenizer, recipe.data, VOCAB),
+        workers=Scripted(answer),
+        rounds=itertools.count(),
+    )
+
+
+def prompts(tokenizer: Any, count: int = 2) -> list[Prompt]:
+    texts = [f"{number}+{number}=" for number in range(count)]
+    return [
+        Prompt(10 + number, np.array(ids(tokenizer, text), np.int32), text, "", {"row": number}, where=f"rows line {number}")
+        for number, text in enumerate(texts)
+    ]
+
+
+def result(request: GroupRequest, tokens: Sequence[int], version: int = 0) -> GroupResult:
+    """What an engine gives for a request of one; the log-probabilities tell turns and tokens apart."""
+    logprobs = np.array([-0.01 * token - len(request.prompt_ids) for token in tokens], np.float32)
+    reason, versions = "stop" if tokens[-1] == END else "length", np.array([version])
+    return GroupResult(
+        request.group, request.prompt_ids, np.array(tokens, np.int32), logprobs, np.array([len(tokens)]), (reason,),
+        versions, versions,
+    )  # fmt: skip
+
+
+def play(
+    given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]
+) -> Episodes:
+    """All of it, as the pool does; `policy(sample, turn)` is what is sampled. Keeps the requests of each turn."""
+    episodes = Episodes(given, groups, DRAW, engines=1)
+    given.requests = []
+    for asked in episodes.begin():
+        episodes.hear(asked)
+    turn = 0
+    while requests := episodes.requests(0):
+        given.requests.append(requests)
+        assert episodes.have_begun(0) == (turn > 0)
+        for number, request in requests.items():
+            for asked in episodes.sampled(number, result(request, policy(number, turn), version=turn)):
+                assert episodes.waits(0)
+                episodes.hear(asked)
+        assert not episodes.waits(0)
+        turn += 1
+    episodes.close()
+    assert len(given.workers.ended) == len(episodes.episodes)
+    return episodes
+
+
+class Answering(Reference):
+    """Counts how often a call is looked at until it has answered."""
+
+    looks = 0
+
+    def future(self) -> Any:
+        type(self).looks += 1
+        return super().future()
+
+    @classmethod
+    def wait(cls, references: Sequence[Answering], **options: Any) -> tuple[list[Answering], list[Answering]]:
+        """As `ray.wait`, of which one has answered."""
+        cls.looks += len(references)
+        return list(references[:1]), list(references[1:])
+
+
+class Shuffled(Arrivals):
+    """Calls answer in any order."""
+
+    def __init__(self) -> None:
+        self._answered, self._random = [], random.Random(5)  # type: ignore[assignment,var-annotated]
+
+    def expect(self, references: Any) -> Any:
+        self._answered.extend(references)  # type: ignore[attr-defined]
+        return references
+
+    def next(self, timeout_s: float) -> Any:
+        return self._answered.pop(self._random.randrange(len(self._answered)))  # type: ignore[attr-defined,arg-type]
+
+
+class Sampler:
+    """In the place of an engine's handle."""
+
+    def __init__(self, index: int, policy: Callable[[int, int], list[int]]) -> None:
+        self.settings, self._policy, self.turns = SimpleNamespace(index=index), policy, []  # type: ignore[var-annotated]
+
+    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+        if method == "submit":
+            self.turns.append({request.position: request for request in arguments[0]})
+            return Answering(None)
+        turn = len(self.turns) - 1
+        (position,) = arguments
+        given = result(self.turns[turn][position], self._policy(position, turn), version=turn)
+        return Answering(GroupFacts.of(given)), Answering(given)
+
+    def get(self, reference: Any, phase: str) -> Any:
+        return reference.said
+
+
+def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]) -> Any:
+    """All of it, by the pool, on two engines; the episodes, and what each engine was asked turn by turn."""
+    ask, reply = given.workers.ask, given.workers.reply
+    given.workers.ask = lambda *question: Answering(ask(*question))
+    given.workers.reply = lambda reference: reply(reference.said)
+    pool: Any = EnginePool.__new__(EnginePool)
+    pool._recipe, pool._engines = given.recipe, [Sampler(index, policy) for index in range(2)]
+    episodes = Episodes(given, groups, DRAW, engines=2)
+    pool._run({0: {}, 1: {}}, 1, episodes)
+    asked = [{number: (one.seeds, one.prompt_ids.tolist()) for number, one in turn.items()}
+             for engine in pool._engines for turn in engine.turns]  # fmt: skip
+    return episodes, asked
+
+
+def policy_of(sample: int, turn: int) -> list[int]:
+    return [5 + sample % 7, 6 + turn, END]
+
+
+def test_the_answers_of_a_rollout_are_waited_for_in_linear_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reference is looked at once, however many there are."""
+    monkeypatch.setattr("megarl.rollout.pool.ray.wait", Answering.wait)
+    monkeypatch.setattr(Answering, "looks", 0)
+    groups: list[Any] = [(prompt, 8, None) for prompt in prompts(tokenizer, 8)]
+    episodes, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    assert episodes.facts(range(8)).turns.tolist() == [3] * 64 and len(asked) == 6
+    assert Answering.looks == 64 * (1 + 3 + 3), "a reset, and three turns and as many steps, of each episode"
+
+
+def test_who_answers_first_changes_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = [(prompt, 4, None) for prompt in prompts(tokenizer, 4)]
+    first, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    monkeypatch.setattr("megarl.rollout.pool.Arrivals", Shuffled)
+    other, shuffled = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
+    assert asked == shuffled
+    for position, found in first.results().items():
+        also = other.results()[position]
+        assert found.token_ids.tolist() == also.token_ids.tolist() and found.finish_reasons == also.finish_reasons
+        assert found.logprobs.tolist() == also.logprobs.tolist() and found.own.tolist() == also.own.tolist()
+
+
+def says(*texts: str, reward: float = 0.0) -> Callable[[int, Reset | Step], Reply]:
+    """Answers the n-th turn of every episode with the n-th text, and ends behind the last."""
+    turns: dict[int, int] = {}
+
+    def answer(number: int, question: Reset | Step) -> Reply:
+        if isinstance(question, Reset):
+            return Reply()
+        turns[number] = turns.get(number, 0) + 1
+        if turns[number] > len(texts):
+            return Reply(reward=reward, done=True)
+        return Reply([{"role": "user", "content": texts[turns[number] - 1]}], reward)
+
+    return answer
+
+
+def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer: Any) -> None:
+    # The policy writes 12 as two tokens, for which the tokenizer has one.
+    one, two = ids(tokenizer, "1")[0], ids(tokenizer, "2")[0]
+    sampled = {0: [5, one, two, END], 1: [one, two, END], 2: [one, two]}
+    assert ids(tokenizer, tokenizer.decode(sampled[0])) != sampled[0], "the policy's tokens do not come back from their text"
+    given = environments(tokenizer, says("ok", "go", reward=0.5))
+    groups = [(prompt, 2, None) for prompt in prompts(tokenizer)]
+    episodes = play(given, groups, lambda sample, turn: sampled[turn])
+    # The template ends a turn with END: a turn that did so has it already, and one that was cut gets it.
+    between = [ids(tokenizer, "ok="), ids(tokenizer, "go=")]
+    whole = [*sampled[0], *between[0], *sampled[1], *between[1], *sampled[2]]
+    marks = [1] * 4 + [0] * 3 + [1] * 3 + [0] * 3 + [1] * 2
+    for position, played in episodes.results().items():
+        prompt = groups[position][0]
+        assert played.group == prompt.index and played.finish_reasons == ("stop", "stop")
+        assert played.lengths.tolist() == [len(whole)] * 2
+        for member in range(2):
+            completion = played.sample(member).completion
+            assert completion.token_ids.tolist() == whole and completion.own.astype(int).tolist() == marks
+            assert completion.final_ids.tolist() == sampled[2]
+            starts = [len(prompt.token_ids), len(prompt.token_ids) + 7, len(prompt.token_ids) + 13]
+            said = [-0.01 * token - start for start, turn in zip(starts, sampled, strict=True) for token in sampled[turn]]
+            np.testing.assert_allclose(completion.logprobs[completion.own], said, rtol=1e-6)
+            assert not completion.logprobs[~completion.own].any()
+            assert (completion.first_version, completion.last_version) == (0, 2)
+    for turn, requests in enumerate(given.requests):
+        behind = [[], whole[:7], whole[:13]][turn]
+        for number, request in requests.items():
+            assert request.prompt_ids.tolist() == [*groups[number // 2][0].token_ids, *behind]
+            assert request.seeds == (request_seed(SEED, DRAW, 10 + number // 2, number % 2, turn),)
+    seeds = {request.seeds for requests in given.requests for request in requests.values()}
+    assert len(seeds) == 12, "each turn of each episode draws by itself"
+    facts = episodes.facts(range(2))
+    assert facts.rewards.tolist() == [1.5] * 4 and facts.turns.tolist() == [3] * 4 and facts.done.all()
+    steps = [question.text for _, question in given.workers.heard if isinstance(question, Step)]
+    assert steps[0] == tokenizer.decode([5, one, two]), "the environment hears the turn without the token that ended it"
+
+
+def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
+    given = environments(tokenizer, says("ok"))
+    played = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6, 7, 8]).results()[0]
+    assert played.token_ids.tolist() == [5, 6, 7, 8, END, *ids(tokenizer, "ok="), 5, 6, 7, 8]
+    assert played.own.astype(int).tolist() == [1] * 4 + [0] * 4 + [1] * 4  # type: ignore[union-attr]
+
+
+def test_an_episode_is_truncated_where_turns_or_tokens_are_over(tokenizer: Any) -> None:
+    prompt = [(prompts(tokenizer)[0], 1, None)]
+    given = environments(tokenizer, says("a", "b", "c", "d"))
+    played = play(given, prompt, lambda sample, turn: [5, END]).results()[0]
+    assert played.finish_reasons == ("length",) and len(given.requests) == 3, "turns"
+    assert played.token_ids.tolist()[-2:] == [5, END], "nothing is observed that no turn follows"
+    # 4 tokens of the first turn, 2 observed, and room for 3 more; then none.
+    given = environments(tokenizer, says("a", "b", "c"), max_episode_tokens=9)
+    played = play(given, prompt, lambda sample, turn: [[5, 6, 7, END], [8, 9, 10]][turn]).results()[0]
+    assert [request[0].max_new_tokens for request in given.requests] == [4, 3]
+    assert played.lengths.tolist() == [9] and played.finish_reasons == ("length",)
+
+
+def test_greedy_episodes_begin_as_those_of_their_group_and_end_with_them(tokenizer: Any) -> None:
+    first, second = prompts(tokenizer)
+    given = environments(tokenizer, says("ok"))
+    groups: list[tuple[Prompt, int, float | None]] = [(first, 2, None), (second, 2, None), (first, 1, 0.0), (second, 1, 0.0)]
+    episodes = play(given, groups, lambda sample, turn: [5 + sample, END])
+    assert [request.temperature for request in given.requests[0].values()] == [None] * 4 + [0.0] * 2
+    seeds = [question.seed for _, question in given.workers.heard if isinstance(question, Reset)]
+    assert seeds[0] == seeds[1] == seeds[4] != seeds[2] == seeds[3] == seeds[5], "a prompt's environments begin alike"
+    assert episodes.facts(range(2, 4)).turns.tolist() == [2, 2] and set(episodes.results()) == {0, 1, 2, 3}
+    assert episodes.take_ended() == 6 and episodes.take_ended() == 0
+
+
+def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) -> None:
+    def answer(number: int, question: Reset | Step) -> Reply:
+        if isinstance(question, Reset):
+            return Reply(failure="no board") if number == 0 else Reply([{"role": "user", "content": "what"}])
+        return Reply(reward=1.0, done=True)
+
+    given = environments(tokenizer, answer)
+    episodes = play(given, [(prompts(tokenizer)[0], 3, None)], lambda sample, turn: [5, END])
+    played = episodes.results()[0]
+    assert played.prompt_ids.tolist() == ids(tokenizer, "what=")
+    assert all(request.prompt_ids.tolist() == ids(tokenizer, "what=") for request in given.requests[0].values())
+    assert played.finish_reasons == ("failed", "stop", "stop"), "it samples one turn, which does not count"
+    assert np.isnan(episodes.facts(range(1)).rewards).tolist() == [True, False, False]
+
+
+BAD = {
+    "board fell": (Reply(failure="step raised OSError: fell", cause="error"), "step raised OSError: fell", "error"),
+    "too late": (Reply(failure="step gave no answer", cause="wall_time"), "step gave no answer", "wall_time"),
+    "too long": (
+        Reply([{"role": "user", "content": "7654321"}]), "has 8 tokens with its template, more than environment.", "error"
+    ),
+    "its worker died": (Reply(failure="the keeper of its process died"), "the keeper of its process died", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end_the_run(tokenizer: Any, case: str) -> None:
+    reply, said, cause = BAD[case]
+
+    def answer(number: int, question: Reset | Step) -> Reply:
+        if isinstance(question, Reset):
+            return Reply()
+        return reply if number == 1 else Reply(reward=1.0, done=True)
+
+    groups: list[Any] = [(prompts(tokenizer)[0], 2, None)]
+    episodes = play(environments(tokenizer, answer), groups, lambda sample, turn: [5, END])
+    facts = episodes.facts(range(1))
+    name = "rows line 0: environment tests.environments:Counting, member 1 of prompt 10, behind turn 1: "
+    assert facts.failures.tolist()[0] == "" and facts.failures.tolist()[1].startswith(name)
+    assert said in facts.failures.tolist()[1] and facts.causes.tolist() == ["", cause]
+    np.testing.assert_array_equal(facts.rewards, [1.0, 0.0 if cause else np.nan])
+    scored = RewardResult(np.zeros(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
+    metrics = add_episodes(scored, facts).metrics()
+    assert metrics["reward/num_masked"] == metrics["reward/num_masked_environment"] == (not cause)
+    assert not cause or metrics[f"reward/num_zero_{cause}"] == 1
+    assert episodes.results()[0].finish_reasons == ("stop", "failed")
+    with pytest.raises(RolloutError, match=f"rows line 0: .*{said}.*environment.on_error: mask"):
+        play(environments(tokenizer, answer, on_error="stop"), groups, lambda sample, turn: [5, END])
+
+
+@pytest.mark.parametrize("first", [None, "game 0"])
+@pytest.mark.parametrize("second", [None, "game 1"])
+def test_resets_that_differ_within_a_group_are_a_failure(tokenizer: Any, first: str | None, second: str | None) -> None:
+    def answer(number: int, question: Reset | Step) -> Reply:
+        if isinstance(question, Reset):
+            given = [first, second][number]
+            return Reply(None if given is None else [{"role": "user", "content": given}])
+        return Reply(done=True)
+
+    episodes = play(environments(tokenizer, answer), [(prompts(tokenizer)[0], 2, None)], lambda sample, turn: [5, END])
+    failures = episodes.facts(range(1)).failures.tolist()
+    assert failures[0] == ""
+    if first is second is None:
+        assert failures[1] == ""
+    else:
+        assert "reset returned another prompt than for others of its group" in failures[1]
+
+
+def test_an_error_about_a_call_is_never_too_long_to_be_seen(tokenizer: Any) -> None:
+    def answer(number: int, question: Reset | Step) -> Reply:
+        return Reply() if isinstance(question, Reset) else Reply([{"role": "tool", "content": "x" * 99}], malformed=True)
+
+    size = len(ids(tokenizer, SHORT_ERROR + "=")) + 1
+    given = environments(tokenizer, answer, max_observation_tokens=size, max_turns=2)
+    episodes = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6])
+    assert episodes.facts(range(1)).failures.tolist() == [""] and episodes.facts(range(1)).malformed.tolist() == [2]
+    assert episodes.results()[0].token_ids.tolist() == [5, 6, END, *ids(tokenizer, SHORT_ERROR + "="), 5, 6]
+
+
+def test_a_tool_s_role_is_tried_before_the_first_step(tokenizer: Any) -> None:
+    def section(size: int) -> Any:
+        changes = {"target": "tests.environments:Faulty", "max_observation_tokens": size}
+        return environments(tokenizer, says(), **changes).section
+
+    shows = environments(tokenizer, says()).observations
+    size = len(shows.behind(-1, [{"role": "tool", "content": SHORT_ERROR}]))
+    check_tool_role(section(size), shows)
+    with pytest.raises(ValueError, match=f"max_observation_tokens = {size - 1}: .* has {size} tokens"):
+        check_tool_role(section(size - 1), shows)
+    refuses, hides = (SimpleNamespace(behind=one) for one in (_refuse_role, lambda last, messages: np.array([5])))
+    with pytest.raises(ValueError, match="Faulty, tool_role = 'tool': roles must alternate; give the class another"):
+        check_tool_role(section(size), refuses)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tool_role = 'tool': the model's chat template leaves messages of that role out"):
+        check_tool_role(section(size), hides)  # type: ignore[arg-type]
+
+
+def _refuse_role(last: int, messages: Any) -> Any:
+    raise ValueError("roles must alternate")
+
+
+def test_texts_that_cannot_be_prompts_or_observations_are_failures(tokenizer: Any) -> None:
+    observations = environments(tokenizer, says()).observations
+    with pytest.raises(ValueError, match="the prompt has 21 tokens; 1 to data.max_prompt_tokens = 16"):
+        observations.prompt([{"role": "user", "content": "x" * 20}])
+    fewer = Observations(tokenizer, pool_recipe(Path("model")).data, num_tokens=20)
+    with pytest.raises(ValueError, match="its text has token 89, and the model knows tokens 0 to 19"):
+        fewer.behind(END, [{"role": "user", "content": "w"}])
+    with pytest.raises(ValueError, match="chat template refuses these messages"):
+        refusing = SimpleNamespace(chat_template="x", apply_chat_template=_refuse)
+        Observations(refusing, pool_recipe(Path("model")).data, VOCAB).behind(END, [FIRST])
+
+
+def _refuse(messages: list[dict[str, str]], **options: Any) -> str:
+    import jinja2
+
+    if len(messages) > 2:
+        raise jinja2.TemplateError("roles must alternate")
+    return "".join(message["content"] for message in messages)
+
+
+def facts_of(rewards: list[float]) -> EpisodeFacts:
+    given, count = np.array(rewards, np.float32), len(rewards)
+    failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
+    causes = np.full(count, "")
+    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures, causes)
+
+
+def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both() -> None:
+    rewards, nan = np.array([0.5, 0.25, np.nan, 1.0], np.float32), np.nan
+    scored = RewardResult(rewards, ~np.isnan(rewards), {"exact": rewards}, {2: "timeout"}, 1, (4,))
+    found = add_episodes(scored, facts_of([1.0, nan, 2.0, -1.0]))
+    np.testing.assert_array_equal(found.rewards, [1.5, nan, nan, 0.0])
+    np.testing.assert_array_equal(found.parts["exact"], [0.5, nan, nan, 1.0])
+    np.testing.assert_array_equal(found.parts["environment"], [1.0, nan, nan, -1.0])
+    assert found.valid.tolist() == [True, False, False, True] and found.failures == {1: "it broke", 2: "timeout"}
+    assert found.metrics()["reward/num_masked"] == 2 and found.metrics()["reward/environment"] == 0.0
+    assert add_episodes(scored, None) is scored
+
+
+def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
+    nan, algorithm = np.nan, SimpleNamespace(dynamic_sampling=SimpleNamespace(max_rounds=2), group_size=2, overlong=None)
+    rounds = Rounds(SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=1))))  # type: ignore[arg-type]
+    for rewards, malformed in (([1.0, nan], [3, 1]), ([0.0, 1.0], [0, 1])):
+        ones, found = np.ones(2, int), np.array(rewards, np.float32)
+        facts = replace(facts_of(rewards), malformed=np.array(malformed))
+        executed = RolloutExecuted(1, 2, 8)
+        batch = RolloutBatch(FilePayload(""), ones, ones, ones, ["stop"] * 2, ones, ones, executed, episodes=facts)
+        rounds.add(batch, RewardResult(found, ~np.isnan(found), {}, {}, 1, (2,)))
+    rollouts, _, figures = rounds.chosen()
+    assert rollouts.episodes is not None and rollouts.episodes.metrics()["rollout/failed_share"] == 0
+    assert (figures["rollout/sampled_failed_share"], figures["rollout/sampled_malformed_calls"]) == (0.25, 5)
+
+
+def test_greedy_tokens_are_those_that_were_sampled() -> None:
+    ones = np.ones(2, int)
+    greedy = RolloutBatch(
+        FilePayload(""), ones, ones, ones + 8, ["stop"] * 2, ones, ones, RolloutExecuted(2, 1, 8), own_lengths=ones + 2
+    )
+    scored = RewardResult(np.ones(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
+    step: Any = SimpleNamespace(recipe=SimpleNamespace(algorithm=SimpleNamespace(group_size=1)), sizes=Sizes((), (), ()))
+    step.figures = {"reward/busy_s": 0.0}
+    Pipeline._compare_with_greedy(step, SimpleNamespace(valid=np.ones(2, bool)), greedy, scored)  # type: ignore[arg-type]
+    assert step.figures["rollout/greedy_tokens"] == 6, "speeds count no observations"
+
+
+def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
+    def batch(first: int) -> RolloutBatch:
+        numbers = np.arange(first, first + 4)
+        return RolloutBatch(
+            FilePayload(""), numbers, numbers, numbers + 9, ["stop"] * 4, numbers, numbers, RolloutExecuted(2, 2, 8),
+            own_lengths=numbers + 2, episodes=facts_of(numbers.astype(float).tolist()),
+        )  # fmt: skip
+
+    joined = join_rollouts([batch(0), batch(10)], [2, 3, 4, 5])
+    assert joined.own_lengths.tolist() == [4, 5, 12, 13] and joined.completion_lengths.tolist() == [11, 12, 19, 20]
+    assert joined.episodes is not None and joined.episodes.rewards.tolist() == [2.0, 3.0, 10.0, 11.0]
+    assert joined.episodes.metrics()["rollout/turns_max"] == 4
+    assert rollout_figures(joined)["rollout/own_length_mean"] == 8.5

@@ -1,0 +1,140 @@
+"""What an evaluation leaves behind and says, and where `megarl eval` puts its engines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.sample import Prompt
+from megarl.planner.placement import EnginePlace
+from megarl.recipe import Recipe
+from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.reward.workers import RewardResult
+from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
+from megarl.rollout.evaluation_command import engine_places, evaluate, report
+from megarl.telemetry.run_directory import RunDirectory
+from tests.rollout_cases import recipe, save_model
+
+MADE_UP: dict[str, Any] = {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}}
+
+
+def measured(**section: Any) -> Recipe:
+    """A recipe with an `evaluation`, of which no model is read."""
+    changes = {"evaluation": EvaluationSection.model_validate(MADE_UP | section)}
+    return recipe(Path("models/none")).model_copy(update=changes)
+
+
+def evaluation(rewards: list[list[float]], **counts: int) -> Evaluation:
+    """Of completions of these rewards, none of which says an answer; half of them are cut."""
+    prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(len(rewards))]
+    size = sum(map(len, rewards))
+    none = {"num_left_out": 0, "num_dropped": 0, "num_bad_rows": 0}
+    found = [np.array(one, np.float32) for one in rewards]
+    return Evaluation(prompts, found, None, np.arange(size), np.arange(size) % 2 == 0, **none | counts)
+
+
+def test_engines_take_the_devices_of_this_machine_as_many_as_fit(tmp_path: Path) -> None:
+    made = recipe(save_model(tmp_path / "m", "llama", True, 0, layers=1), engines=4, tensor=2)
+    first, second = EnginePlace(0, (0, 1)), EnginePlace(0, (2, 3))
+    assert engine_places(made, 5) == (first, second)
+    assert len(engine_places(made, 64)) == len(engine_places(made, None)) == 4
+    with pytest.raises(ValueError, match="takes 2 devices .* this machine has 1; override them, as rollout.tensor=1"):
+        engine_places(made, 1)
+
+
+def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    prompt = Prompt(0, np.zeros(2, np.int32), "1+1", "2", {})
+    rewards, lengths = [np.array([1.0, np.nan], np.float32)], np.array([1, 2])
+    found = Evaluation([prompt], rewards, [["2", None]], lengths, np.zeros(2, bool), 0, 0, 0)
+    for step in (0, 4, 12):
+        found.write(run.evaluation_table(step))
+    assert '"rewards": [1.0, null], "answers": ["2", null]' in run.evaluation_table(4).read_text()
+    run.forget_evaluation_tables(4)
+    assert sorted(file.name for file in tmp_path.glob("evaluations/*")) == ["step-000000.jsonl", "step-000004.jsonl"]
+    run.forget_evaluation_tables(-1)
+    assert not list(tmp_path.glob("evaluations/*"))
+
+
+def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
+    prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(2)]
+    rewards = [np.array([1.0, 0.0, np.nan], np.float32), np.array([np.nan] * 3, np.float32)]
+    section = EvaluationSection.model_validate(
+        {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}, "completions": 3, "pass_at": [1, 3]}
+    )
+    answers = [["1", "2", "2"], ["2", "2", "2"]]
+    found = Evaluation(prompts, rewards, answers, np.array([1] * 6), np.zeros(6, bool), 0, 0, 0).figures(section)
+    assert (found["evaluation/mean"], found["evaluation/pass_at_1"], found["evaluation/num_masked"]) == (0.5, 0.5, 4)
+    assert np.isnan(found["evaluation/pass_at_3"]), "no prompt has three completions that count"
+    assert found["evaluation/majority_at_3"] == 0.5, "the vote of the masked one does not break the tie"
+
+
+def test_the_command_says_each_estimate_with_its_error_and_what_did_not_count() -> None:
+    asked = measured(completions=2, pass_at=[1, 2])
+    said = report(asked, evaluation([[1.0, 0.0], [0.0, 0.0]]), as_json=False).splitlines()
+    assert said == [
+        "mean 0.250 ±0.490, pass@1 0.250 ±0.490, pass@2 0.500 ±0.980 on 2 held-out prompts",
+        "completions of 1.5 tokens, 50.0% of them cut at rollout.max_new_tokens",
+    ]
+    beside = evaluation([[1.0, np.nan], [np.nan, np.nan]], num_left_out=4, num_dropped=2, num_bad_rows=5)
+    said = report(asked, beside, as_json=False).splitlines()
+    assert said[0] == "mean 1.000, pass@1 1.000, pass@2 nan on 2 held-out prompts", "of a single prompt there is no error"
+    assert said[2:] == [
+        "3 completions could not be scored and count for nothing",
+        "4 prompts left out, which are among the training prompts",
+        "7 prompts left out, longer than data.max_prompt_tokens or bad rows",
+    ]
+
+
+def test_as_json_it_has_every_figure_and_null_for_what_is_none() -> None:
+    asked, found = measured(completions=2, pass_at=[2]), evaluation([[1.0, np.nan], [0.0, np.nan]], num_bad_rows=3)
+    assert asked.evaluation is not None
+    shown, figures = json.loads(report(asked, found, as_json=True)), found.figures(asked.evaluation)
+    assert list(shown) == list(figures)
+    assert shown["evaluation/pass_at_2"] is None and (shown["evaluation/mean"], shown["evaluation/num_bad_rows"]) == (0.5, 3)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="evaluation: the recipe has no such section; add one, as `evaluation: {prompts"):
+        evaluate(recipe(tmp_path), None, None)
+    (tmp_path / "checkpoints" / "step-000002.partial").mkdir(parents=True)
+    with pytest.raises(ValueError, match="checkpoints holds no complete checkpoint; give --model DIR, or a recipe"):
+        evaluate(measured(), None, tmp_path)
+
+
+def test_why_a_completion_could_not_be_scored_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Six prompts in rounds of two, of which the second and the third have completions that no verifier judged."""
+    asked = measured(completions=8)
+    prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(6)]
+
+    def stream(*kept: Prompt) -> Any:
+        return SimpleNamespace(every=lambda: iter(kept), num_dropped=0, num_bad_rows=0)
+
+    class Batch(SimpleNamespace):
+        def __len__(self) -> int:
+            return 16
+
+    def generate(*_: Any) -> Batch:
+        lengths, reasons = np.ones(16, int), ["stop"] * 16
+        return Batch(payload=None, episodes=None, completion_lengths=lengths, finish_reasons=reasons)
+
+    rounds = iter([{}, {9: "timeout: 5 s", 12: "its verifier died"}, {0: "timeout: 5 s"}])
+
+    def score(*_: Any, **__: Any) -> RewardResult:
+        failures = next(rounds)
+        valid = np.array([sample not in failures for sample in range(16)])
+        return RewardResult(np.where(valid, 1.0, np.nan), valid, {}, failures, 0, (16,))
+
+    held_out, judged = HeldOut(asked, stream(*prompts), stream()), Judged()
+    rollouts, rewards = SimpleNamespace(generate=generate, take_times=lambda: None), SimpleNamespace(score=score)
+    with caplog.at_level(logging.WARNING):
+        while held_out.go_on(judged, rollouts, rewards, 0):
+            assert not caplog.messages
+        held_out.result(judged)
+    assert caplog.messages == ["evaluation: 3 completions masked; one of held-out prompt 3: timeout: 5 s"]

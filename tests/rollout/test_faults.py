@@ -1,0 +1,212 @@
+"""An engine that dies or hangs is brought back with its weights, or ends the run with its name."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from megarl.weight_sync.transport import NUM_BUCKETS
+from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
+
+pytestmark = [pytest.mark.hang, pytest.mark.slow]
+
+TRIES = 5
+
+Faulty = tuple[EnginePool, Publisher, Path]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """One engine that has taken a version, and the model of that version; completions long enough to interrupt. An engine's
+    start is most of what a test takes, so each test leaves an engine that answers to the next; the last one ends it."""
+    folder = tmp_path_factory.mktemp("models")
+    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    pool = EnginePool(recipe(old, max_new_tokens=220, max_restarts=9), str(old), (), seed=3)
+    pool.start()
+    publisher.publish(1, new, pool)
+    yield pool, publisher, new
+    pool.shutdown()
+    publisher.close()
+
+
+def change_rollout(pool: EnginePool, **values: object) -> None:
+    """Another `rollout` section from here on."""
+    section = pool._recipe.rollout.model_copy(update=values)
+    pool._recipe = pool._recipe.model_copy(update={"rollout": section})
+
+
+def generate(faulty: Faulty, step: int) -> RolloutBatch:
+    pool, publisher, _ = faulty
+    return pool.generate(prompts(), step, publisher.resync)
+
+
+def processes(pool: EnginePool) -> list[psutil.Process]:
+    """The actor, then vLLM's processes."""
+    facts = pool._engines[0].process
+    assert facts is not None
+    return [psutil.Process(pid) for pid, _ in facts.pids]
+
+
+def busiest_child(pool: EnginePool) -> psutil.Process:
+    """The engine core: the child that has worked most."""
+    return max(processes(pool)[1:], key=lambda child: sum(child.cpu_times()[:2]))
+
+
+def interrupt(process: psutil.Process, worker: psutil.Process, number: signal.Signals) -> threading.Thread:
+    """Send a signal as soon as `worker` has decoded for a while."""
+    idle = sum(worker.cpu_times()[:2])
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while sum(worker.cpu_times()[:2]) < idle + 0.3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def generate_killed(faulty: Faulty, step: int, victim: psutil.Process) -> RolloutBatch:
+    """A rollout in whose middle a process of the engine is killed. On a busy machine it may have ended before: then the next
+    one meets the dead engine."""
+    pool = faulty[0]
+    restarts = pool._engines[0].restarts
+    killer = interrupt(victim, busiest_child(pool), signal.SIGKILL)
+    batch = generate(faulty, step)
+    killer.join()
+    return batch if pool._engines[0].restarts > restarts else generate(faulty, step)
+
+
+def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
+    """What a rollout says in whose middle the engine core is stopped, for good; one that had ended before is done again."""
+    for _ in range(TRIES):
+        stopper = interrupt(core, core, signal.SIGSTOP)
+        try:
+            generate(faulty, step)
+        except RolloutError as error:
+            return str(error)
+        finally:
+            stopper.join()
+        os.kill(core.pid, signal.SIGCONT)
+    raise AssertionError(f"{TRIES} rollouts ended before their engine was stopped")
+
+
+def kill_in_the_middle(publisher: Publisher, victim: psutil.Process) -> None:
+    """In the next sync, before the middle one of its buckets is sent. There is room for it where the engine has read all but
+    the last one before it, so it is about to wait for this one."""
+    sender, middle = publisher.sync._sender, publisher.sync._streams[0].num_buckets // 2
+    assert middle > NUM_BUCKETS
+    send = sender.send
+
+    def send_to_the_dead(stream: int, bucket: int) -> None:
+        if bucket == middle:
+            sender.send = send  # type: ignore[method-assign]
+            victim.kill()
+        send(stream, bucket)
+
+    sender.send = send_to_the_dead  # type: ignore[method-assign]
+
+
+def assert_drawn_from(model: Path, batch: RolloutBatch) -> None:
+    drawn = batch.payload.fetch(range(16))
+    reference = huggingface_logprobs(model, drawn, 1.0)
+    assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
+
+
+def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> None:
+    pool, _, new = faulty
+    first = generate(faulty, 1)
+    undisturbed = first.payload.fetch(range(16))
+
+    batch = generate_killed(faulty, 2, busiest_child(pool))
+    assert batch.metrics["rollout/num_restarts"] == first.metrics["rollout/num_restarts"] + 1
+    assert set(batch.first_version) == set(first.first_version)
+    assert_drawn_from(new, batch)
+
+    assert same(undisturbed, generate(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
+
+
+@pytest.mark.nightly  # in CI a core is killed, in a rollout and in a sync
+def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None:
+    pool, _, _ = faulty
+    family = processes(pool)
+    restarts = pool._engines[0].restarts
+    batch = generate_killed(faulty, 3, family[0])
+    assert pool._engines[0].restarts == restarts + 1 and len(batch) == 16
+    assert not [process for process in family if process.is_running()], "the dead actor's children live on"
+
+
+@pytest.mark.parametrize(
+    ("victim", "state"),
+    [
+        ("core", "receive"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (("actor", "receive"), ("core", "pause"), ("actor", "pause"))
+        ),
+    ],
+)
+def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
+    faulty: Faulty, victim: str, state: str
+) -> None:
+    """Before it is asked to pause, or while it takes buckets."""
+    pool, publisher, new = faulty
+    family, restarts = processes(pool), pool._engines[0].restarts
+    dying = family[0] if victim == "actor" else busiest_child(pool)
+    if state == "pause":
+        dying.kill()
+    else:
+        kill_in_the_middle(publisher, dying)
+    version = publisher._last[0] + 1
+    figures = publisher.publish(version, new, pool)
+    assert figures["sync/received_bytes"] > 0 and figures["sync/attempts"] == (1 if state == "pause" else 2)
+    batch = generate(faulty, 1)
+    assert set(batch.first_version) == {version} and pool._engines[0].restarts == restarts + 1
+    assert_drawn_from(new, batch)
+    assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
+
+
+@pytest.mark.nightly  # in CI: test_rollout_sync.py, without restarts
+def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
+    """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
+    pool, publisher, new = faulty
+    restarts = pool._engines[0].restarts
+    broken = publisher.shards(new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    version = publisher._last[0] + 1
+    publisher.publish_shards(version, broken, pool)
+    publisher._last = (version, publisher.shards(new), pool)
+    batch = generate(faulty, 5)
+    assert pool._engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
+    assert len(batch) == 16 and set(batch.first_version) == {version}
+    assert_drawn_from(new, batch)
+
+
+def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_often_ends_the_run(faulty: Faulty) -> None:
+    pool, _, _ = faulty
+    patient_s, restarts = pool._recipe.rollout.timeout_s, pool._engines[0].restarts
+    change_rollout(pool, timeout_s=4.0)
+    core = busiest_child(pool)
+    said = generate_stopped(faulty, 1, core)
+    assert re.search(r"rollout engine 0: .* groups of step 1 .*phase rollout.*timeout_s = 4", said), said
+
+    change_rollout(pool, timeout_s=patient_s, max_restarts=restarts)
+    core.kill()
+    rule = rf"rollout engine 0 died in phase rollout after {restarts} restarts.*max_restarts = {restarts}"
+    with pytest.raises(RolloutError, match=rule):
+        generate(faulty, 4)

@@ -1,0 +1,205 @@
+"""New weights in the middle of a rollout: what is in flight is waited for, kept or aborted, as the recipe says."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from megarl.weight_sync.manifest import SyncError
+from tests.rollout_cases import VOCAB, Publisher, corrupt, huggingface_logprobs, recipe, same, save_model
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+
+# Longer than a block of vLLM's prefix cache on a CPU: members of a group share one.
+PROMPT_TOKENS = 140
+NEW_TOKENS = 100
+OLD, NEW = 0, 1
+STEP = 1
+ALL = 16  # completions of a rollout
+TRIES = 10
+
+
+class Flight:
+    """An engine, and a publisher of the old and of the new weights. 7 of 16 completions run at a time, and none stops early.
+    What it answers undisturbed after a sync is what an engine answers that loaded the weights (`test_rollout_sync`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.models = [save_model(folder / name, "qwen3", True, seed) for seed, name in enumerate(("old", "new"))]
+        lengths = {"data.max_prompt_tokens": PROMPT_TOKENS, "rollout.max_new_tokens": NEW_TOKENS}
+        values = recipe(self.models[OLD]).model_dump()
+        for key, tokens in lengths.items():
+            section, name = key.split(".")
+            values[section][name] = tokens
+        self.pool = EnginePool(recipe(self.models[OLD]).model_validate(values), str(self.models[OLD]), (), seed=3)
+        self.pool.start()
+        self.publisher = Publisher(self.models[OLD])
+        # Cut beforehand: in the middle of a rollout there is no time for it.
+        self._shards = [self.publisher.shards(model) for model in self.models]
+        self.version = 0
+        self._threads = ThreadPoolExecutor(1)
+        self.undisturbed = [self.after_sync(OLD), self.after_sync(NEW)]
+        idle_s = self._worked_s()
+        self.generate()
+        # Of the first of three rounds of completions about the middle, however fast this machine is.
+        self._middle_s = (self._worked_s() - idle_s) / 6
+
+    def after_sync(self, model: int) -> dict[int, Sample]:
+        self.publish(model)
+        return drawn(self.generate())
+
+    def publish(self, model: int) -> dict[str, float]:
+        self.version += 1
+        return self.publisher.publish_shards(self.version, self._shards[model], self.pool)
+
+    def generate(self) -> RolloutBatch:
+        ids = [np.random.default_rng(index).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32) for index in range(4)]
+        return self.pool.generate([Prompt(index, one, "", "", {}) for index, one in enumerate(ids)], STEP)
+
+    def in_the_middle(self, in_flight: str, sync: Callable[[], float]) -> tuple[Future[RolloutBatch], int]:
+        """A rollout that decoded for a while under the old weights until `sync` came, before any group was complete, and the
+        version of these weights. `sync` says how many completions it met. A machine that is busy may let some end before it
+        comes: then it is all done once more."""
+        for _ in range(TRIES):
+            rollout = self._begun(in_flight)
+            begun = self.version
+            if sync() == ALL:
+                return rollout, begun
+            self.publish(OLD)  # what a torn version holds up goes on
+            rollout.result()
+        raise AssertionError(f"in none of {TRIES} rollouts a sync met all {ALL} completions")
+
+    def _begun(self, in_flight: str) -> Future[RolloutBatch]:
+        self.publish(OLD)
+        section = self.pool._recipe.weight_sync.model_copy(update={"in_flight": in_flight})
+        self.pool._recipe = self.pool._recipe.model_copy(update={"weight_sync": section})
+        worked_s = self._worked_s()
+        rollout = self._threads.submit(self.generate)
+        deadline = time.monotonic() + 60
+        while self._worked_s() < worked_s + self._middle_s and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return rollout
+
+    def _worked_s(self) -> float:
+        """Seconds that the engine's busiest process has worked."""
+        facts = self.pool._engines[0].process
+        assert facts is not None
+        return max(sum(psutil.Process(pid).cpu_times()[:2]) for pid, _ in facts.pids[1:])
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.pool.shutdown()
+        self.publisher.close()
+
+
+@pytest.fixture(scope="module")
+def flight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flight]:
+    flight = Flight(tmp_path_factory.mktemp("models"))
+    yield flight
+    flight.close()
+
+
+def drawn(batch: RolloutBatch) -> dict[int, Sample]:
+    return batch.payload.fetch(range(16))
+
+
+def tokens_before_switch(flight: Flight, samples: dict[int, Sample]) -> dict[int, int]:
+    """For each completion how many tokens the old weights gave it; all others have the log-probabilities that the new ones
+    alone give them."""
+    by_model = [huggingface_logprobs(model, samples, 1.0) for model in flight.models]
+    switches = {}
+    for s, sample in samples.items():
+        old, new = (np.abs(logprobs[s] - sample.completion.logprobs) < 1e-4 for logprobs in by_model)
+        switches[s] = int(np.argmin(old)) if not old.all() else len(old)
+        assert new[switches[s] :].all(), f"completion {s} has tokens of neither weights"
+    return switches
+
+
+def assert_kept(flight: Flight, batch: RolloutBatch, first: int, last: int) -> None:
+    """What ran at the pause went on under the new weights, and what had not begun is all theirs."""
+    samples = drawn(batch)
+    switches = tokens_before_switch(flight, samples)
+    mixed = [s for s, tokens in switches.items() if 0 < tokens < NEW_TOKENS]
+    assert 0 < len(mixed) <= 7, switches  # seven run, of which the last ones may have had no token yet
+    for s, sample in samples.items():
+        versions = (sample.completion.first_version, sample.completion.last_version)
+        assert versions == ((first, last) if s in mixed else (last, last)), s
+        before, undisturbed = slice(switches[s]), flight.undisturbed[OLD][s].completion
+        assert np.array_equal(sample.completion.token_ids[before], undisturbed.token_ids[before])
+
+
+def assert_repeated(flight: Flight, batch: RolloutBatch, version: int) -> None:
+    assert same(drawn(batch), flight.undisturbed[NEW])
+    assert set(batch.first_version) == set(batch.last_version) == {version}
+
+
+def test_completions_that_are_waited_for_have_the_weights_they_began_with(flight: Flight) -> None:
+    """Those that had to queue, too."""
+    rollout, begun = flight.in_the_middle("wait", lambda: flight.publish(NEW)["sync/in_flight"])
+    batch = rollout.result()
+    assert same(drawn(batch), flight.undisturbed[OLD])
+    assert set(batch.first_version) == set(batch.last_version) == {begun}
+    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
+
+
+def test_kept_completions_go_on_under_the_new_weights(flight: Flight) -> None:
+    rollout, begun = flight.in_the_middle("keep", lambda: flight.publish(NEW)["sync/in_flight"])
+    assert_kept(flight, rollout.result(), begun, flight.version)
+    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
+
+
+def test_aborted_groups_are_those_of_an_engine_that_had_only_the_new_weights(flight: Flight) -> None:
+    rollout, _ = flight.in_the_middle("abort", lambda: flight.publish(NEW)["sync/in_flight"])
+    assert_repeated(flight, rollout.result(), flight.version)
+    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> None:
+
+    def torn() -> float:
+        corrupt(flight.publisher, bucket=2, times=2)
+        with pytest.raises(SyncError, match="wrong bytes in bucket 2"):
+            flight.publish(NEW)
+        return flight.pool._reports[0]["in_flight"]
+
+    rollout, begun = flight.in_the_middle(in_flight, torn)
+    assert not rollout.done()
+    flight.publish(NEW)
+    if in_flight == "keep":
+        assert_kept(flight, rollout.result(), begun, flight.version)
+    else:
+        assert_repeated(flight, rollout.result(), flight.version)
+
+
+def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
+    engine, said = flight.pool._engines[0], []
+    impatient = copy(engine)
+    impatient._timeout_s = 0.01
+
+    def too_long() -> float:
+        with mock.patch.object(engine, "get_paused", impatient.get_paused):
+            try:
+                return flight.publish(NEW)["sync/in_flight"]
+            except RolloutError as error:
+                said.append(str(error))
+                return ALL
+
+    rollout, _ = flight.in_the_middle("wait", too_long)
+    assert len(said) == 1
+    rule = r"rollout engine 0 in phase weight_sync within rollout\.timeout_s = 0\.01: weight_sync\.in_flight = wait"
+    assert re.search(rule, said[0]), said
+    assert same(drawn(rollout.result()), flight.undisturbed[OLD])
+    assert same(flight.after_sync(NEW), flight.undisturbed[NEW])

@@ -1,0 +1,128 @@
+"""What an engine is asked at once it does one after the other: nothing is generated between a pause and the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.models.layout import RolloutLayout
+from megarl.rollout import engine as engine_module
+from megarl.rollout.engine import GroupRequest, RolloutEngine
+from megarl.rollout.failure import EngineDirty
+
+pytestmark = pytest.mark.sync
+
+TURNS = 100  # of the event loop, in which whatever waits for nothing but the loop goes on
+
+
+class Core:
+    """In place of vLLM: it says whether it generates, and holds up the first of some call until `go_on` is set."""
+
+    errored = False
+
+    def __init__(self, held_up: str) -> None:
+        self.engine_core, self._held_up = self, held_up
+        self.generates, self.version = False, 0
+        self.generated: list[int] = []  # the version at each resumption
+        self.reached, self.go_on, self.takes = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._requests = 0
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        await self._meet("pause")
+        self.generates = False
+
+    async def add_request(self, *arguments: Any, **options: Any) -> Any:
+        await self._meet("add")
+        self._requests += 1
+        return SimpleNamespace(get=asyncio.Event().wait)  # no completion ever ends
+
+    async def resume_generation(self) -> None:
+        await self._meet("resume")
+        self.generates = self._requests > 0
+        self.generated.append(self.version)
+
+    async def call_utility_all_async(self, *arguments: Any) -> Any:
+        await self.takes.wait()
+        return [[{"version": 3, "received_bytes": 8.0}]]
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = int(version)
+
+    async def _meet(self, call: str) -> None:
+        if call == self._held_up and not self.go_on.is_set():
+            self.reached.set()
+            await self.go_on.wait()
+
+
+def begin(call: Awaitable[Any]) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(call)
+
+
+async def let_go_on() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def an_engine(held_up: str) -> tuple[RolloutEngine, Core]:
+    settings: Any = SimpleNamespace(index=0, layout=RolloutLayout(), temperature=1.0, max_new_tokens=4, stop_token_ids=())
+    engine, core = RolloutEngine(settings), Core(held_up)
+    engine._engine = core  # type: ignore[assignment]
+    return engine, core
+
+
+BATCH = [GroupRequest(position, position, np.array([3, 5], np.int32), (1, 2)) for position in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "WeightManifest", SimpleNamespace(from_dict=lambda values: SimpleNamespace(**values)))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+@pytest.mark.parametrize("held_up", ["pause", "add", "resume"])
+def test_a_batch_that_a_sync_overtakes_generates_nothing_before_the_new_weights(held_up: str, in_flight: str) -> None:
+    async def overtaken() -> None:
+        engine, core = an_engine(held_up)
+        batch = begin(engine.submit(BATCH))
+        await core.reached.wait()
+        pause = begin(engine.pause(3, in_flight))
+        await let_go_on()
+        core.go_on.set()
+        said = await pause
+        await let_go_on()
+        assert batch.done(), "the pause did not wait for the batch that came before it"
+        assert not core.generates, "it generates between the pause and the new weights"
+        assert said["in_flight"] == 4.0
+        resumed = len(core.generated)
+        receive = begin(engine.receive({"version": 3}))
+        late = begin(engine.submit(BATCH))
+        await let_go_on()
+        assert not core.generates and not late.done()
+        core.takes.set()
+        await asyncio.gather(receive, late)
+        assert core.generates and core.generated[resumed:] == [3, 3]
+        for group in engine._groups.values():
+            group.stop()
+
+    asyncio.run(overtaken())
+
+
+def test_a_batch_that_comes_behind_a_pause_is_refused() -> None:
+    async def refused() -> None:
+        engine, core = an_engine("pause")
+        pause = begin(engine.pause(3, "keep"))
+        await core.reached.wait()
+        batch = begin(engine.submit(BATCH))
+        await let_go_on()
+        core.go_on.set()
+        await pause
+        with pytest.raises(EngineDirty, match="the sync of version 3 did not finish"):
+            await batch
+        assert core.generated == []
+
+    asyncio.run(refused())

@@ -1,0 +1,228 @@
+"""Whom rank 0 starts again, whom it has streamed to again, and when it gives up; engines that say what they are told to."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.rollout import handle
+from megarl.rollout.batch import GroupFacts
+from megarl.rollout.engine import EngineProcess, GroupRequest, _reports
+from megarl.rollout.failure import EngineDied, RolloutError
+from megarl.rollout.handle import EngineHandle
+from megarl.rollout.pool import EnginePool
+from megarl.telemetry import work
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.publish import _leaders
+from megarl.weight_sync.segment import machine
+from tests.rollout_cases import Reference, recipe, save_model
+
+pytestmark = pytest.mark.sync
+
+PAUSED = {"pause_s": 0.25, "in_flight": 16.0}
+RECEIVED = {"received_bytes": 8.0, "transfer_s": 1.0}
+DEAD, SILENT = EngineDied("its process is gone"), RolloutError("no answer")
+LED, WRONG = SyncAborted("the engine that leads sent nothing"), SyncError("wrong bytes in bucket 1")
+
+Said = dict[str, float] | Exception
+
+
+class Scripted(EngineHandle):
+    """An engine that answers each call from a list, then from the last entry; starting it takes no time."""
+
+    def __init__(self, index: int, pauses: list[Said], reports: list[Said]) -> None:
+        super().__init__(SimpleNamespace(index=index, takes_turns=False), 1.0, 1)  # type: ignore[arg-type]
+        self._said = {"pause": pauses, "receive": reports}
+
+    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+        left = self._said[method]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
+        if isinstance(reference, Exception):
+            raise reference
+        return reference
+
+    def begin_start(self, version: int | None = None) -> None:
+        return None
+
+    def finish_start(self, reference: Any) -> None:
+        return None
+
+
+Pools = Callable[..., EnginePool]
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Pools:
+    """A pool of scripted engines, with no second chance for one that took wrong bytes."""
+    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
+
+    def of(*engines: Scripted, **section: Any) -> EnginePool:
+        pool = EnginePool(recipe(model, max_restarts=2), str(model), (), seed=0)
+        chosen = pool._recipe.weight_sync.model_copy(update={"retries": 0} | section)
+        pool._recipe = pool._recipe.model_copy(update={"weight_sync": chosen})
+        pool._engines = list(engines)
+        return pool
+
+    return of
+
+
+MANIFEST = WeightManifest(
+    version=1, attempt=1, session=1, plan_hash="", layout=None, rollout=None, mode="reshard",  # type: ignore[arg-type]
+    precision="fp32", bucket_bytes=1, timeout_s=1.0, rings=(), engines=(0, 1), num_engines=2, transport="gloo", verify="all",
+    store=("", 0), leaders=(0, 0), meetings=(1, 1), wire="full", base=None, quantization=None,
+)  # fmt: skip
+
+
+def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
+    """As the trainer ranks do: until no engine has to be served again. The attempts, and the figures."""
+    wanted: tuple[int, ...] = (0, 1)
+    figures: dict[str, float] = {}
+    attempt = 0
+    while wanted:
+        attempt += 1
+        assert attempt < 9, "no end to it"
+        if attempt == 1:
+            pool.ask(1, wanted)
+        pool.pause(1, attempt, wanted)
+        pool.begin(replace(MANIFEST, attempt=attempt, engines=wanted))
+        wanted, figures = pool.finish()
+    return attempt, figures
+
+
+@pytest.mark.parametrize("follower", [LED, WRONG])
+def test_a_follower_is_not_blamed_for_the_engine_that_leads(pools: Pools, follower: SyncError) -> None:
+    """Whatever it found: what a dead engine left half written may be wrong bytes as well."""
+    leader = Scripted(0, [PAUSED], [DEAD, DEAD, RECEIVED])
+    pool = pools(leader, Scripted(1, [PAUSED], [follower, follower, RECEIVED]))
+    assert sync(pool)[0] == 3 and leader.restarts == 2
+    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [follower]))
+    with pytest.raises(RolloutError, match="rollout engine 0 died in phase weight_sync after 2 restarts"):
+        sync(pool)
+
+
+def test_the_engine_that_took_wrong_bytes_is_named_and_not_the_one_that_it_led(pools: Pools) -> None:
+    pool = pools(Scripted(0, [PAUSED], [WRONG]), Scripted(1, [PAUSED], [LED]))
+    with pytest.raises(SyncError, match="rollout engine 0, phase weight_sync: wrong bytes"):
+        sync(pool)
+    pool = pools(Scripted(0, [PAUSED], [WRONG, RECEIVED]), Scripted(1, [PAUSED], [LED, LED, RECEIVED]), retries=1)
+    assert sync(pool)[0] == 3
+
+
+def test_engines_that_are_aborted_for_no_reason_do_not_go_on_for_ever(pools: Pools) -> None:
+    pool = pools(Scripted(0, [PAUSED], [RECEIVED]), Scripted(1, [PAUSED], [LED]), retries=3)
+    with pytest.raises(SyncError, match="rollout engine 1, phase weight_sync: the engine that leads"):
+        sync(pool)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_an_engine_that_hangs_in_the_pause_is_started_again(pools: Pools, in_flight: str) -> None:
+    hangs = Scripted(0, [SILENT, DEAD, PAUSED], [RECEIVED])
+    assert sync(pools(hangs, Scripted(1, [PAUSED], [RECEIVED]), in_flight=in_flight))[0] == 1
+    assert hangs.restarts == 2
+
+
+def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> None:
+    waits = Scripted(0, [SILENT, PAUSED], [RECEIVED])
+    with pytest.raises(RolloutError, match="no answer"):
+        sync(pools(waits, Scripted(1, [PAUSED], [RECEIVED]), in_flight="wait"))
+    assert waits.restarts == 0
+
+
+def of_machine(name: str) -> EngineProcess:
+    """An engine's processes there; all machines have one host name."""
+    return EngineProcess("node0", name, (), (), 4)
+
+
+def test_engines_share_memory_where_their_machine_is_one_and_not_where_its_name_is(pools: Pools) -> None:
+    engines = [Scripted(index, [PAUSED], [RECEIVED]) for index in range(3)]
+    for engine, name in zip(engines, ("first", "second", "first"), strict=True):
+        engine.process = of_machine(name)
+    facts = pools(*engines).pause(1, 1, (0, 1, 2))
+    assert _leaders(facts, (0, 1, 2)) == (0, 1, 0)
+
+
+def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(node: int) -> None:
+        asked.append("there")
+        raise RolloutError("its node is gone")
+
+    asked: list[str] = []
+    monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
+    monkeypatch.setattr(handle, "node_share", gone)
+    monkeypatch.setattr(platform, "node", lambda: "node0")
+    settings: Any = SimpleNamespace(index=0, place=SimpleNamespace(node=1))
+    for name in (machine(), "another"):
+        engine = EngineHandle(settings, 1.0, 1)
+        engine.process = of_machine(name)
+        engine.kill()
+    assert asked == ["here", "there"]
+
+
+def test_completions_are_counted_group_by_group(pools: Pools) -> None:
+    """Three prompts on two engines; what arrives first is told first, and the first of the three is lost once."""
+    said = [DEAD, *(GroupFacts(position, 3, (2, 2), (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
+
+    class Answering(Scripted):
+        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+            return "queued" if method == "submit" else (Reference(said.pop(0)), "tokens")
+
+        def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
+            return super()._get(getattr(reference, "said", reference), phase, timeout_s, rule)
+
+    pool = pools(Answering(0, [], []), Answering(1, [], []))
+    pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})
+    told: list[tuple[str, float, int]] = []
+    asked = [GroupRequest(position, position, np.zeros(3, np.int32), (1, 2)) for position in range(3)]
+    with work.watching(lambda *heard: told.append(heard)):
+        facts, _ = pool._run({0: {0: asked[0], 2: asked[2]}, 1: {1: asked[1]}}, step=1)
+    assert sorted(facts) == [0, 1, 2]
+    assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]
+
+
+def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools) -> None:
+    """It died between two turns, where it is asked for the next one."""
+    said = [DEAD, "queued"]
+
+    class Answering(Scripted):
+        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+            return said.pop(0) if method == "submit" else ("facts", "tokens")
+
+    pool = pools(Answering(0, [], []))
+    pool._deadline = 0.0
+    calls = pool._submit(pool._engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
+    assert list(calls) == ["facts"] and pool._engines[0].restarts == 1
+    assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
+
+
+def test_figures_are_those_of_all_attempts(pools: Pools) -> None:
+    """Kept completions are in flight in each."""
+    again = Scripted(0, [PAUSED, PAUSED | {"in_flight": 12.0}], [WRONG, RECEIVED])
+    attempts, figures = sync(pools(again, Scripted(1, [PAUSED], [RECEIVED]), retries=1))
+    assert attempts == 2
+    assert figures["sync/pause_s"] == 2 * PAUSED["pause_s"]
+    assert figures["sync/in_flight"] == 2 * PAUSED["in_flight"]
+
+
+def test_what_workers_say_counts_for_the_version_that_they_say_it_of() -> None:
+    taken = {"version": 7, "wait_s": 0.5}
+    assert _reports([taken, taken], 7) == [{"wait_s": 0.5}] * 2
+    for answers in ([taken, taken | {"version": 6}], []):
+        with pytest.raises(SyncError, match="not version 7"):
+            _reports(answers, 7)
+    with pytest.raises(SyncError, match="wrong bytes") as failure:
+        _reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
+    assert not isinstance(failure.value, SyncAborted)
+    with pytest.raises(SyncAborted, match="given up"):
+        _reports([(True, "given up", False), taken], 7)
+    with pytest.raises(SyncLate, match="nothing came"):
+        _reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)

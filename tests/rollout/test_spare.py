@@ -1,0 +1,441 @@
+"""Memory that is lent to one module after the other."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models.layout import RolloutLayout
+from megarl.platform import Platform
+from megarl.weight_sync.copies import Copies, Work
+from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.module_work import module_works, most_threads
+from megarl.weight_sync.read import Box
+from megarl.weight_sync.spare import SpareMemory
+
+CPU = torch.device("cpu")
+
+
+def test_the_next_module_gets_the_same_memory_and_two_parameters_of_one_never_do() -> None:
+    spare = SpareMemory()
+    first, second = spare.take((4, 8), torch.float32, CPU), spare.take((2, 8), torch.bfloat16, CPU)
+    places = first.data_ptr(), second.data_ptr()
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    del first, second
+    spare.take_back()
+    again = spare.take((2, 2, 4), torch.bfloat16, CPU)
+    assert again.shape == (2, 2, 4) and again.dtype == torch.bfloat16 and again.data_ptr() == places[0]
+
+
+@pytest.mark.parametrize(("columns", "stored"), [(512, 544), (511, 511), (2048, 2080), (1, 1)])
+def test_rows_of_whole_kib_lie_a_line_apart_where_that_is_asked_for(columns: int, stored: int) -> None:
+    """Nothing is written between them; and the next to have the memory may want them side by side."""
+    spare = SpareMemory()
+    for value in (1, 2):
+        matrix = spare.take((3, columns), torch.bfloat16, CPU, apart=True)
+        assert matrix.shape == (3, columns) and matrix.stride() == (stored, 1)
+        whole = matrix.as_strided((3, stored), (stored, 1))
+        whole.zero_()
+        spare.words(matrix)[:] = value
+        assert (matrix.view(torch.int16) == value).all() and not whole[:, columns:].any()
+        del matrix, whole
+        spare.take_back()
+        close = spare.take((3, columns), torch.bfloat16, CPU)
+        numbers = torch.arange(3 * columns, dtype=torch.int16).view(3, columns)
+        spare.words(close)[:] = numbers.numpy()
+        assert close.is_contiguous() and torch.equal(close.view(torch.int16), numbers)
+        del close
+        spare.take_back()
+
+
+def test_memory_that_somebody_kept_is_not_lent_again() -> None:
+    """vLLM computes with the weights as they are where it has no kernel that packs them."""
+    spare = SpareMemory()
+    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
+    spare.take_back()
+    spare.take((4, 8), torch.float32, CPU).fill_(2)
+    assert (kept == 1).all()
+
+
+def test_words_are_of_the_memory_that_was_lent_and_keep_nobody_from_it() -> None:
+    """They stay from module to module, and what vLLM keeps is seen beside them."""
+    spare, live = SpareMemory(), torch.zeros(4, 8)
+    places = []
+    for value in (1, 2):
+        matrix = spare.take((4, 8), torch.float32, CPU)
+        spare.words(matrix)[:] = value
+        assert (matrix.view(torch.int32) == value).all() and not live.any()
+        spare.words(live)[:] = 3
+        assert (matrix.view(torch.int32) == value).all() and (live.view(torch.int32) == 3).all()
+        live.zero_()
+        places.append(matrix.data_ptr())
+        del matrix
+        spare.take_back()
+    assert places[0] == places[1]
+    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU), requires_grad=False)
+    spare.words(kept.detach())[:] = 4
+    spare.take_back()
+    spare.words(spare.take((4, 8), torch.float32, CPU))[:] = 5
+    assert (kept.view(torch.int32) == 4).all()
+
+
+def test_a_larger_parameter_gets_larger_memory() -> None:
+    spare = SpareMemory()
+    spare.take((4, 8), torch.float32, CPU)
+    spare.take_back()
+    assert spare.take((400, 8), torch.float32, CPU).fill_(3).sum() == 9600
+
+
+def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
+    """A worker whose modules have a weight [4, 8] each, of which so many elements come."""
+    pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
+    from megarl.weight_sync.receiver import WeightReceiver
+
+    receiver: Any = WeightReceiver.__new__(WeightReceiver)
+    receiver._modules, receiver._spares, receiver._repack_s = modules, [SpareMemory(), SpareMemory()], 0.0
+    receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
+    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    receiver._rollout, receiver._unpacked, receiver._owner = RolloutLayout(), [], None
+    return receiver
+
+
+def works_for(receiver: Any, boxes: Sequence[Box]) -> Sequence[Work]:
+    return module_works(receiver, boxes, receiver._sizes, receiver._spares, 1 << 20).each
+
+
+def take(receiver: Any, boxes: Sequence[Box], works: Sequence[Work] | None, num_threads: int = 1) -> None:
+    """A version, as a reader hands it to the worker: where there are works it is read in place."""
+
+    def read() -> Iterator[Box]:
+        if works is None:
+            yield from boxes
+        else:
+            Copies([box.in_words for box in boxes], works, 1, num_threads).run(lambda count: None)
+        receiver._pack_rest()
+
+    try:
+        receiver._load(read(), boxes[0].content.dtype)
+    finally:
+        for spare in receiver._spares:
+            spare.clear()
+
+
+def linear(elements: int, quant_method: Any) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(elements), requires_grad=False)
+    setattr(module, "quant_method", quant_method)  # noqa: B010
+    return module
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
+def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_place: bool) -> None:
+    """As with the kernel that vLLM has for small weights on CPUs with AMX."""
+
+    class Widening:
+        def process_weights_after_loading(self, module: Any) -> None:
+            packed.append((module.weight.float().sum().item(), module.bias.dtype))
+            module.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+            module.bias.data = module.bias.to(torch.float32)
+
+    packed: list[tuple[float, torch.dtype]] = []
+    module = linear(0, Widening())
+    module.weight.data = module.weight.to(torch.bfloat16)
+    module.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    receiver = receiver_of({"a": module}, {"a.weight": 32, "a.bias": 4})
+    receiver._sizes["a.bias"] = (4, 1)
+    for value in (1.0, 2.0):
+        contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
+        boxes = [Box(name, 0, 0, one, None, words_of(one)) for name, one in contents.items()]
+        take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
+        assert packed.pop() == (32.0 * value, torch.bfloat16)
+        assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
+    wrong = iter([Box("a.weight", 0, 0, torch.zeros(4, 8, dtype=torch.float16))])
+    with pytest.raises(SyncError, match="a.weight is torch.bfloat16 in the engine but torch.float16"):
+        receiver._load(wrong, torch.float16)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
+def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_place: bool) -> None:
+    """With a module that packs its weight and drops it, as vLLM's linear layers do on CPUs that have a kernel for it."""
+    places, packed = [], []
+
+    class Packing:
+        def process_weights_after_loading(self, module: Any) -> None:
+            places.append(module.weight.data_ptr())
+            packed.append(module.weight.clone())
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    names = [f"layers.{number}.linear" for number in range(3)]
+    # The last one has a row of padding, which is zero although the memory was written before.
+    covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
+    receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
+    contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
+    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
+    take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
+    assert len(set(places)) == 1
+    assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
+
+
+def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None:
+    """Each once; one that vLLM keeps packed stands between them, and does not wait."""
+    order: list[str] = []
+
+    class Noting:
+        def process_weights_after_loading(self, module: Any) -> None:
+            order.append(next(name for name, one in modules.items() if one is module))
+
+    modules = {name: linear(elements, Noting()) for name, elements in (("a", 32), ("packed", 0), ("b", 32))}
+    receiver = receiver_of(modules, {"packed.weight": 32})
+
+    def boxes() -> Iterator[Box]:
+        for number, name in enumerate(modules, start=1):
+            yield Box(f"{name}.weight", 0, 0, torch.full((4, 8), float(number)))
+        order.append("all came")
+
+    receiver._load(boxes(), torch.float32)
+    receiver._pack_rest()
+    assert order == ["packed", "all came", "a", "b"]
+    assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]
+
+
+class Noting:
+    """Says which modules are packed, in order; those whose names say so are dropped then, as vLLM does."""
+
+    def __init__(self, packed: list[str]) -> None:
+        self.packed, self.modules = packed, dict[str, torch.nn.Module]()
+
+    def process_weights_after_loading(self, module: Any) -> None:
+        name = next(name for name, one in self.modules.items() if one is module)
+        self.packed.append(f"{name} {float(module.weight.sum()):g}")
+        if "packed" in name:
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def modules_of(names: Sequence[str], packed: list[str]) -> tuple[Any, list[Box], list[torch.Tensor]]:
+    """A receiver of such modules, their boxes, and the contents of these."""
+    method = Noting(packed)
+    method.modules |= {name: linear(0, method) for name in names}
+    for name, module in method.modules.items():
+        if "packed" not in name:
+            module.weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+    receiver = receiver_of(method.modules, {f"{name}.weight": 32 for name in names})
+    contents = [torch.zeros(4, 8) for _ in names]
+    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
+    return receiver, boxes, contents
+
+
+def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -> None:
+    packed: list[str] = []
+    receiver, boxes, contents = modules_of(["a", "b"], packed)
+    works, modules = list(works_for(receiver, boxes)), receiver._modules
+
+    def taken(value: float) -> list[float]:
+        """Sums of both parameters after a version whose elements are all this value."""
+        for content in contents:
+            content.fill_(value)
+        packed.clear()
+        take(receiver, boxes, works)
+        assert packed == [f"{name} {32 * value:g}" for name in modules]
+        return [float(module.weight.sum()) for module in modules.values()]
+
+    assert taken(1.0) == [32.0, 32.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receiver, "target", None)  # nothing is looked for again
+        assert taken(2.0) == [64.0, 64.0]
+    with pytest.MonkeyPatch.context() as patch:  # a kernel that keeps a copy of its own, laid out alike
+        process = Noting.process_weights_after_loading
+
+        def keep_copy(self: Noting, module: Any) -> None:
+            process(self, module)
+            module.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+
+        patch.setattr(Noting, "process_weights_after_loading", keep_copy)
+        assert [taken(value) for value in (6.0, 7.0, 8.0)] == [[192.0] * 2, [224.0] * 2, [256.0] * 2]
+    moved = modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
+    assert taken(3.0) == [96.0, 96.0] and (moved == 3.0).all()
+    mapped = [weakref.ref(box.words) for box in boxes]
+    boxes.clear()
+    works.clear()
+    assert [one() for one in mapped] == [None, None], "what a rank shared stays mapped"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_each_module_is_packed_once_in_every_version_one_that_lives_once_everything_has_come(num_threads: int) -> None:
+    packed: list[str] = []
+    names = ("a", "packed.0", "b", "packed.1")
+    receiver, boxes, contents = modules_of(names, packed)
+    works = works_for(receiver, boxes)
+    for value in (1.0, 2.0, 3.0):
+        if value == 3.0:
+            receiver._modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)  # it has moved
+        for content in contents:
+            content.fill_(value)
+        packed.clear()
+        take(receiver, boxes, works, num_threads)
+        assert sorted(packed[:2]) == [f"packed.{number} {32 * value:g}" for number in (0, 1)]
+        assert sorted(packed[2:]) == [f"{name} {32 * value:g}" for name in ("a", "b")]
+        assert float(receiver._modules["b"].weight.sum()) == 32 * value
+        held = [name for name, work in zip(names, works, strict=True) if work._places]  # type: ignore[attr-defined]
+        assert held == ["a", "b"], "spare memory is given back"
+
+
+def test_a_version_that_broke_off_in_the_middle_of_a_module_leaves_nothing_behind() -> None:
+    """Its memory belongs to the module then, as a parameter that lives: the next version writes there, and packs it."""
+    packed: list[str] = []
+    receiver, boxes, contents = modules_of(("packed.0", "packed.1"), packed)
+    works = works_for(receiver, boxes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "copyto", lambda place, words: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            take(receiver, boxes, works)
+    assert receiver._modules["packed.0"].weight.numel() == 32 and not packed
+    for value in (1.0, 2.0):
+        for content in contents:
+            content.fill_(value)
+        packed.clear()
+        take(receiver, boxes, works)
+        assert sorted(packed) == [f"packed.{number} {32 * value:g}" for number in (0, 1)]
+
+
+def test_the_old_packed_form_is_gone_before_there_is_a_new_one() -> None:
+    held: list[bool] = []
+
+    class Packing:
+        def process_weights_after_loading(self, module: Any) -> None:
+            held.append(hasattr(module, "cpu_linear"))
+            module.weight, module.cpu_linear = torch.nn.Parameter(torch.empty(0), requires_grad=False), "packed"
+
+    receiver = receiver_of({"a": linear(0, Packing())}, {"a.weight": 32})
+    content = torch.zeros(4, 8)
+    boxes = [Box("a.weight", 0, 0, content, None, words_of(content))]
+    works = works_for(receiver, boxes)
+    for _ in range(2):
+        take(receiver, boxes, works)
+    assert held == [False, False] and receiver._modules["a"].cpu_linear == "packed"
+
+
+@pytest.mark.parametrize(("tied", "pipeline", "packs_head"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipeline: int, packs_head: bool) -> None:
+    """A head that shares its parameter is packed with it, where the stage has one."""
+    layers = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+    packed: list[str] = []
+    method = Noting(packed)
+    for name, kind in (("embed_tokens", layers.VocabParallelEmbedding), ("lm_head", layers.ParallelLMHead)):
+        module = method.modules[name] = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        module.weight, module.quant_method = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False), method
+        module.cpu_linear = None
+    receiver = receiver_of(method.modules, {})
+    receiver._shape, receiver._rollout = SimpleNamespace(tied=tied), RolloutLayout(pipeline=pipeline)
+    receiver._worker = lambda: 0
+    receiver._process("embed_tokens")
+    embedding: Any = method.modules["embed_tokens"]
+    hidden = torch.randn(3, 8)
+    assert torch.equal(embedding.cpu_linear(hidden, embedding.weight, None), hidden @ embedding.weight.T)
+    assert packed == ["lm_head 32"] * packs_head
+    receiver._process("lm_head")
+    assert packed[-1] == "lm_head 32", "a head's own weights are packed"
+
+
+def test_large_modules_come_piece_by_piece_and_all_in_the_order_of_their_pieces() -> None:
+    """Ranks see the first pieces alone, all before the first one that is missing."""
+    receiver, boxes, _ = modules_of(("a", "large", "b"), [])
+    boxes = [box for box in boxes for _ in range(2)]
+    receiver.is_large = lambda owner: owner == "large"
+    assert [list(work.numbers) for work in works_for(receiver, boxes)] == [[0, 1], [2], [3], [4, 5]]
+
+
+# Of a module's parameters: rows, and bytes of each.
+SIZES = st.lists(st.tuples(st.integers(1, 99), st.sampled_from((1, 60, 1024, 2048, 3000))), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(SIZES, min_size=1, max_size=5), min_size=1, max_size=3),
+    st.integers(0, 1 << 16),
+    st.randoms(),
+)
+def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buckets(
+    layers: list[list[list[tuple[int, int]]]], bucket_bytes: int, dice: random.Random
+) -> None:
+    """However modules are dealt to them."""
+    modules = {f"model.layers.{layer}.{one}": sizes for layer, each in enumerate(layers) for one, sizes in enumerate(each)}
+    num_threads = min(8, most_threads(modules, bucket_bytes))
+    spares = [SpareMemory() for _ in range(num_threads)]
+    for owner in dice.sample(list(modules), len(modules)):
+        spare = dice.choice(spares)
+        for size in modules[owner]:
+            spare.take(size, torch.uint8, CPU, apart=True)
+        spare.take_back()
+    taken = sum(block.num_bytes for spare in spares for block in spare._blocks)
+    room = max(sum(math.prod(size) for sizes in layer for size in sizes) for layer in layers) + 2 * bucket_bytes
+    assert taken <= room or num_threads == 1
+    alone = SpareMemory()
+    for sizes in modules.values():
+        for size in sizes:
+            alone.take(size, torch.uint8, CPU, apart=True)
+        alone.take_back()
+    of_a_thread = sum(block.num_bytes for block in alone._blocks)
+    assert num_threads == 8 or (num_threads + 1) * of_a_thread > room, "there is room for more"
+
+
+def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own packing, of rows 1 KiB long: with what lies between them it would compute something else. Of 40 rows, which
+    its kernel for small weights does not take."""
+    pytest.importorskip("vllm", reason="needs vLLM's kernels")
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    class Method:
+        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+    def loaded() -> Any:
+        module: Any = linear(0, Method())
+        module.weight = torch.nn.Parameter(torch.zeros(40, 512, dtype=torch.bfloat16), requires_grad=False)
+        module.quant_method.process_weights_after_loading(module)
+        return module
+
+    modules: dict[str, Any] = {"a": loaded(), "kept": loaded()}
+    other = torch.zeros(1)  # as other kernels hold what they have packed
+
+    def of_another_kernel(hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        return hidden + other
+
+    modules["kept"].cpu_linear = of_another_kernel
+    receiver = receiver_of(modules, {f"{name}.weight": 40 * 512 for name in modules})
+    receiver._sizes = {f"{name}.weight": (40, 512) for name in modules}
+    content, hidden = torch.randn(40, 512).bfloat16(), torch.randn(3, 512).bfloat16()
+    expected = torch.nn.functional.linear(hidden, content)
+    strides: list[tuple[int, ...]] = []
+    process = receiver._process
+
+    def note(owner: str) -> None:
+        strides.append(modules[owner].weight.stride())
+        process(owner)
+
+    receiver._process = note
+    boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
+    for has_avx, stored in ((True, 544), (False, 512)):
+        monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
+        for spare in receiver._spares:  # garbage between the rows
+            matrix = spare.take((48, 1024), torch.bfloat16, CPU).fill_(float("nan"))
+            del matrix
+            spare.take_back()
+        take(receiver, boxes, works_for(receiver, boxes))
+        assert strides == [(stored, 1), (512, 1)] and modules["a"].weight.numel() == 0
+        for module in modules.values():
+            assert torch.allclose(module.cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)
+        modules["kept"].cpu_linear = of_another_kernel
+        strides.clear()

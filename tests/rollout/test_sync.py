@@ -1,0 +1,262 @@
+"""After a weight sync a real vLLM engine equals one that loaded the same weights from disk.
+
+Of every family: `test_sync_families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.cluster.ray_cluster import start_cluster, stop_cluster
+from megarl.models.layout import RolloutLayout
+from megarl.rollout.failure import RolloutError
+from megarl.rollout.pool import EnginePool
+from megarl.weight_sync.manifest import SyncError
+from tests.rollout_cases import (
+    STOP,
+    Publisher,
+    corrupt,
+    corrupt_in_place,
+    distance,
+    prompts,
+    recipe,
+    same,
+    samples,
+    save_model,
+)
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for all pools of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TORCHRUN.items():
+            patch.setenv(name, value)
+        start_cluster()
+        yield
+        stop_cluster()
+
+
+def open_engines(model: Path, **rollout: object) -> EnginePool:
+    pool = EnginePool(recipe(model, **rollout), str(model), STOP, seed=3)
+    pool.start()
+    return pool
+
+
+@pytest.mark.nightly  # in CI: test_sync_families.py
+def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
+    old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new)
+    with ThreadPoolExecutor() as threads:  # two engines start in the time of one
+        synced, loaded = threads.map(open_engines, (old, new))
+    try:
+        publisher.publish(1, new, synced)
+        assert same(samples(synced, 1), samples(loaded, 1))
+    finally:
+        synced.shutdown()
+        loaded.shutdown()
+        publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "layers", "layout"),
+    [
+        pytest.param("qwen3_moe", True, 2, RolloutLayout(2), marks=pytest.mark.nightly),
+        ("llama", True, 3, RolloutLayout(pipeline=2)),
+        ("deepseek_v3", False, 2, RolloutLayout(2, 2, expert_parallel=True)),
+        pytest.param("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True), marks=pytest.mark.nightly),
+    ],
+)
+def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout) -> None:
+    """By parts and, where experts are not dealt, by whole tensors; an engine of which one worker took wrong bytes takes all
+    of it again."""
+    old, new = (save_model(tmp_path / name, family, tied, seed, layers) for seed, name in enumerate(("old", "new")))
+    publisher, whole = (Publisher(new, layout, mode=mode) for mode in ("reshard", "checkpoint"))
+    pool = open_engines(old, **asdict(layout))
+    assert pool._engines[0].process is not None
+    shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
+    try:
+        before = samples(pool, 1)
+        assert distance(old, before) < 1e-4
+        figures = publisher.publish(1, new, pool)
+        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        after = samples(pool, 1)
+        assert distance(new, after) < 1e-4
+        sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
+        assert layout.expert_parallel or sent["sync/received_bytes"] > figures["sync/received_bytes"]
+        assert same(before, samples(pool, 1)), "the first weights did not come back"
+        publisher.in_place = True
+        corrupt_in_place(publisher, times=1)
+        assert publisher.publish(3, new, pool)["sync/attempts"] == 2
+        assert same(after, samples(pool, 1)), "parts after whole tensors differ from parts alone"
+        assert shared_files and all(file.exists() for file in shared_files)
+    finally:
+        pool.shutdown()
+        publisher.close()
+        whole.close()
+    assert not [file for file in shared_files if file.exists()]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
+    """Two engines with version 1, a publisher, and the models of version 1 and of the next."""
+    folder = tmp_path_factory.mktemp("models")
+    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
+    publisher = Publisher(new, engines=2)
+    pool = open_engines(old, engines=2)
+    publisher.publish(1, new, pool)
+    yield pool, publisher, new, old
+    pool.shutdown()
+    publisher.close()
+
+
+Running = tuple[EnginePool, Publisher, Path, Path]
+
+
+def test_checkpoint_mode_gives_the_engine_the_same_weights(running: Running) -> None:
+    """Whole tensors through vLLM's loader, and the parts of each worker by megarl's table, end in the same bits."""
+    pool, publisher, new, old = running
+    whole = Publisher(old, engines=2, mode="checkpoint")
+    before = samples(pool, 3)
+    whole.publish(7, old, pool)
+    loaded = samples(pool, 3)
+    assert not same(before, loaded)
+    publisher.publish(8, old, pool)
+    assert same(loaded, samples(pool, 3))
+    publisher.publish(9, new, pool)
+    assert same(before, samples(pool, 3))
+    whole.close()
+
+
+def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
+    pool, _, new, _ = running
+    batch = pool.generate(prompts(), 5)
+    drawn = batch.payload.fetch(range(16))
+    assert distance(new, drawn) < 1e-4
+    assert batch.groups.tolist() == np.repeat([0, 1, 2, 3], 4).tolist()
+    for s, sample in drawn.items():
+        assert np.array_equal(sample.prompt_ids, prompts()[s // 4].token_ids) and sample.group == s // 4
+        assert batch.completion_lengths[s] == len(sample.completion.token_ids)
+        assert batch.prompt_lengths[s] == len(sample.prompt_ids)
+    assert batch.executed.prompts == 4 and batch.executed.group_size == 4 and batch.executed.max_concurrent == 7
+    assert set(batch.first_version) == set(batch.last_version)
+
+
+def test_a_stop_token_stays_in_the_completion_with_its_logprob(running: Running) -> None:
+    drawn = [sample.completion for step in range(3) for sample in samples(running[0], step).values()]
+    stopped = [completion for completion in drawn if completion.finish_reason == "stop"]
+    assert stopped and len(stopped) < len(drawn)
+    for completion in drawn:
+        assert not set(completion.token_ids[:-1].tolist()) & set(STOP)
+        assert (int(completion.token_ids[-1]) in STOP) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 24
+
+
+def test_seeds_depend_on_step_prompt_and_member_alone(running: Running) -> None:
+    pool = running[0]
+    assert same(samples(pool, 7), samples(pool, 7))
+    assert not same(samples(pool, 7), samples(pool, 8))
+    tokens = {tuple(sample.completion.token_ids) for sample in samples(pool, 7).values()}
+    assert len(tokens) == 16, "members of a group drew the same completion"
+
+
+def test_wrong_prompts_never_reach_the_engine(running: Running) -> None:
+    pool = running[0]
+    good = prompts(1)[0]
+    for ids, rule in [
+        ([131], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([], "max_prompt_tokens"),
+        ([2] * 17, "max_prompt_tokens"),
+    ]:
+        wrong = type(good)(9, np.array(ids, dtype=np.int32), "", "", {})
+        with pytest.raises(ValueError, match=rf"prompt 9 .*{rule}"):
+            pool.generate([good, wrong], 1)
+    assert len(pool.generate([good], 1)) == 4
+
+
+def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
+    import psutil
+
+    for engine in running[0]._engines:
+        assert engine.process is not None
+        for pid, _ in engine.process.pids:
+            names = psutil.Process(pid).environ().keys()
+            assert not TORCHRUN.keys() & names
+
+
+def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) -> None:
+    import pickle
+    import subprocess
+    import sys
+
+    pool = running[0]
+    batch = pool.generate(prompts(), 2)
+    (tmp_path / "payload").write_bytes(pickle.dumps((pool.address, batch.payload)))
+    code = (
+        "import pickle, sys\nfrom pathlib import Path\nfrom megarl.cluster.ray_cluster import join_cluster\n"
+        "folder = Path(sys.argv[1])\naddress, payload = pickle.loads((folder / 'payload').read_bytes())\n"
+        "join_cluster(address)\n"
+        "(folder / 'samples').write_bytes(pickle.dumps(payload.fetch([3, 4, 15])))\n"
+        "assert 'torch' not in sys.modules, 'a payload needs no torch'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
+    fetched = pickle.loads((tmp_path / "samples").read_bytes())
+    own = batch.payload.fetch(range(16))
+    assert same(fetched, {s: own[s] for s in (3, 4, 15)})
+
+
+def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
+    from megarl.rollout.batch import dump_rollout
+    from megarl.rollout.pool import open_pool
+
+    batch = running[0].generate(prompts(), 4)
+    dump_rollout(tmp_path, 4, batch)
+    replay = open_pool(recipe(running[2], replay=str(tmp_path)), "unused", STOP, seed=3)
+    replay.start()
+    again = replay.generate(prompts(), 4)
+    assert same(batch.payload.fetch(range(16)), again.payload.fetch(range(16)))
+    for column in ("groups", "prompt_lengths", "completion_lengths", "first_version", "last_version"):
+        assert np.array_equal(getattr(batch, column), getattr(again, column)), column
+    assert batch.finish_reasons == again.finish_reasons
+    with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
+        replay.generate(prompts(), 5)
+    with pytest.raises(ValueError, match="prompt 0 is not the one"):
+        replay.generate(prompts(start=1), 4)
+
+
+def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:
+    pool, publisher, new, _ = running
+    corrupt(publisher, bucket=2, times=2)
+    with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in bucket 2"):
+        publisher.publish(3, new, pool)
+    with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
+        pool.generate(prompts(), 1)
+    publisher.publish(4, new, pool)
+    batch = pool.generate(prompts(), 1)
+    assert set(batch.first_version) == set(batch.last_version) == {4}
+    assert distance(new, batch.payload.fetch(range(16))) < 1e-4
+
+
+def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_run(running: Running) -> None:
+    pool, publisher, new, _ = running
+    broken = publisher.shards(new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    publisher.publish_shards(5, broken, pool)
+    section = pool._recipe.rollout.model_copy(update={"max_restarts": 0})
+    pool._recipe = pool._recipe.model_copy(update={"rollout": section})
+    said = (
+        r"rollout engine \d died in phase rollout after 0 restarts .*: a log-probability of group \d is nan, under version 5"
+    )
+    with pytest.raises(RolloutError, match=said):
+        pool.generate(prompts(), 1)

@@ -1,0 +1,196 @@
+"""How plans are measured, what they reach, and what no plan could."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate, compress, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.planner.distribution import DISTRIBUTIONS, draw
+from megarl.planner.flops import sequence_cost
+from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, bubble_share, plan_phase, quality
+from megarl.schedule.bound import RankModel, least_time
+from megarl.schedule.cost import in_step, run_times
+from tests.cluster_cases import MODELS
+
+QWEN_7B = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
+           "vocab_size": 152064, "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+
+
+def test_a_worked_example_is_measured_right() -> None:
+    """Two ranks, three sequences; 2 stages; costs 10, 20 and 40 + 1 a micro-batch; the layout pads to multiples of 4."""
+    layout = Layout(tensor=4, pipeline=2, data=2, sequence_parallel=True)
+    ranks = ((MicroBatch((0,), 10, 12), MicroBatch((1,), 20, 20)), (MicroBatch((2,), 40, 40), MicroBatch((3,), 6, 8)))
+    plan = Plan("actor_update", (MiniBatch(0, (0, 1, 2, 3), ranks),), layout)
+    figures = quality(plan, [10, 20, 40, 6], Cost(0.0, 1.0))
+    assert (figures.num_micro_batches, figures.tokens, figures.slots, figures.max_slots) == (2, 76, 80, 40)
+    assert figures.useful_share == pytest.approx(76 / 80)
+    assert figures.imbalance == pytest.approx(46 / 38)
+    # Rank 0: 30 + 2 + (20 + 1) = 53, rank 1: 46 + 2 + (40 + 1) = 89.
+    assert figures.bubble_share == pytest.approx((21 + 41) / (53 + 89))
+    assert figures.efficiency == pytest.approx(76 / (2 * 89))
+    drained = replace(plan.mini_batches[0], max_micro_batches_in_flight=1)
+    # Every micro-batch is waited for: rank 1 takes 2 * (46 + 2).
+    assert quality(replace(plan, mini_batches=(drained,)), [10, 20, 40, 6], Cost(0.0, 1.0)).efficiency == pytest.approx(
+        76 / 192
+    )
+
+
+def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
+    layout = Layout(data=2)
+    uneven = [
+        MiniBatch(0, (0, 1), ((MicroBatch((a,), a + 1, a + 1),), (MicroBatch((1 - a,), 2 - a, 2 - a),))) for a in (0, 1)
+    ]
+    figures = quality(Plan("x", tuple(uneven), layout), [1, 2], Cost(0.0, 0.0))
+    assert figures.imbalance == pytest.approx(4 / 3) and figures.efficiency == pytest.approx(6 / (2 * 4))
+
+
+def test_the_cost_of_a_model_is_its_operations() -> None:
+    """Qwen2.5-7B, counted matrix by matrix: (rows, columns) of a layer, 2 operations a weight and token."""
+    cost = sequence_cost(ModelShape.from_config(QWEN_7B))
+    matrices = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
+    per_token = sum(2 * rows * columns for rows, columns in matrices)
+    length = 4096
+    # Token t attends to t others: one multiplication and addition for its score and one for its value, a head dimension.
+    attention = sum(2 * 2 * position * 28 * 128 for position in range(1, length + 1))
+    assert cost.sequence(length) == pytest.approx((per_token * length + attention) / per_token, rel=1e-4)
+
+
+def test_the_cost_of_windows_and_of_latent_attention_is_counted_pair_by_pair() -> None:
+    """Gemma 3 sees 512 tokens in five of six layers; DeepSeek-V3's heads have 192 dimensions of keys and 128 of values."""
+    gemma = ModelShape.from_config(QWEN_7B | {
+        "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 512, "sliding_window_pattern": 6,
+        "head_dim": 128, "query_pre_attn_scalar": 128,
+    })  # fmt: skip
+    weights = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944
+    met = sum(5 * min(place, 512) + place for place in range(1, 4097)) / 6
+    assert sequence_cost(gemma).sequence(4096) == pytest.approx(4096 + 2 * 28 * 2 * 128 * met / (2 * weights))
+    deepseek = ModelShape.from_config(MODELS["unsloth/DeepSeek-V3-bf16"])
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    weights = 61 * attention + 3 * 3 * 7168 * 18432 + 58 * 7168 * (256 + 3 * 9 * 2048)
+    met = 4096 * 4097 // 2
+    assert sequence_cost(deepseek).sequence(4096) == pytest.approx(4096 + 61 * 2 * 128 * (192 + 128) * met / (2 * weights))
+
+
+def test_ranks_that_share_experts_wait_for_the_costliest_micro_batch_of_theirs() -> None:
+    costs = [[9.0, 1.0], [4.0, 2.0], [5.0, 1.0], [6.0, 6.0]]
+    assert in_step(costs, Layout(data=4)) == costs
+    assert in_step(costs, Layout(data=4, expert=2)) == [[9.0, 2.0], [9.0, 2.0], [6.0, 6.0], [6.0, 6.0]]
+    assert in_step(costs, Layout(tensor=2, data=4, expert=2, expert_tensor=1)) == costs  # the tensor ranks have them all
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_ranks_that_share_experts_are_even_under_a_pipeline_too(kind: str) -> None:
+    layout, cost = Layout(pipeline=8, data=4, expert=4), Cost(1.5e-5)
+    lengths, cap = batch(kind, 64, layout)
+    found = quality(plan_phase(Schedule("actor_update", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
+    assert found.imbalance <= 1.01
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_alike_micro_batches_idle_by_the_known_formula(stages: int, chunks: int) -> None:
+    layout = Layout(pipeline=stages, virtual_pipeline=chunks)
+    time, bubble = run_times([5.0] * 8, (8,), layout, Cost(0.0, 0.0))
+    assert bubble / time == pytest.approx(bubble_share(8, stages, chunks))
+    assert bubble_share(8, stages, chunks) == pytest.approx((stages - 1) / (chunks * 8 + stages - 1))
+
+
+def test_unlike_micro_batches_take_what_a_simulated_pipeline_takes() -> None:
+    """Forward only: a stage starts a micro-batch when the stage before has passed it on and the one before is done."""
+    costs, stages = [3.0, 9.0, 1.0, 4.0], 3
+    done = [[0.0] * (len(costs) + 1) for _ in range(stages + 1)]
+    for stage, number in product(range(1, stages + 1), range(1, len(costs) + 1)):
+        done[stage][number] = max(done[stage - 1][number], done[stage][number - 1]) + costs[number - 1] / stages
+    time, _ = run_times(costs, (4,), Layout(pipeline=stages), Cost(0.0, 0.0))
+    assert time / stages == pytest.approx(done[stages][len(costs)])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 30), min_size=4, max_size=6), st.integers(1, 4), st.integers(1, 2))
+def test_no_assignment_is_below_the_bound(lengths: list[int], stages: int, count: int) -> None:
+    """Every way to put the sequences into 2 ranks of `count` micro-batches."""
+    lengths, layout, cost = sorted(lengths, reverse=True), Layout(data=2, pipeline=stages), Cost(0.01, 2.0)
+    costs = [cost.sequence(length) for length in lengths]
+    best = min(
+        max(
+            run_times([sum(compress(costs, map(one.__eq__, bins))) for one in own], (count,), layout, cost)[0]
+            for own in (range(count), range(count, 2 * count))
+        )
+        for bins in product(range(2 * count), repeat=len(lengths))
+    )
+    bound = least_time([0.0, *accumulate(costs)], 2, RankModel.of(count, None, layout, cost))
+    assert bound <= best * 1.001
+    if stages == 1 and count == 1:
+        plan = plan_phase(
+            Schedule("critic_value", max_tokens=1000), lengths[: len(lengths) // 2 * 2], Layout(data=2), 0, cost
+        )
+        rank_costs = [sum(costs[s] for one in rank for s in one.samples) for rank in plan.mini_batches[0].micro_batches]
+        assert max(rank_costs) + 2 <= best * 4 / 3  # Graham's bound of longest processing time first
+
+
+def batch(kind: str, per_rank: int, layout: Layout, longest: int = 8192) -> tuple[list[int], int]:
+    """(lengths, a cap of four times their mean that holds the longest)."""
+    lengths = draw(kind, per_rank * layout.data, longest, seed=5)
+    return lengths, max(longest, -(-4 * sum(lengths) // len(lengths)))
+
+
+@pytest.mark.parametrize("data", [8, 64])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("per_rank", [8, 64])
+def test_plans_reach_their_targets(kind: str, data: int, per_rank: int) -> None:
+    """Padding under 2 %, micro-batches within one of the fewest, ranks within 1 % (8 a rank: 3 % of the longest's bound)."""
+    layout, cost = Layout(tensor=2, data=data, sequence_parallel=True), Cost(1.5e-5)
+    lengths, cap = batch(kind, per_rank, layout)
+    figures = quality(plan_phase(Schedule("critic_value", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
+    costs = [cost.sequence(length) for length in lengths]
+    least_imbalance = max(1.0, max(costs) * data / sum(costs))
+    assert figures.useful_share >= 0.98
+    assert figures.num_micro_batches <= -(-sum(lengths) // (cap * data)) + 1
+    assert figures.imbalance <= least_imbalance * (1.01 if per_rank == 64 else 1.03)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("stages", [4, 8])
+def test_a_plan_for_a_pipeline_idles_less_than_one_that_only_fills_the_cap(kind: str, stages: int) -> None:
+    layout, cost = Layout(pipeline=stages, data=8), Cost(1.5e-5)
+    lengths, cap = batch(kind, 64, layout)
+    schedule = Schedule("actor_update", max_tokens=cap)
+    plan = plan_phase(schedule, lengths, layout, 0, cost)
+    filled = replace(plan_phase(schedule, lengths, replace(layout, pipeline=1), 0, cost), layout=layout)
+    assert quality(plan, lengths, cost).efficiency > 1.05 * quality(filled, lengths, cost).efficiency
+
+
+def test_micro_batches_run_costliest_first() -> None:
+    """Runs of a drained pipeline then hold micro-batches that are alike, and a shortage of memory shows at once."""
+    generator = random.Random(2)
+    lengths = [generator.randint(1, 900) for _ in range(96)]
+    schedule = Schedule("actor_update", max_tokens=1800, mini_batch=96, max_micro_batches_in_flight=2)
+    plan = plan_phase(schedule, lengths, Layout(pipeline=4, data=2), 0, Cost(1e-4))
+    for rank in plan.mini_batches[0].micro_batches:
+        costs = [sum(Cost(1e-4).sequence(lengths[sample]) for sample in one.samples) for one in rank]
+        assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_distributions_stay_in_their_range_and_repeat(kind: str) -> None:
+    lengths = draw(kind, 4000, 1000, seed=1)
+    assert lengths == draw(kind, 4000, 1000, seed=1) != draw(kind, 4000, 1000, seed=2)
+    assert min(lengths) >= 1 and 950 <= max(lengths) <= 1000
+    median, mean = sorted(lengths)[2000], sum(lengths) / 4000
+    assert (abs(mean - median) < 30) if kind == "uniform" else (mean > 1.15 * median)
+    assert draw(kind, 3, 1, seed=0) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("kind", "count", "longest", "text"), [
+    ("normal", 1, 1, "'normal' is not one of uniform, log-normal, long-tail"), ("uniform", 0, 5, "0 lengths"),
+    ("uniform", 5, 0, "up to 0 tokens"),
+])  # fmt: skip
+def test_an_unknown_distribution_is_refused(kind: str, count: int, longest: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        draw(kind, count, longest, 0)

@@ -1,0 +1,278 @@
+"""Where a step's time went, worked by hand: ranks, roles, engines, devices, and the run as a whole."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.models import ModelShape
+from megarl.planner.flops import forward_flops, update_flops
+from megarl.planner.placement import EnginePlace
+from megarl.platform.peaks import peak_of
+from megarl.recipe import load_recipe
+from megarl.rollout.requests import ClockOffset, EngineReport, RequestLog, RequestTimes
+from megarl.schedule import MicroBatch, MiniBatch
+from megarl.telemetry.clock import StepTimes
+from megarl.telemetry.devices import Devices
+from megarl.telemetry.engine_trace import FIRST_PROCESS, EngineTraces, in_lanes
+from megarl.telemetry.idle import bubble_figures, engine_figures, idle_figures, role_figures, worker_figures
+from megarl.telemetry.operations import step_flops
+from megarl.telemetry.step_figures import Sizes, StepFigures
+from megarl.telemetry.totals import run_totals, totals_lines
+from megarl.telemetry.trace import merge
+from tests.runs import tiny_recipe, tiny_run
+
+# Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.
+RANKS = [
+    {("rollout", "wait_engines"): 3.0, ("critic_update", "forward"): 0.5, ("critic_update", "wait_pipeline"): 1.5,
+     ("actor_update", "forward"): 1.0, ("actor_update", "wait_layers"): 1.0, ("actor_update", "wait_pipeline"): 1.0,
+     ("actor_update", "offload"): 1.0, ("actor_update", "unaccounted"): 0.5, ("", "unaccounted"): 0.5},
+    {("rollout", "wait_engines"): 3.0, ("critic_update", "forward"): 1.5, ("critic_update", "wait_pipeline"): 0.5,
+     ("actor_update", "forward"): 3.0, ("actor_update", "wait_pipeline"): 0.5, ("actor_update", "offload"): 1.0,
+     ("", "unaccounted"): 0.5},
+]  # fmt: skip
+PHASES = {"rollout": 3.0, "critic_update": 2.0, "actor_update": 4.5, "weight_sync": 0.0}
+# Two engines, of which the first has requests for 2 of the 3 s of the rollout.
+BUSY_S = [2.0, 2.75]
+
+
+def test_idle_time_has_a_cause_and_a_straggler():
+    assert idle_figures(RANKS) == pytest.approx({
+        "idle/share": 10.5 / 20, "idle/engines_share": 6 / 20, "idle/pipeline_share": 3.5 / 20, "idle/layers_share": 1 / 20,
+        "offload/share": 2 / 20, "idle/unaccounted_share": 1.5 / 20, "idle/straggler_rank": 1,
+        "idle/straggler_s": (3.5 + 1.0) / 2 - 1.0,
+    })  # fmt: skip
+
+
+def test_a_role_is_busy_waits_or_rests_while_others_run():
+    figures = role_figures(RANKS)
+    own = {key.removeprefix("idle/actor/"): value for key, value in figures.items() if key.startswith("idle/actor/")}
+    assert own == pytest.approx({
+        "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
+        "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
+    })  # fmt: skip
+    assert figures["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in figures)
+
+
+def test_the_bubble_is_measured_in_the_pipeline_s_own_time():
+    assert bubble_figures(RANKS) == {"idle/critic_update/bubble_share": 2 / 4, "idle/actor_update/bubble_share": 1.5 / 6.5}
+
+
+def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
+    assert engine_figures(BUSY_S, 10.0, 3.0, 1.0) == pytest.approx({
+        "idle/engines/busy_share": 4.75 / 20, "idle/engines/tail_share": 1.25 / 20, "idle/engines/weight_sync_share": 2 / 20,
+        "idle/engines/training_share": 12 / 20, "idle/slowest_engine": 1, "idle/slowest_engine_s": 0.375,
+    })  # fmt: skip
+    assert engine_figures([], 10.0, 3.0, 1.0) == {}
+    # Requests that go on while the trainer works: no part is negative, and they still sum to the step.
+    ahead = engine_figures([9.5], 10.0, 3.0, 1.0)
+    assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
+    assert worker_figures(3.0, 2, 10.0) == {
+        "idle/reward_workers/busy_share": 0.15,
+        "idle/reward_workers/resting_share": 0.85,
+    }
+
+
+def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
+    places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
+    figures = Devices.of(2, 2, places, shared=False).figures(RANKS, BUSY_S, PHASES)
+    assert figures["idle/device/rollout_s"] == BUSY_S and figures["idle/device/engines_s"] == [1.0, 0.25]
+    assert figures["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in figures
+    assert figures["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
+    """On GPUs of their own; and on a CPU, where no rank gives way to an engine, whatever numbers their places have."""
+    places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
+    devices = Devices.of(2, 2, places, shared)
+    assert devices == Devices(2, ((2,), (3,)), (0, 1))
+    figures = devices.figures(RANKS, BUSY_S, PHASES)
+    assert figures["idle/device/engine"] == [0, 1]
+    assert figures["idle/device/rollout_s"] == [0, 0, *BUSY_S] and figures["idle/device/engines_s"] == [3, 3, 0, 0]
+    assert figures["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and figures["idle/device/training_s"] == [0, 0, 7, 7]
+    columns = [value for key, value in figures.items() if key.endswith("_s")]
+    assert [sum(device) for device in zip(*columns, strict=True)] == [10.0] * 4, "every second of a device has a cause"
+
+
+def line(step, seconds, straggler, **more):
+    waited = [2.0, 2.0, 2.0]
+    waited[straggler] = 0.5
+    shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
+    columns = {"idle/device/busy_s": [seconds - one for one in waited], "idle/device/ranks_s": waited}
+    phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
+    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **columns, **more}
+
+
+def test_a_run_s_totals_are_those_of_its_lines():
+    """Steps count by their length, starts are their own, and who was waited for longest comes first."""
+    lines = [
+        line(1, 4.0, 2, **{"run/start_s": 3.0}),
+        line(2, 12.0, 1, **{"run/start_s": 5.0, "idle/share": 0.8}),
+        line(3, 4.0, 2, **{"idle/ranks_share": None}),  # it was no finite number
+    ]
+    totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line that was written by an older version
+    assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
+    assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
+    assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
+    assert totals["roles"]["actor"]["busy_share"] == pytest.approx(0.5)
+    assert totals["bubbles"] == {"rollout": pytest.approx(0.2)}
+    assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
+    assert totals["devices"][2] == {"rank": 2, "busy": 17.0, "ranks": 3.0}
+    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [
+        (2, 3.0, 2),
+        (1, 1.5, 1),
+        (0, 0, 0),
+    ]
+    text = "\n".join(totals_lines(totals))
+    assert "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour" in text
+    assert "waited for beyond the median rank: rank 2 by 3.0 s, rank 1 by 1.5 s" in text
+
+
+def test_devices_count_from_where_the_run_had_as_many():
+    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0], "idle/device/engine": [0]}
+    totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
+    assert totals["devices"] == [{"rank": 0, "busy": 3.5, "ranks": 0.5}, {"rank": 1, "busy": 2.0, "ranks": 2.0},
+                                 {"engine": 1, "busy": 2.0, "ranks": 2.0}]  # fmt: skip
+    assert run_totals([{"time/step": 1.0}])["devices"] == []
+    with pytest.raises(ValueError, match="time/step"):
+        run_totals([])
+
+
+def test_the_page_explains_every_figure():
+    page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
+    waits = {("actor_update", f"wait_{whom}"): 1.0
+             for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
+    spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
+    figures = idle_figures(spans) | engine_figures([1.0], 2.0, 1.0, 1.0) | worker_figures(1.0, 1, 2.0)
+    figures |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_figures(spans).items()}
+    figures |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
+    figures |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
+    figures |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
+    figures |= {"run/start_s": 0}
+    assert [key for key in figures if f"`{key}`" not in page] == []
+
+
+# Requests of the engines ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def test_an_engine_is_busy_from_its_first_group_to_its_last():
+    clock = Clock()
+    log = RequestLog(clock)
+    with log.in_flight():
+        clock.seconds += 2
+        with log.in_flight():
+            clock.seconds += 3
+        clock.seconds += 1
+    clock.seconds += 10
+    first = log.take()
+    assert first.busy == ((100.0, 6.0),) and first.busy_s == 6.0 and first.now == 116.0
+    with log.in_flight():
+        clock.seconds += 1
+        assert log.take().busy == ((116.0, 1.0),)  # asked in the middle: what is left comes with the next answer
+        clock.seconds += 2
+    assert (first + log.take()).busy == ((100.0, 6.0), (117.0, 2.0))
+
+
+def test_another_clock_is_read_from_the_answer_that_came_soonest():
+    offset = ClockOffset()
+    offset.learn(10.0, 12.0, 61.5)
+    offset.learn(20.0, 20.5, 70.5)
+    offset.learn(30.0, 33.0, 80.0)
+    assert offset.seconds == 70.5 - 20.25
+
+
+def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
+    """An engine whose clock is 50 s ahead, two of its requests at once, and a step that is done again after a resume."""
+
+    def report(*requests):
+        return EngineReport(0.0, ((1051.0, 3.0),), requests, engine=1, host="there", offset_s=50.0)
+
+    early = RequestTimes("1-0-0", 0, 1050.5, 1051.0, 1051.5, 1053.0, 9, 4)
+    beside = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
+    behind = RequestTimes("1-1-0", 2, 1050.5, 1053.0, 1053.5, 1054.0, 3, 4)
+    traces = EngineTraces(tmp_path)
+    traces.write(1, 1000.0, [report(early, beside, behind)])
+    traces.write(2, 1010.0, [report(early)])
+    with (tmp_path / "trace" / "engine-00001.jsonl").open("a") as file:
+        file.write('{"step": 3, "sta')  # rank 0 was killed
+    (tmp_path / "trace" / "rank-00000.jsonl").write_text(json.dumps({"rank": 0, "host": "here", "offset_s": 0.0}) + "\n")
+    EngineTraces(tmp_path).write(2, 1020.0, [report()])
+    events = [event for event in merge(tmp_path)["traceEvents"] if event["pid"] == FIRST_PROCESS + 1]
+    (name,) = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert name == "rollout engine 1 on there"
+    requests = [event for event in events if event.get("cat") == "request" and event["name"].startswith("sample")]
+    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in requests] == [
+        ("sample 0", 1, 1001_000_000, 2_000_000), ("sample 1", 2, 1001_250_000, 2_750_000),
+        ("sample 2", 1, 1003_000_000, 1_000_000),
+    ]  # fmt: skip
+    assert requests[1]["args"] == {"request": "1-0-1", "step": 1, "tokens": 12, "version": 4, "queued_ms": 750.0}
+    generating = [event["ts"] for event in events if event["name"] == "generating"]
+    assert generating == [1001_000_000, 1001_000_000]
+
+
+def test_lanes_never_hold_two_requests_at_once():
+    assert in_lanes([(0, 4), (1, 2), (2, 3), (2, 5), (4, 6)]) == [1, 2, 2, 3, 1]
+    assert in_lanes([]) == []
+
+
+def test_peaks_go_by_whole_words_of_a_device_s_name():
+    assert peak_of("NVIDIA H100 80GB HBM3", "bf16") == 989.0 and peak_of("NVIDIA H100 PCIe", "bf16") == 756.0
+    assert peak_of("NVIDIA A100-SXM4-80GB", "fp16") == 312.0 and peak_of("NVIDIA A100-SXM4-80GB", "fp8") is None
+    assert peak_of("NVIDIA L40S", "fp8") == 733.0 and peak_of("NVIDIA L4", "fp32") == 30.3
+    assert peak_of("NVIDIA RTX A4000", "bf16") is None, "another device, whose name has an A40 in it"
+
+
+def recipe_with(folder, **telemetry):
+    return load_recipe(tiny_recipe(folder, "figures", True, 2, 1, 2, 1, telemetry=telemetry))
+
+
+def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
+    """Two ranks and an engine on devices of 2 * 10**12 operations a second, reckoned from the operations of the phases."""
+    shape = ModelShape.from_directory(tiny_run(tmp_path))
+    recipe = recipe_with(tmp_path, peak_tflops=2.0)
+    once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
+    sizes = Sizes([3, 5], [4, 2], [True, False], {"actor_update": (once, once), "critic_value": (once,)})
+    times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [], 0)
+    devices = Devices.of(2, 2, [EnginePlace(0, (0,))], shared=True)
+    shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
+    done = {"schedule/actor_update/tokens": 28, "reward/busy_s": 5.0, "reward/num_workers": 1}
+    figures = StepFigures(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
+    assert figures["tokens/useful"] == 7 and figures["tokens/per_s"] == 0.7 and figures["tokens/per_hour"] == 2520
+    assert figures["tokens/rollout/per_s"] == 3.0 and figures["tokens/actor_update/per_s"] == 7.0
+    assert figures["idle/reward_workers/busy_share"] == 0.5
+    updates = 2 * sum(update_flops(shape, 7, completion) for completion in (4, 2))  # of two epochs
+    assert figures["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
+    assert figures["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
+    values = sum(forward_flops(shape, 7, completion, critic=True) for completion in (4, 2))
+    assert figures["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
+    assert "mfu/critic_update" not in figures, "it did not run"
+    unknown = StepFigures(recipe_with(tmp_path), shapes, devices, lambda precision: None)
+    assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
+    known = StepFigures(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
+    assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == figures["mfu/actor_update"]
+
+
+def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
+    """Counted by hand: 3 completions of 2 tokens behind a prompt of 4 tokens, two of them in one micro-batch, through 2
+    layers. An early stop has left out the second epoch."""
+    shape = ModelShape.from_directory(tiny_run(tmp_path))
+    recipe = recipe_with(tmp_path, peak_tflops=2.0)
+    shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
+    pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
+    ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
+    flops = step_flops(recipe, {"actor": shape}, [4, 4, 4], [2, 2, 2], ran)
+    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
+    pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
+    head = 2 * 8 * 10 * 6
+    assert flops["actor_update"] == 3 * (2 * 14 * 2 * matrices + 2 * 2 * 2 * 8 * pairs + head)
+    assert flops["rollout"] == 2 * 18 * 2 * matrices + 2 * 2 * 2 * 8 * (3 * 21) + head
+    assert flops.keys() == {"rollout", "actor_update"}

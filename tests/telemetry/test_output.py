@@ -1,0 +1,137 @@
+"""No disk, pipe, terminal or locale that standard output meets ends a run; and no text file depends on the locale."""
+
+import ast
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.telemetry.exit_status import BAD_INPUT
+
+ROOT = Path(__file__).resolve().parents[2]
+# As a rank, an agent and their libraries write: prints, a line of rich, warnings and logging; then it goes on.
+WRITE = """
+import logging, sys, warnings
+from megarl.output import endure_output
+endure_output()
+from megarl.telemetry.progress import ProgressLine
+with ProgressLine(2) as progress:
+    for step in (1, 2):
+        progress.step(step, {"reward/mean": 0.5})
+        progress.note("±0.1 → é")
+        print("step", step, flush=True)
+        print("error", file=sys.stderr, flush=True)
+        warnings.warn(f"warning {step}")
+        logging.warning("warning")
+open(sys.argv[1], "w").write("went on")
+"""
+
+
+def write(tmp_path: Path, stdout: int, stderr: int, **environment: str) -> int:
+    """The exit status of a program that writes there."""
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "end")]
+    done = subprocess.run(command, stdout=stdout, stderr=stderr, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+    assert (tmp_path / "end").read_text() == "went on"
+    return done.returncode
+
+
+def closed_pipe() -> int:
+    """The end to write to of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def closed_terminal() -> int:
+    """A terminal whose window is gone."""
+    window, terminal = pty.openpty()
+    os.close(window)
+    return terminal
+
+
+@pytest.mark.parametrize("make", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)],
+                         ids=["pipe", "terminal", "disk"])  # fmt: skip
+def test_output_that_goes_nowhere_ends_nothing(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+    descriptor = make()
+    errors = tmp_path / "errors"
+    with errors.open("wb") as file:
+        assert write(tmp_path, descriptor, file.fileno()) == 0
+    assert errors.read_text().count("standard output cannot be written") == 1
+    assert write(tmp_path, descriptor, descriptor) == 0
+    os.close(descriptor)
+
+
+def test_a_locale_without_a_letter_drops_no_line(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        assert write(tmp_path, file.fileno(), file.fileno(), PYTHONIOENCODING="latin-1") == 0
+    assert "±0.1 \\u2192 é".encode("latin-1") in out.read_bytes()
+
+
+def test_a_command_ends_as_it_would_where_its_reader_has_seen_enough(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.cli", "check", "--features"]
+    for descriptor, succeeds in ((closed_pipe(), True), (os.open("/dev/full", os.O_WRONLY), False)):
+        done = subprocess.run(
+            command, stdout=descriptor, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert (done.returncode == 0) == succeeds
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("module", ["megarl.cluster.node", "megarl.cluster.agent"])
+def test_every_process_of_a_run_endures_a_full_disk_under_its_errors(module: str) -> None:
+    wrong = {"megarl.cluster.agent": ["--rdzv-backend", "c10d", "--nnodes", "2", "x.py"]}
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-W", "ignore", "-m", module, *wrong.get(module, [])]
+        done = subprocess.run(command, stdout=full, stderr=full, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == BAD_INPUT
+
+
+def test_a_rank_endures_it_from_before_its_imports_on() -> None:
+    source = (ROOT / "megarl/train.py").read_text("utf-8")
+    assert source.index("endure_output()\n") < source.index("from megarl.build import main")
+
+
+OPENS = ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile")
+
+
+def locale_dependent(source: str) -> Iterator[int]:
+    """Lines that read or write text in the encoding of the locale."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        texts = [one.value for one in [*node.args[:2], given.get("mode")] if isinstance(one, ast.Constant)]
+        modes = [text for text in texts if isinstance(text, str) and text and set(text) <= set("rwaxbt+")]
+        is_text = name in ("read_text", "write_text") or bool({"text", "universal_newlines"} & given.keys())
+        if name in OPENS and ast.unparse(node.func) != "os.open":
+            opens_text = not any("b" in mode for mode in modes)
+            # A method of that name without a mode opens something else; temporary files are binary without one.
+            is_text |= opens_text and (bool(modes) or name in ("fdopen",) or ast.unparse(node.func) == "open")
+        if is_text and "encoding" not in given:
+            yield node.lineno
+
+
+def test_no_text_file_of_megarl_is_in_the_encoding_of_the_locale() -> None:
+    files = sorted((ROOT / "megarl").rglob("*.py"))
+    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in locale_dependent(file.read_text("utf-8"))]
+    assert not found, 'say encoding="utf-8"'
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("open(path)", 1), ("open(path, 'a')", 1), ("path.open('w')", 1), ("path.open(mode='r')", 1), ("os.fdopen(3)", 1),
+        ("path.read_text()", 1), ("path.write_text(x)", 1), ("subprocess.run(c, text=True)", 1),
+        ("open(path, 'rb')", 0), ("open(path, encoding='utf-8')", 0), ("path.open('ab', buffering=0)", 0),
+        ("os.open(p, 1)", 0), ("ring.open(name)", 0), ("tempfile.NamedTemporaryFile()", 0),
+        ("subprocess.run(c, encoding='utf-8')", 0),
+    ],
+)  # fmt: skip
+def test_what_depends_on_the_locale(source: str, found: int) -> None:
+    assert len(list(locale_dependent(source))) == found

@@ -1,0 +1,339 @@
+"""What a report says of a run: its answers and findings for runs made by hand, and pages of runs that are half there."""
+
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.telemetry.progress import ProgressLine, step_line
+from megarl.telemetry.report import compare, report
+from megarl.telemetry.report_answers import Trend, change, learning, time
+from megarl.telemetry.report_charts import Chart, evaluation, reward, thin
+from megarl.telemetry.report_findings import ADVICE, find, markdown
+from megarl.telemetry.report_one_run import planned_and_executed, run_page
+from megarl.telemetry.report_page import coded, page
+from megarl.telemetry.report_reading import Run, read_run
+from megarl.telemetry.report_terminal import show_curve
+from megarl.telemetry.report_timeline import MOST_SLICES, timeline
+from megarl.telemetry.report_two_runs import better, differences, differs, faster, reward_curve
+from tests.report_cases import RECIPE, figures, make_run
+
+# Figures of every device, as a run with engines has them.
+LISTED: dict = {"idle/device/engines_s": [1.0, 2.0]}
+
+
+def run_of(lines: list[dict], name: str = "made", **others) -> Run:
+    numbered = [{"step": step} | line for step, line in enumerate(lines, 1)]
+    return Run(Path(name), name, numbered, RECIPE, **others)
+
+
+def steady(steps: int = 12, **others) -> Run:
+    return run_of([figures(step, **others) for step in range(1, steps + 1)])
+
+
+def test_a_healthy_run_has_nothing_to_change():
+    assert find(steady()) == []
+    assert change([]).verdict == "Nothing stands out"
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "says", "do"),
+    [
+        ("idle/engines_share", 0.3, "wait 30%", "more `rollout.engines`"),
+        ("idle/pipeline_share", 0.2, "wait 20%", "more micro-batches"),
+        ("schedule/actor_update/useful_share", 0.5, "50% of the slots of actor_update are padding", "`max_tokens`"),
+        ("schedule/actor_update/bubble_share", 0.4, "idle 40% of actor_update", "more micro-batches"),
+        ("schedule/actor_update/imbalance", 2.0, "idle 50% of actor_update", "`max_tokens`"),
+        ("rollout/truncated_share", 0.9, "90% of the completions", "larger `rollout.max_new_tokens`"),
+        ("reward/num_masked", 3, "up to 3 rewards", "timeout_s"),
+        ("actor/skipped_updates", 1, "up to 1 updates", "bf16"),
+        ("finite/skipped_updates", 2, "up to 2 updates a step were left out", "learning rate"),
+        ("actor/kl", 2.0, "2.00 nats", "coefficient"),
+        ("mismatch/logprob_mean", 0.2, "disagree by 0.200", "`rollout.precision`"),
+        ("sync/attempts", 2, "took 2 attempts", "`weight_sync.retries`"),
+        ("sync/received_bytes", 3e6, "3.00 times the bytes", "`weight_sync.mode: reshard`"),
+        ("reward/deviation", 0.0, "the same reward", "prompts"),
+    ],
+)
+def test_a_fault_is_found_alone_and_says_what_to_change(figure, value, says, do):
+    lines = [figures(step) | {figure: value, "time/weight_sync": 1.4} for step in range(1, 13)]
+    (finding,) = [one for one in find(run_of(lines)) if one.figure != "time/weight_sync"]
+    assert finding.figure == figure and says in finding.says and do in finding.do
+
+
+def test_what_costs_little_of_a_step_is_no_finding():
+    """Half of a batch is padding, in a phase that takes 2 % of the step."""
+    padded = {"schedule/critic_value/useful_share": 0.5, "time/critic_value": 0.2}
+    assert find(run_of([figures(step) | padded for step in range(1, 9)])) == []
+
+
+def test_findings_come_worst_first():
+    lines = [figures(step) | {"idle/engines_share": 0.3, "idle/pipeline_share": 0.5} for step in range(1, 9)]
+    lines[2]["rollout/truncated_share"] = None
+    lines = [line | {"actor/skipped_updates": 1} for line in lines]
+    found = [finding.figure for finding in find(run_of(lines))]
+    assert found == ["rollout/truncated_share", "actor/skipped_updates", "idle/pipeline_share", "idle/engines_share"]
+
+
+def test_a_figure_that_was_no_number_is_named_with_its_step():
+    lines = [figures(step) for step in range(1, 9)]
+    lines[4]["actor/loss"] = None
+    (finding,) = find(run_of(lines))
+    assert finding.kind == "fault" and finding.says == "actor/loss was no finite number in 1 steps, first in step 5"
+
+
+def test_a_slow_sync_names_its_longest_part():
+    slow = {"time/weight_sync": 6.0, "time/actor_update": 1.0, "sync/pause_s": 5.0}
+    run = run_of([figures(step) | slow for step in range(1, 9)])
+    (finding,) = find(run)
+    assert "60% of a step, and pause is its longest part" in finding.says and "in_flight" in finding.do
+    answer = time(run)
+    assert answer.verdict == "60% in weight_sync" and "The longest part of the sync is pause, 5.0 s." in answer.says
+
+
+@pytest.mark.parametrize(("ranks", "says"), [([1] * 8, "for rank 1"), ([0, 1, 2, 3] * 2, "each time another one")])
+def test_a_straggler_is_one_rank_or_uneven_work(ranks, says):
+    lines = [figures(step) | {"idle/straggler_rank": rank, "idle/straggler_s": 2.0} for step, rank in enumerate(ranks, 1)]
+    (finding,) = find(run_of(lines))
+    assert says in finding.says and "stages" not in finding.do
+    deep = RECIPE | {"actor": {"layout": {"pipeline": 2}}}
+    (finding,) = find(replace(run_of(lines), recipe=deep))
+    assert ("fewer layers for its pipeline stage" in finding.do) == (ranks[0] == ranks[1])
+
+
+def test_starts_are_told():
+    (finding,) = find(run_of([figures(1)], starts=["started 2 times; the starts before ended so:", "  1 x failed: x"]))
+    assert finding.kind == "fault" and "started 2 times" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.1, 0.2, 0.3], "Too early"),
+        ([0.1 + 0.05 * step for step in range(12)], "Yes"),
+        ([0.9 - 0.05 * step for step in range(12)], "No: it gets worse"),
+        ([0.5, 0.6, 0.4, 0.5, 0.6, 0.4] * 3, "Not so far"),
+        ([0.5] * 12, "Not so far"),
+        ([0.1] * 10 + [0.9] * 10 + [0.3] * 10, "It did, and fell back"),
+    ],
+)
+def test_whether_a_run_learns(rewards, verdict):
+    assert learning(run_of([{"reward/mean": reward} for reward in rewards]), []).verdict == verdict
+
+
+def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_path):
+    """The groups that are trained on have a mean of a half in every step: the policy learns all the same. In each place that
+    shows a reward or judges by it."""
+    rises = [0.1 + 0.05 * step for step in range(12)]
+    run = run_of([figures(step) | {"reward/mean": 0.5, "reward/sampled_mean": one} for step, one in enumerate(rises, 1)])
+    flat = run_of([figures(step) | {"reward/mean": 0.5} for step in range(1, 13)], "flat")
+    assert learning(run, []).verdict == "Yes" and learning(flat, []).verdict == "Not so far"
+    assert reward(run)[0].data[0]["y"] == pytest.approx(rises)
+    assert better(run, flat, ("made", "flat")).says[0].startswith("After 12 steps: 0.62")  # the last two: 0.6 and 0.65
+    shown = io.StringIO()
+    made = make_run(tmp_path / "run", [{key: value for key, value in line.items() if key != "step"} for line in run.steps])
+    show_curve(read_run(made), Console(file=shown))
+    assert "first 3 steps 0.150, last 3 steps 0.600" in shown.getvalue()
+    assert "reward 0.650" in step_line(12, 12, run.steps[-1])
+    progress = ProgressLine(12, console=Console(file=io.StringIO()))
+    assert progress._last(None, run.steps[-1]).endswith("reward 0.650")
+
+
+def test_a_trend_is_measured_against_its_noise():
+    """By hand: differences of 0.2 are a variance of 0.02 a value, and thirds of 2 values differ by noise of 2 sqrt(0.02)."""
+    trend = Trend.of([0.4, 0.6, 0.4, 0.6, 0.4, 0.6])
+    assert (trend.first, trend.last, trend.ends) == (0.5, 0.5, 2)
+    assert trend.noise == pytest.approx(2 * 0.02**0.5)
+
+
+def test_the_time_answer_names_the_longest_phase_and_the_wait():
+    answer = time(steady())
+    assert answer.verdict == "60% in actor_update"
+    assert answer.says[:2] == [
+        "A step takes 10.0 s: actor_update 60%, rollout 20%, weight_sync 10%.",
+        "Ranks wait 10% of their time, most of it for rollout engines (8%).",
+    ]
+    assert answer.says[2] == "100 tokens a second."
+    fast = {"tokens/per_s": 90.0, "mfu/actor_update": 0.41}
+    assert time(run_of([figures(1) | fast])).says[2] == "90 tokens a second. MFU of actor_update: 41%."
+
+
+def test_the_docs_say_what_the_report_says():
+    page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
+    assert markdown() in page
+    lines = page.splitlines()
+    idle = [advice for advice in ADVICE if advice.figure.startswith("idle/")]
+    missing = [one for one in idle if not any(f"`{one.figure}`" in line and one.do in line for line in lines)]
+    assert missing == []
+
+
+def test_what_did_not_run_as_planned_stands_out():
+    lines = [figures(step) for step in range(1, 5)]
+    assert "NOT as planned" not in planned_and_executed(run_of(lines))
+    lines[3]["schedule/actor_update/tokens"] = 999
+    assert "NOT as planned</span> in 1 of 4 steps" in planned_and_executed(run_of(lines))
+    assert "1,000 / 999" in planned_and_executed(run_of(lines))
+
+
+def test_two_runs_are_compared_after_equal_steps_samples_and_time():
+    """The second has steps of half the time and the same rewards: better only by the clock."""
+    a, b = (
+        steady(20),
+        run_of([figures(step) | {"time/step": 5.0, "time/actor_update": 1.0} for step in range(1, 21)], "half"),
+    )
+    answer = better(a, b, ("made", "half"))
+    assert (
+        answer.verdict == "half" and answer.says[0].startswith("After 20 steps: ") and "within the noise" in answer.says[0]
+    )
+    quick = faster(a, b, ("made", "half"))
+    assert quick.verdict == "half, 2.00 ×" and "actor_update: 6.0 s against 1.0 s" in quick.says[1]
+    assert faster(a, a, ("a", "b")).verdict == "Both alike"
+
+
+def test_samples_of_two_runs_are_all_that_were_sampled():
+    """One needs a second round in every other step: by the same reward it has sampled half as much again. Steps of the
+    recipe have 8 prompts with 8 completions each."""
+    once = run_of([{"reward/mean": step / 8} for step in range(1, 9)])
+    lines: list[dict] = [{"reward/sampled_mean": step / 8, "rollout/extra_prompts": 8 * (step % 2)} for step in range(1, 9)]
+    twice = run_of(lines, "twice")
+
+    def over(run: Run, unit: str) -> list[float]:
+        curve = reward_curve(run, unit)
+        assert curve is not None
+        return curve.over
+
+    assert over(once, "samples") == [64.0 * step for step in range(1, 9)]
+    assert over(twice, "samples") == [128, 192, 320, 384, 512, 576, 704, 768]
+    assert over(twice, "steps") == [float(step) for step in range(1, 9)]
+    # After 512 samples one is at its end, and the other at 5 of 8.
+    assert "After 512 samples: 1.000 against 0.625." in better(once, twice, ("once", "twice")).says
+    lines[2]["rollout/extra_prompts"] = None  # no number: as if there were none
+    assert over(run_of(lines), "samples")[1:4] == [192, 256, 320]
+    assert reward_curve(Run(Path("made"), "made", once.steps), "samples") is None
+
+
+def test_recipes_differ_by_dotted_key():
+    other = json.loads(json.dumps(RECIPE))
+    other["run"]["name"], other["rollout"]["engines"], other["actor"] = "other", 2, {"lr": 1}
+    assert differences(RECIPE, other) == [("rollout.engines", 1, 2), ("actor", "–", {"lr": 1})]
+    assert differs(steady(), steady()).verdict == "Nothing"
+
+
+def test_texts_of_a_run_are_escaped(tmp_path):
+    html = run_page(read_run(make_run(tmp_path / "<b>bold", [figures(1)])))
+    own = html.split('<script type="application/json"')[0]
+    assert "<script" not in own and "<img" not in own and "<b>bold" not in html and "&lt;script&gt;" in own
+    assert coded("a `b` <i>") == "a <code>b</code> &lt;i&gt;"
+
+
+def test_nothing_in_a_chart_ends_the_script_that_holds_it():
+    html = page("t", "s", [], [], [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])
+    assert html.count("</script>") == 3 and "alert(1)<" not in html
+
+
+def test_a_page_needs_no_network(tmp_path):
+    html = run_page(read_run(make_run(tmp_path / "run", [figures(1)], sampled=False)))
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:""", own)
+    assert "default-src 'none'" in own
+
+
+def test_samples_show_the_best_and_the_worst_of_the_last_step(tmp_path):
+    run = read_run(make_run(tmp_path / "run", [figures(1)]))
+    assert len(run.samples) == 9  # and not the line that a kill has cut
+    html = run_page(run)
+    assert re.findall(r'<td class="number">(0[.\d]*)</td><td><div', html) == ["0.8", "0.7", "0.6", "0.2", "0.1", "0"]
+
+
+@pytest.mark.parametrize(
+    "lines", [[{"reward/mean": 0.5}], [figures(1) | LISTED], [figures(n) | {"reward/mean": None} for n in (1, 2)]]
+)
+def test_a_page_of_what_little_there_is(tmp_path, lines):
+    """One step, no recipe, no trace, no samples; no figure but the reward, or the reward never a number."""
+    run = make_run(tmp_path / "run", lines, recipe=None, ranks=0, sampled=False)
+    html = run_page(read_run(run))
+    assert "No trace of the ranks" in html and "Too early" in html
+    compare(run, run, tmp_path / "both.html", Console(file=io.StringIO()))
+
+
+def test_a_run_that_has_made_no_step_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2 and "has no step yet" in result.output
+    (tmp_path / "metrics.jsonl").unlink()
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2 and "metrics.jsonl is no file" in result.output
+    result = CliRunner().invoke(app, ["report", str(tmp_path), str(tmp_path / "none")])
+    assert result.exit_code == 2 and "OTHER_DIR" in result.output
+
+
+def test_pages_lie_beside_what_they_show(tmp_path):
+    a, b = (make_run(tmp_path / name, [figures(step) for step in range(1, 9)], sampled=False) for name in "ab")
+    assert CliRunner().invoke(app, ["report", str(a)]).exit_code == 0
+    assert CliRunner().invoke(app, ["report", str(a), str(b)]).exit_code == 0
+    assert sorted(path.name for path in tmp_path.rglob("*.html")) == ["report-vs-a.html", "report.html"]
+    assert (b / "report-vs-a.html").is_file() and (a / "reward.png").is_file()
+
+
+def test_a_missing_plotly_is_named_after_the_curve_was_shown(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", [figures(step) for step in range(1, 9)], sampled=False)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    shown = io.StringIO()
+    with pytest.raises(ValueError, match="plotly, which is not installed"):
+        report(run, console=Console(file=shown))
+    assert "█" in shown.getvalue() and not (run / "report.html").exists()
+
+
+def test_a_long_run_is_thinned_out(tmp_path):
+    lines = [figures(step) for step in range(1, 10_001)]
+    html = run_page(read_run(make_run(tmp_path / "run", lines, ranks=1)))
+    assert len(html.encode()) < 6_000_000
+    steps, values = thin(range(1, 10_001), [float(step) for step in range(1, 10_001)])
+    assert len(steps) == 400 and values[0] == steps[0] == 13.0 and values[-1] == 9988.0
+
+
+def test_a_timeline_draws_so_many_slices_and_says_what_it_leaves_out(tmp_path):
+    run = read_run(make_run(tmp_path / "run", [figures(step) for step in range(1, 9)], ranks=20))
+    (chart,) = timeline(run)
+    assert "Steps 6 to 8" in chart.note and "16 of 20 ranks" in chart.note
+    assert chart.layout["yaxis"]["ticktext"] == [f"rank {rank}" for rank in range(16)]
+    drawn = sum(len(trace["x"]) for trace in chart.data)
+    assert drawn == 16 * 3 * 4 * 3 <= MOST_SLICES
+    waits = next(trace for trace in chart.data if trace["name"] == "waiting")
+    assert waits["customdata"][0].startswith("wait_ranks, in ") and len(waits["x"]) == 16 * 3 * 4
+
+
+def test_the_last_steps_of_a_long_trace_are_those_of_the_whole(tmp_path):
+    from megarl.telemetry.trace import read_ranks
+
+    make_run(tmp_path / "run", [figures(step) for step in range(1, 300)], ranks=1)
+    path = tmp_path / "run" / "trace" / "rank-00000.jsonl"
+    head, *steps = path.read_text().splitlines(keepends=True)
+    many = [steps[0].replace('"step": 295', f'"step": {number}') for number in range(1, 400)]
+    path.write_text(head + "".join(many) + head + many[390] + many[391] + '{"step": 393, "to')
+    (whole,), _ = read_ranks(tmp_path / "run")
+    (tail,), count = read_ranks(tmp_path / "run", last=3)
+    assert [step["step"] for step in tail.steps] == [390, 391, 392] == [step["step"] for step in whole.steps[-3:]]
+    assert (tail.rank, tail.host, count) == (0, "node0", 1)
+
+
+def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tmp_path):
+    made = make_run(tmp_path / "run", [figures(step) for step in range(1, 5)])
+    assert evaluation(read_run(made)) == []
+    lines = [
+        {"step": step, "evaluation/mean": mean, "evaluation/mean_error": error, "evaluation/num_prompts": 9}
+        for step, mean, error in ((0, 0.1, 0.05), (4, 0.6, None))
+    ]
+    (made / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (chart,) = evaluation(read_run(made))
+    (curve,) = chart.data
+    assert (curve["name"], curve["x"], curve["y"]) == ("mean", [0, 4], [0.1, 0.6])
+    assert curve["error_y"]["array"] == [0.05, 0.0]
+    assert "Held-out prompts" in run_page(read_run(made))

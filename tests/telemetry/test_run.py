@@ -1,0 +1,120 @@
+"""A run of two ranks that writes all that `telemetry` can ask for, runs out of memory in its last step, and goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+from megarl.megatron.role import Engine
+from megarl.recipe import load_recipe
+from megarl.telemetry.samples import read_samples
+from tests.ranks import run_ranks
+from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.sink_cases import mlflow_points, tensorboard_points, wait_for_wandb, wandb_points
+
+pytestmark = pytest.mark.slow
+STEPS, PROFILED, SAMPLES, RANKS = 3, 2, 3, 2
+LARGE = (300, 1000)  # more than the tiny model and its optimizer
+SINKS = [{"kind": "tensorboard"}, {"kind": "wandb"}, {"kind": "mlflow"}]
+
+
+def _run_out_of_memory(recipe):
+    """Train until the update of the last step asks for a pebibyte; the notes of the error, on each rank."""
+    from megarl.build import train
+    from megarl.telemetry.run_directory import Resume
+
+    update, calls = Engine.update, []
+
+    def greedy(self, *arguments):
+        calls.append(1)
+        if len(calls) == STEPS:
+            large = torch.zeros(*LARGE)
+            torch.empty(2**50, dtype=torch.uint8, device=large.device)
+        return update(self, *arguments)
+
+    with mock.patch.object(Engine, "update", greedy):
+        try:
+            train(load_recipe(recipe), Resume.NEVER)
+        except RuntimeError as error:
+            return error.__notes__
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run's directory, and what each rank said of its end before the run was started again."""
+    folder = tmp_path_factory.mktemp("telemetry")
+    tiny_run(folder, layers=2)
+    replay = fake_rollouts(folder, STEPS)
+    telemetry = {"sinks": SINKS, "samples_per_step": SAMPLES, "memory_snapshot": True,
+                 "profile": {"steps": [PROFILED], "ranks": [1]}}  # fmt: skip
+    recipe = tiny_recipe(folder, "all", False, RANKS, 1, 1, STEPS, rollout__replay=str(replay), telemetry=telemetry,
+                         run__checkpoint_every=1)  # fmt: skip
+    notes = run_ranks(_run_out_of_memory, RANKS, str(recipe), deadline_s=RUN_DEADLINE_S)
+    train_on_ranks(recipe, resume=True)
+    return folder / "runs" / "all", notes
+
+
+def test_running_out_of_memory_leaves_what_held_it_and_says_where(run):
+    directory, notes = run
+    for rank in range(RANKS):
+        path = directory / "memory" / f"rank-{rank:05d}.json"
+        assert f"what held the memory of rank {rank} is in {path}" in notes[rank]
+        assert f"in phase actor_update on rank {rank}" in notes[rank]
+        found = json.loads(path.read_text())
+        assert found["rank"] == rank and "DefaultCPUAllocator: can't allocate memory" in found["error"]
+        sizes = [one["bytes"] for one in found["largest_tensors"]]
+        assert sizes == sorted(sizes, reverse=True) and len(sizes) > 10 and sizes[0] < found["peak_host_bytes"]
+        assert found["largest_tensors"][0] == {
+            "bytes": 1_200_000,
+            "device": "cpu",
+            "dtype": "torch.float32",
+            "shapes": [[*LARGE]],
+        }
+
+
+def test_every_sink_has_every_step_of_both_starts_once(run):
+    directory, _ = run
+    lines = figures(directory.parents[1], "all")
+    assert [line["telemetry/sink_failures"] for line in lines] == [0] * STEPS
+    expected = [(line["step"], pytest.approx(line["actor/grad_norm"], abs=1e-3)) for line in lines]
+    assert len(expected) == STEPS
+    run_id = json.loads((directory / "sinks" / "mlflow.json").read_text())["id"]
+    assert tensorboard_points(directory / "tensorboard", "actor/grad_norm") == expected
+    wait_for_wandb(directory, 2)
+    assert wandb_points(directory, "actor/grad_norm") == expected
+    assert mlflow_points(directory / "mlflow", run_id, "actor/grad_norm") == expected
+
+
+def test_a_table_of_samples_is_written_for_each_step(run):
+    directory, _ = run
+    files = sorted((directory / "samples").iterdir())
+    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in range(1, STEPS + 1)]
+    rows = read_samples(files[-1])
+    assert [(row["step"], row["sample"]) for row in rows] == [(STEPS, 0), (STEPS, 5), (STEPS, 10)]
+    for row in rows:
+        assert re.search(r"\d\+\d", row["prompt"]) and row["prompt_tokens"] == 4 and row["finish_reason"] == "stop"
+        assert row["valid"] and row["reason"] is None and row["version"] == row["first_version"] == 0
+        assert row["reward"] == row["parts"]["digits"] >= 0 and isinstance(row["advantage"], float)
+        assert 1 <= row["completion_tokens"] <= 12
+    assert len({row["group"] for row in rows}) == 3
+
+
+def test_the_profile_of_a_step_shows_its_phases_on_the_rank_that_was_asked_for(run):
+    directory, _ = run
+    (file,) = (directory / "profile").iterdir()
+    assert file.name == f"step-{PROFILED:06d}-rank-00001.json.gz"
+    with gzip.open(file, "rt") as text:
+        events = json.load(text)["traceEvents"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    names = {event["name"] for event in ranges}
+    assert {"rollout", "reward", "plan", "advantage", "actor_update", "weight_sync", "forward", "backward"} <= names
+    (update,) = [event for event in ranges if event["name"] == "actor_update"]
+    inside = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::mm"
+              and update["ts"] <= event["ts"] <= update["ts"] + update["dur"]]  # fmt: skip
+    assert inside, "the products of the update are shown in its range"

@@ -1,0 +1,266 @@
+"""A run directory that is full, torn, or wanted by two runs, loses no more than it must and says what is the matter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megarl.build import _disk_full
+from megarl.megatron import checkpoint
+from megarl.models.layout import Layout
+from megarl.telemetry import run_lock, starts
+from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
+from megarl.telemetry.metrics import MetricsWriter
+from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError
+from megarl.telemetry.run_lock import RunLock
+from megarl.telemetry.sink import Memory
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+FULL = "/dev/full"  # stands in for a file on a full disk: opens, and takes no byte
+
+
+def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
+    starts.record_start(tmp_path, ["a"], 0)
+    for torn in ('{"time": "2026', '{"time"', "\0\0\0"):
+        with (tmp_path / "starts.jsonl").open("a") as file:
+            file.write(torn)
+        starts.starts_summary(tmp_path)  # reads over it
+        starts.record_end(tmp_path, starts.REQUEUED, "SIGTERM after step 3")
+        starts.record_start(tmp_path, ["b"], 3)
+    assert starts.starts_summary(tmp_path) == [
+        "started 4 times; the starts before the last ended so:",
+        "  3 x requeued: SIGTERM after step 3",
+    ]
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"how": "failed"}', "\0" * 40])
+def test_a_torn_word_about_the_end_counts_as_none(tmp_path: Path, torn: str) -> None:
+    starts.record_start(tmp_path, ["a"], 0)
+    (tmp_path / "ended.json").write_text(torn)
+    assert starts.said_of_hang(tmp_path) is None
+    starts.record_start(tmp_path, ["a"], 0)
+    assert "1 x unknown" in starts.starts_summary(tmp_path)[1]
+
+
+def test_a_torn_memory_of_a_sink_begins_another_run_there(tmp_path: Path) -> None:
+    (tmp_path / "wandb.json").write_text('{"id": "a')
+    memory = Memory(tmp_path / "wandb.json", new=False)
+    assert (memory.id, memory.step) == (None, 0)
+
+
+def test_a_line_that_did_not_fit_costs_that_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.symlink_to(FULL)
+    lines = LineFile(path)
+    with pytest.raises(OSError) as caught:
+        lines.append('{"a": 2}')
+    assert is_full(caught.value) and caught.value.filename == str(path)
+    lines.close()  # nothing is kept back that would fail again
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.symlink_to(FULL)
+    writer = MetricsWriter(metrics)
+    with pytest.raises(OSError, match="metrics.jsonl"):
+        writer.write(1, {"a/b": 1.0})
+    writer.close()
+
+
+def test_a_file_that_did_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("before")
+    (tmp_path / f".recipe.yaml.{os.getpid()}").symlink_to(FULL)
+    with pytest.raises(OSError, match="recipe.yaml") as caught:
+        write_whole(path, "after")
+    assert is_full(caught.value) and path.read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+    write_whole(path, "é")
+    assert path.read_bytes() == "é".encode()
+
+
+def test_how_a_start_ended_is_kept_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts.record_start(tmp_path, ["a"], 0)
+    (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
+    assert _disk_full(RunDirectory(tmp_path), 0, DiskFull(28, "no room for a checkpoint", str(tmp_path))) == 1
+    said = f"{tmp_path}: no room for a checkpoint; make room: no checkpoint was written so far"
+    assert said in capsys.readouterr().err
+    starts.record_end(tmp_path, starts.FAILED, "rank 0 ended with exit status 1")  # the agent's, which explains less
+    starts.record_start(tmp_path, ["a"], 0)
+    assert starts.starts_summary(tmp_path)[1] == f"  1 x failed: {said}"
+
+
+def test_no_full_disk_ends_whoever_says_how_a_start_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
+    starts.record_end(tmp_path, starts.FAILED, "no word")  # nothing was reserved either
+    assert "ended.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_known_by_what_any_library_says_of_it(tmp_path: Path) -> None:
+    for error in (OSError(28, "x"), OSError(122, "x"), RuntimeError("basic_ios::clear: iostream error"),
+                  RuntimeError("Worker failure: [Errno 28] No space left on device")):  # fmt: skip
+        assert is_full(error)
+        outer = ValueError("a checkpoint")
+        outer.__cause__ = error
+        assert is_full(outer) and str(tmp_path) in describe_full(error, tmp_path)
+    assert not is_full(OSError(13, "x")) and not is_full(ValueError("x"))
+    assert "a quota is used up" in describe_full(OSError(122, "x"), tmp_path)
+
+
+def save_on_a_full_disk(directory: str, folder: str) -> tuple[str | None, list[str], int, int]:
+    """What a checkpoint without room raises and leaves, and the bytes that it counted and that one with room has."""
+    from tests.engine_cases import engine, start_places
+
+    places = start_places([Layout(data=2)])
+    roles = {"actor": engine(directory, places[Layout(data=2)], "actor")}
+    counted: list[int] = []
+
+    def no_room(place: Path, what: str, num_bytes: int) -> DiskFull:
+        counted.append(num_bytes)
+        return DiskFull(28, f"no room for {what}", str(place))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "no_room", no_room)
+        patch.setattr(checkpoint, "free_bytes", lambda path: 0 if checkpoint.dist.get_rank() else 1 << 40)
+        with pytest.raises(DiskFull) as caught:
+            checkpoint.save_checkpoint(folder, 7, roles, {})
+    checkpoint.dist.barrier()
+    left = sorted(str(path) for path in Path(folder).rglob("*"))
+    checkpoint.dist.barrier()
+    saved = checkpoint.save_checkpoint(folder, 7, roles, {})
+    written = sum(file.stat().st_size for file in saved.rglob("*.distcp"))
+    return caught.value.strerror, left, counted[0], written
+
+
+def test_a_checkpoint_without_room_is_refused_on_every_rank_before_it_is_written(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "model"))
+    for said, left, counted, written in run_ranks(save_on_a_full_disk, 2, model, str(tmp_path / "checkpoints")):
+        assert said == "no room for checkpoint of step 7: the actor" and left == []
+        assert 0.6 < counted / written <= 1.0
+
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from megarl.telemetry.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+assert lock.take() is None
+if os.fork() == 0:
+    os.setsid()
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run.lock")], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert holder.stdin is not None and holder.stdout is not None
+    pids = [int(holder.stdout.readline()) for _ in range(2)]
+    with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on {os.uname().nodename} since"):
+        run.lock()
+    with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on"):
+        run.refuse_running()
+    holder.kill()
+    holder.wait()
+    try:
+        run.refuse_running()
+        run.lock()  # a child of the first that lives on does not hold it
+        assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
+    finally:
+        os.kill(next(pid for pid in pids if pid != holder.pid), signal.SIGKILL)
+        holder.stdin.close()
+        holder.stdout.close()
+    run.unlock()
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def elsewhere(path: Path) -> None:
+    path.write_text(json.dumps({"host": "elsewhere", "process": 1, "created": 0.0, "since": "then"}))
+
+
+def test_the_lock_of_another_host_is_taken_over_once_nobody_touches_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    elsewhere(path)
+    lock = RunLock(path, beat_s=0.01)
+    assert lock.take() is None
+    lock.release()
+    elsewhere(path)
+    gone = threading.Event()
+
+    def touch() -> None:
+        while not gone.wait(0.001):
+            os.utime(path)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    try:
+        holder = RunLock(path, beat_s=0.2).take()
+    finally:
+        gone.set()
+        toucher.join()
+    assert holder is not None and holder["host"] == "elsewhere"
+
+
+def test_a_holder_touches_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    lock = RunLock(path, beat_s=0.01)
+    assert lock.take() is None
+    os.utime(path, (0, 0))
+    while path.stat().st_mtime == 0:
+        assert threading.active_count() > 1
+    lock.release()
+
+
+@pytest.mark.parametrize("number", [37, 38, 95])  # ENOLCK, ENOSYS, EOPNOTSUPP
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+    path = tmp_path / "run.lock"
+    first = RunLock(path)
+    assert first.take() is None
+    second = RunLock(path).take()
+    assert second is not None and second["process"] == os.getpid()
+    path.write_text(json.dumps(second | {"created": second["created"] - 100}))  # another process had this number before
+    assert RunLock(path).take() is None
+    path.write_text('{"host')
+    assert RunLock(path).take() is None
+
+
+def test_paths_of_a_run_are_found_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    for place in (home / "models/tiny", home / "data", other):
+        place.mkdir(parents=True)
+    for row in (home / "data/a.jsonl", home / "data/b.jsonl", other / "b.jsonl"):
+        row.write_text("")
+    run = RunDirectory(home / "runs/x")
+    monkeypatch.chdir(home)
+    starts.record_start(run.path, ["a"], 0)
+    sources = [{"path": "data/a.jsonl"}, {"path": "data/gone.jsonl"}, {"path": str(home / "data/a.jsonl")}]
+    content = {"model": {"path": "models/tiny"}, "reference": None, "data": {"prompts": {"parts": sources}}}
+    run.recipe.write_text(json.dumps(content | {"critic": {"path": "Qwen/Qwen3-0.6B"}}))
+    assert run.moved_paths() == []
+    monkeypatch.chdir(other)
+    assert run.moved_paths() == [
+        f'model.path="{home}/models/tiny"',
+        f'data.prompts.parts.0.path="{home}/data/a.jsonl"',
+    ]
+
+
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for content in (b"", b"run: {name: \xe9}", b"run: ["):
+        run.recipe.write_bytes(content)
+        with pytest.raises(RunDirectoryError, match="recipe.yaml"):
+            run.read_recipe()
+
+
+def test_lines_are_objects_alone(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'{"a": 1}\n3\n\n"b"\n{"c": "\xe2\x80\n{"d": "\xe2\x80\xa8"}')
+    assert read_lines(tmp_path / "x") == [{"a": 1}, {"d": "\u2028"}]

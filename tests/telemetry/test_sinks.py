@@ -1,0 +1,265 @@
+"""Sinks get each step once, never hold up a step, and never end a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe import Recipe, RecipeError, parse_recipe
+from megarl.telemetry import sink_relay as relay
+from megarl.telemetry.exit_status import REQUEUE, Preempted
+from megarl.telemetry.refusals import refusals
+from megarl.telemetry.sink import Memory, flat, numbers
+from megarl.telemetry.sink_relay import Relay, Sinks, open_sinks
+from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
+from megarl.telemetry.tensorboard_sink import markdown
+from tests.recipe_cases import edited, make_folder
+from tests.sink_cases import (
+    mlflow_client,
+    mlflow_points,
+    sample_row,
+    tensorboard_points,
+    wait_for,
+    wait_for_wandb,
+    wandb_points,
+    wandb_records,
+)
+
+
+class Kept:
+    """A sink that keeps what it is given, waits for `gate`, and fails at the steps `fails`."""
+
+    def __init__(self, fails: tuple[int, ...] = ()) -> None:
+        self.given: list[Any] = []
+        self.fails, self.gate = fails, threading.Event()
+        self.gate.set()
+
+    def write(self, step: int, figures: Any) -> None:
+        self.gate.wait()
+        if step in self.fails:
+            raise OSError("no space left on device")
+        self.given.append((step, figures["reward/mean"]))
+
+    def samples(self, step: int, rows: Any) -> None:
+        self.given.append((step, len(rows)))
+
+    def close(self, end: str) -> None:
+        self.given.append(end)
+
+
+def relay_to(sink: Kept, folder: Path, new: bool = True, kind: str = "wandb") -> Relay:
+    return Relay("telemetry.sinks.0", kind, Memory(folder / f"{kind}.json", new), lambda: sink)
+
+
+def test_a_sink_that_fails_is_said_once_and_counted_and_the_others_get_everything(tmp_path, caplog):
+    broken, whole = Kept(fails=(1, 3)), Kept()
+    sinks = Sinks([relay_to(broken, tmp_path / "broken"), relay_to(whole, tmp_path / "whole")])
+    with caplog.at_level(logging.WARNING), sinks:
+        for step in (1, 2, 3):
+            sinks.write(step, {"reward/mean": step / 2}, [sample_row(step, 0)] if step == 2 else [])
+    assert broken.given == [(2, 1.0), (2, 1), COMPLETE]
+    assert whole.given == [(1, 0.5), (2, 1.0), (2, 1), (3, 1.5), COMPLETE]
+    assert sinks.figures() == {"telemetry/sink_failures": 2} and sinks.figures() == {"telemetry/sink_failures": 0}
+    (warning,) = caplog.messages
+    assert "telemetry.sinks.0 (wandb): step 1: figures not written: OSError: no space left on device" in warning
+    assert "metrics.jsonl has every step" in warning
+
+
+def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(relay, "CLOSE_S", 0.1)
+    monkeypatch.setattr(relay, "MOST_WAITING", 2)
+    hangs, whole = Kept(), Kept()
+    hangs.gate.clear()
+    try:
+        sinks = Sinks([relay_to(hangs, tmp_path / "hangs"), relay_to(whole, tmp_path / "whole")])
+        with sinks:
+            for step in range(1, 9):
+                whole_has = len(whole.given)
+                sinks.write(step, {"reward/mean": 0.0}, [])  # returns, with the first sink inside of step 1
+                wait_for(lambda has=whole_has: len(whole.given) > has)
+        wait_for(lambda: whole.given[-1] == COMPLETE)  # on a busy machine after the end that waited so briefly
+        assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
+        assert sinks.figures()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
+        assert hangs.given == []
+    finally:
+        hangs.gate.set()
+
+
+def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
+    kept, tries = Kept(), []
+
+    def open_late() -> Kept:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise ConnectionError("no route to host")
+        return kept
+
+    with Sinks([Relay("telemetry.sinks.0", "wandb", Memory(tmp_path / "wandb.json", True), open_late)]) as sinks:
+        for step in (1, 2):
+            sinks.write(step, {"reward/mean": 0.0}, [])
+    assert kept.given == [(2, 0.0), COMPLETE]
+    assert sinks.figures() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
+
+
+ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUED), (Preempted("lost", 1), FAILED)]
+
+
+@pytest.mark.parametrize(("error", "end"), ENDS)
+def test_an_end_before_the_last_step_is_told_to_the_sink(tmp_path, error, end):
+    kept = Kept()
+    with pytest.raises(type(error)), Sinks([relay_to(kept, tmp_path)]) as sinks:
+        sinks.write(1, {"reward/mean": 0.0}, [])
+        raise error
+    assert kept.given == [(1, 0.0), end]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("wandb", [4, 5]), ("tensorboard", [3, 4, 5])])
+def test_a_resumed_run_gives_no_step_twice_but_to_a_sink_that_forgets(tmp_path, kind, expected):
+    with Sinks([relay_to(Kept(), tmp_path, kind=kind)]) as sinks:
+        for step in (1, 2, 3):
+            sinks.write(step, {"reward/mean": 0.0}, [sample_row(step, 0)])
+    again = Kept()
+    with Sinks([relay_to(again, tmp_path, new=False, kind=kind)]) as sinks:
+        for step in (3, 4, 5):  # from a checkpoint after step 2
+            sinks.write(step, {"reward/mean": 0.0}, [])
+    assert [step for step, _ in again.given[:-1]] == expected
+
+
+def test_what_is_no_number_is_no_curve_and_a_recipe_is_flat():
+    assert numbers({"step": 3, "a/b": 1, "a/c": None, "a/d": "text", "a/e": True}) == {"a/b": 1.0, "a/e": 1.0}
+    assert flat({"a": {"b": 1, "c": [2, 3]}, "d": "text", "e": {}}) == {"a.b": "1", "a.c": "[2, 3]", "d": "text", "e": "{}"}
+
+
+def test_a_table_of_text_keeps_a_row_on_its_line():
+    lines = markdown([sample_row(1, 0), sample_row(1, 1)]).splitlines()
+    assert len(lines) == 4
+    assert {line.replace("\\|", "").count("|") for line in lines} == {8}
+
+
+def recipe_with(**telemetry: Any) -> Recipe:
+    return parse_recipe(edited(("telemetry", telemetry))())
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    return make_folder(tmp_path, monkeypatch)
+
+
+def violations(**telemetry: Any) -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        recipe_with(**telemetry)
+    return [str(violation) for violation in error.value.violations]
+
+
+def test_a_sink_without_its_package_is_refused_by_the_recipe(in_folder, monkeypatch):
+    found = importlib.util.find_spec
+    (in_folder / "wandb").mkdir()  # what wandb itself leaves in a working directory is not the package
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
+    assert violations(sinks=[{"kind": "tensorboard"}, {"kind": "mlflow"}]) == [
+        "telemetry.sinks.1.kind = 'mlflow': the package mlflow-skinny is not installed; it is in megarl's extra `sinks`; "
+        "nearest: pip install mlflow-skinny"
+    ]
+    monkeypatch.setattr(sys, "path", [str(in_folder)])
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert found("wandb") is not None, "a namespace"
+    assert any(
+        "telemetry.sinks.0.kind" in said and "pip install wandb" in said for said in violations(sinks=[{"kind": "wandb"}])
+    )
+
+
+def test_what_does_not_fit_the_run_is_named(in_folder):
+    assert violations(sinks=[{"kind": "wandb"}, {"kind": "wandb"}]) == [
+        "telemetry.sinks.1.kind = 'wandb': each kind of sink can be given once; nearest: leave it out"
+    ]
+    (said,) = violations(sinks=[{"kind": "mlflow", "uri": "https://me:secret@host:5000"}])
+    assert "telemetry.sinks.0.uri" in said and "secret" not in said and "MLFLOW_TRACKING_PASSWORD" in said
+    (said,) = violations(sinks=[{"kind": "mlflow", "uri": "sqlite:///runs.db"}])
+    assert "telemetry.sinks.0.uri" in said and "needs SQLAlchemy" in said and "a directory" in said
+    (said,) = violations(samples_per_step=17)
+    assert "telemetry.samples_per_step = 17: a step has 16 sequences" in said and said.endswith("nearest: 16")
+    assert violations(profile={"steps": [3, 4], "ranks": [7, 8]}) == [
+        "telemetry.profile.steps.1 = 4: the run has 3 steps (run.steps); nearest: 3",
+        "telemetry.profile.ranks.1 = 8: the run has 8 ranks (trainer.ranks), and the first is 0; nearest: 7",
+    ]
+
+
+def test_what_this_machine_has_not_is_refused_before_a_start_and_not_by_a_check(in_folder, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(in_folder / "netrc"))
+    recipe = recipe_with(sinks=[{"kind": "wandb", "mode": "online"}], profile={"kind": "nsight", "steps": [1]})
+    assert [violation.key for violation in refusals(recipe, "cpu")] == ["telemetry.sinks.0.mode", "telemetry.profile.kind"]
+    (in_folder / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (in_folder / "netrc").chmod(0o600)
+    assert refusals(recipe, "cuda") == []
+
+
+def test_nothing_is_imported_for_a_recipe_without_sinks():
+    libraries = "{'wandb', 'mlflow', 'tensorboard'}"
+    code = f"import sys, megarl.telemetry.sink_relay; assert not {libraries} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+KINDS = ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+    """What sinks have of a run that was started twice: steps 1 to 3, and then, from a checkpoint after step 2, 3 and 4."""
+    folder = tmp_path_factory.mktemp("sinks")
+    with pytest.MonkeyPatch.context() as patch:
+        recipe_folder = tmp_path_factory.mktemp("recipe")
+        make_folder(recipe_folder, patch)
+        recipe = recipe_with(sinks=[{"kind": kind} for kind in KINDS])
+    for start, (done, steps) in enumerate(((0, (1, 2, 3)), (2, (3, 4)))):
+        with open_sinks(recipe, folder, done) as sinks:
+            for step in steps:
+                figures = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
+                sinks.write(step, figures, [sample_row(step, sample) for sample in (0, 5)])
+        assert sinks.figures() == {"telemetry/sink_failures": 0}
+        wait_for_wandb(folder, start + 1)
+    return folder
+
+
+FIRST_KEPT = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5)]
+
+
+def test_tensorboard_shows_each_step_once_and_as_it_was_done_last(twice):
+    assert tensorboard_points(twice / "tensorboard", "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+
+
+def test_wandb_offline_has_each_step_once_in_one_run_and_nothing_of_the_machine(twice):
+    assert wandb_points(twice, "reward/mean") == FIRST_KEPT
+    records = list(wandb_records(twice))
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    kept = json.loads((twice / "sinks" / "wandb.json").read_text())
+    assert {run.run_id for run in runs} == {kept["id"]} and kept["step"] == 4
+    assert {run.project for run in runs} == {"megarl"}
+    kinds = {record.WhichOneof("record_type") for record in records}
+    assert not kinds & {"stats", "environment", "output", "output_raw", "metadata"}, kinds
+    tables = [json.loads(path.read_text()) for path in twice.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert sorted(table["data"][0][0] for table in tables) == [1, 2, 3, 4]
+    assert all(len(table["data"]) == 2 and "reason" in table["columns"] for table in tables)
+    assert not list(twice.glob("wandb/offline-run-*/files/*require*"))
+
+
+def test_mlflow_in_a_directory_has_each_step_once_in_one_run(twice):
+    run = json.loads((twice / "sinks" / "mlflow.json").read_text())["id"]
+    assert mlflow_points(twice / "mlflow", run, "reward/mean") == FIRST_KEPT
+    found = mlflow_client(twice / "mlflow").get_run(run)
+    assert found.info.status == "FINISHED" and found.data.params["algorithm.group_size"] == "2"
+    assert "reward/text" not in found.data.metrics
+    (folder,) = (twice / "mlflow").glob(f"*/{run}/artifacts/samples")
+    assert [path.name for path in sorted(folder.iterdir())] == [f"step-{step:06d}.json" for step in (1, 2, 3, 4)]
+    table = json.loads((folder / "step-000002.json").read_text())
+    assert dict(zip(table["columns"], table["data"][1], strict=True)) == sample_row(2, 5)

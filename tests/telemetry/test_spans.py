@@ -1,0 +1,204 @@
+"""Spans sum to their phases, waits have a cause, and the traces of all ranks become one."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]  # in no stub
+
+from megarl.megatron.collectives import timed_waits
+from megarl.megatron.timers import MegatronTimers, span_of
+from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.telemetry import PhaseClock, work
+from megarl.telemetry.clock import MOST_EVENTS, Event, StepTimes, recording, span, start_span
+from megarl.telemetry.device_sync import DeviceSync
+from megarl.telemetry.trace import TraceWriter, clock_offsets, merge
+
+NAMES = ["forward", "backward", "wait_ranks", "wait_engines"]
+# A second here and there, and spans in spans.
+TREES = st.recursive(
+    st.integers(0, 9),
+    lambda inner: st.tuples(st.sampled_from(NAMES), st.lists(inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+class Time:
+    """A clock that only moves when told to."""
+
+    def __init__(self):
+        self.seconds = 50.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def run_tree(tree, time, current, expected):
+    """Run a tree of spans, and count its seconds by the span that they belong to."""
+    if isinstance(tree, int):
+        time.seconds += tree
+        expected[current] = expected.get(current, 0) + tree
+        return
+    name, inner = tree
+    with span(name):
+        for part in inner:
+            run_tree(part, time, current if current.startswith("wait_") else name, expected)
+
+
+@given(st.lists(TREES, max_size=4))
+def test_every_second_is_in_one_span(trees):
+    time = Time()
+    clock = PhaseClock(now=time)
+    expected: dict[str, int] = {}
+    with recording(clock):
+        with clock.phase("actor_update"):
+            for tree in trees:
+                run_tree(tree, time, "unaccounted", expected)
+        for tree in trees:  # outside of a phase there are no spans
+            run_tree(tree, time, "unaccounted", {})
+    times = clock.take()
+    own = {name: seconds for (phase, name), seconds in times.spans.items() if phase == "actor_update" and seconds}
+    assert own == {name: seconds for name, seconds in expected.items() if seconds}
+    assert sum(own.values()) == times.phases["actor_update"]
+    assert sum(times.totals().values()) == times.seconds == 2 * times.phases["actor_update"]
+
+
+def test_a_span_that_an_error_left_open_ends_with_its_phase():
+    time = Time()
+    clock = PhaseClock(now=time)
+    with recording(clock), pytest.raises(RuntimeError), clock.phase("actor_update"):
+        start_span("forward")
+        time.seconds += 3
+        raise RuntimeError("lost")
+    with clock.phase("advantage"):
+        time.seconds += 1
+    times = clock.take()
+    assert times.phases == {"actor_update": 3, "advantage": 1} and sum(times.totals().values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "synced"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"device_sync": "sampled", "device_sync_every": 2}, [2, 4]),
+        ({"device_sync": "never"}, []),
+    ],
+)
+def test_phases_end_with_the_device_in_the_steps_of_the_recipe(keys, synced):
+    """The device takes 3 s that the host does not wait for by itself; they are the phase's own where it is asked."""
+    time = Time()
+
+    def settle():
+        time.seconds += 3
+
+    settled = DeviceSync(TelemetrySection(**keys), settle)
+    clock = PhaseClock(now=time, on_end=settled)
+    for step in (1, 2, 3, 4):
+        settled.begin(step)
+        with recording(clock), clock.phase("actor_update"):
+            time.seconds += 1
+        times = clock.take()
+        assert times.totals().get("device", 0) == (3 if step in synced else 0)
+        assert times.phases == {"actor_update": 4 if step in synced else 1}
+    with pytest.raises(RuntimeError), recording(clock), clock.phase("actor_update"):
+        raise RuntimeError("the device is lost: waiting for it would hide this")
+    assert "device" not in clock.take().totals()
+
+
+def test_megatron_s_timers_are_spans():
+    time = Time()
+    clock, timers = PhaseClock(now=time, keep_spans=True), MegatronTimers()
+    done: list[float] = []
+    with recording(clock), work.watching(lambda _, number, total: done.append(number)), clock.phase("actor_update"):
+        work.begin("micro-batches", 4, parts=2)
+        timers("forward-backward", log_level=1).start(barrier=True)
+        for name, seconds in (("forward-recv", 2), ("forward-compute", 5), ("backward-send-forward-recv", 1)):
+            timers(name, log_level=2).start()
+            time.seconds += seconds
+            timers(name).stop()
+        timers("forward-backward").stop()
+        timers("all-grads-sync", log_level=1).start(barrier=True)
+        time.seconds += 4
+        timers("all-grads-sync").stop()
+    assert done == [0, 0.5]  # one forward pass, and neither what was received nor the reduction
+    times = clock.take()
+    assert {name: seconds for (_, name), seconds in times.spans.items() if seconds} == {
+        "wait_pipeline": 3, "forward": 5, "wait_gradients": 4,
+    }  # fmt: skip
+    assert times.events[0] == Event("wait_pipeline", 2, 0.0, 2.0) and times.events[-1] == Event("actor_update", 0, 0.0, 12.0)
+    assert span_of("params-all-gather") == "wait_gradients"
+
+
+def test_every_wait_for_a_collective_has_a_span():
+    """A wait in a layer is named after the layers, one in the optimizer after the gradients, one in a wait is that wait."""
+    clock = PhaseClock(keep_spans=True)
+    untouched = Work.wait
+    with recording(clock), timed_waits(clock), clock.phase("actor_update"):
+        for name in ("forward", "backward", "optimizer", "figures", "wait_engines"):
+            with span(name):
+                assert finished_work().wait()
+        assert finished_work().wait()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(finished_work().wait).result()  # a clock is one thread's
+    assert Work.wait is untouched
+    assert [event.name for event in clock.take().events] == [
+        "wait_layers", "forward", "wait_layers", "backward", "wait_gradients", "optimizer", "wait_ranks", "figures",
+        "wait_engines", "wait_ranks", "actor_update",
+    ]  # fmt: skip
+
+
+def finished_work():
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future)
+
+
+def test_events_beyond_the_limit_are_counted_and_no_second_is_lost():
+    time = Time()
+    clock = PhaseClock(now=time, keep_spans=True)
+    with recording(clock), clock.phase("actor_update"):
+        for _ in range(MOST_EVENTS + 5):
+            with span("forward"):
+                time.seconds += 1
+    times = clock.take()
+    assert len(times.events) == MOST_EVENTS and times.dropped == 6
+    assert times.spans["actor_update", "forward"] == MOST_EVENTS + 5
+
+
+def test_clocks_are_aligned_by_what_all_read_at_once():
+    assert clock_offsets([[10.0, 11.0, 12.0], [110.0, 111.25, 112.0], [9.0, 10.0, 11.5]]) == [0.0, 100.0, -1.0]
+
+
+def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
+    def times(start, event):
+        return StepTimes(start, 2.0, {}, {}, [Event(*event)], 0)
+
+    for rank, offset in ((0, 0.0), (1, 100.0)):
+        writer = TraceWriter(tmp_path, rank, "here", offset)
+        for step in (1, 2):
+            writer.write(step, times(offset + 1000.0 + step, ("rollout", 0, 0.5, 1.0)))
+        writer.close()
+    with (tmp_path / "trace" / "rank-00001.jsonl").open("a") as file:
+        file.write('{"step": 3, "sta')  # rank 1 was killed
+    (tmp_path / "trace" / "rank-00002.jsonl").touch()
+    again = TraceWriter(tmp_path, 1, "there", 50.0)  # rank 1 was started again, and does step 2 again
+    again.write(2, times(1060.0, ("wait_ranks", 1, 0.25, 0.5)))
+    again.close()
+    with (tmp_path / "trace" / "rank-00001.jsonl").open("a") as file:
+        file.write('{"step": 3, "sta')
+    events = merge(tmp_path)["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0 on here", "rank 1 on there"]
+    keys = ("pid", "name", "cat", "ts", "dur")
+    slices = [tuple(event[key] for key in keys) for event in events if event["ph"] == "X"]
+    assert slices == [
+        (0, "step 1", "step", 1_001_000_000, 2_000_000), (0, "rollout", "phase", 1_001_500_000, 1_000_000),
+        (0, "step 2", "step", 1_002_000_000, 2_000_000), (0, "rollout", "phase", 1_002_500_000, 1_000_000),
+        (1, "step 1", "step", 1_001_000_000, 2_000_000), (1, "rollout", "phase", 1_001_500_000, 1_000_000),
+        (1, "step 2", "step", 1_010_000_000, 2_000_000), (1, "wait_ranks", "wait", 1_010_250_000, 500_000),
+    ]  # fmt: skip
+    json.dumps(events)
+    with pytest.raises(ValueError, match=r"trace has no rank-\*.jsonl: the run was started with run.trace: none"):
+        merge(tmp_path / "other")

@@ -1,0 +1,187 @@
+"""What a step makes of its rewards before the update, against numbers worked out by hand: terms and masks of the recipe."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megarl.trainer
+from megarl.megatron.batch import Batch
+from megarl.recipe import load_recipe
+from megarl.schedule import MiniBatch
+from megarl.trainer import Pipeline, Sizes
+from tests.runs import tiny_recipe, tiny_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("advantages")
+    tiny_run(path)
+    return path
+
+
+def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Pipeline:
+    """One that has a recipe and no engines."""
+    recipe = load_recipe(tiny_recipe(folder, "recipe", ppo, 1, 1, 1, 1, **changes))
+    made = Pipeline(recipe, 0, SimpleNamespace(engines={}), None)  # type: ignore[arg-type]
+    made.sizes = Sizes((), (), ())
+    return made
+
+
+def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None = None, **fields: Any) -> Batch:
+    """Two groups, one half each."""
+    half = len(rewards) // 2
+    return Batch(
+        prompt_lengths=np.full(len(rewards), 3),
+        completion_lengths=np.array(lengths),
+        groups=np.repeat([4, 2], half),
+        rewards=np.array(rewards, np.float32),
+        valid=np.ones(len(rewards), bool),
+        truncated=None if truncated is None else np.array(truncated),
+        fields=fields,
+    )
+
+
+def advantages(made: Pipeline, of: Batch) -> list[list[float]]:
+    made._advantages(of)
+    return [one.tolist() for one in of.fields["advantages"]]
+
+
+def test_long_completions_lose_reward_and_those_at_the_limit_are_masked(folder: Path) -> None:
+    """Equation 13 of DAPO with a buffer of 4 of a tiny recipe's 12 tokens: 0 at 8, a quarter of 0.5 at 9, a half at 10."""
+    overlong = {"mask": True, "buffer": 4, "penalty": 0.5}
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong=overlong)
+    of = batch([1.0, 1.0, 0.0, 1.0, 0.5, 0.5], [8, 10, 12, 9, 1, 2], [False, False, True, False, False, False])
+    found = advantages(made, of)
+    # Rewards 1, 0.75 and (masked) -0.5: mean 0.875. Rewards 0.875, 0.5, 0.5: mean 0.625.
+    wanted = [0.125, -0.125, 0.0, 0.25, -0.125, -0.125]
+    assert [row[0] for row in found] == pytest.approx(wanted, abs=1e-6)
+    assert [len(row) for row in found] == [8, 10, 12, 9, 1, 2]
+    assert of.valid.tolist() == [True, True, False, True, True, True] == list(made.sizes.valid)
+    assert made.figures["reward/overlong_masked"] == 1
+    assert made.figures["reward/overlong_penalty_mean"] == pytest.approx(-(0.25 + 0.5 + 0.125) / 6)
+
+
+@pytest.mark.parametrize("scored", [[True] * 4, [True, False, False, False]])
+def test_a_step_of_which_the_mask_leaves_nothing_ends_the_run(folder: Path, scored: list[bool]) -> None:
+    """All that could be scored were cut off, one of the others was not."""
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": True})
+    of = batch([1.0, 1.0, 0.0, 0.0], [12] * 4, [True] * 4 if all(scored) else [True, True, True, False])
+    of.valid = np.array(scored)
+    said = (
+        rf"no completion is left to train on: the {sum(scored)} that still counted reached rollout.max_new_tokens = 12, and "
+        r"algorithm.overlong.mask = true leaves these out; raise that limit, or take algorithm.overlong.buffer"
+    )
+    with pytest.raises(ValueError, match=said):
+        made._advantages(of)
+    of.truncated, of.valid = np.array([True, True, False, True]), np.ones(4, bool)
+    made._advantages(of)
+    assert of.valid.tolist() == [False, False, True, False]
+
+
+def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": False, "buffer": 4, "penalty": 0.5})
+    of = batch([1.0, 1.0, 0.0, 0.0], [8, 12, 1, 1], [False, True, False, False])
+    assert [row[0] for row in advantages(made, of)] == pytest.approx([0.25, -0.25, 0.0, 0.0])
+    assert of.valid.all() and "reward/overlong_masked" not in made.figures
+
+
+def test_kl_in_the_reward_is_that_of_each_token_times_its_coefficient(folder: Path) -> None:
+    """k1 is log p - log of the reference (Schulman 2020): 0.3 and 0.1 of the first sequence, -0.2 of the second."""
+    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1"}
+    made = pipeline(
+        folder, algorithm__advantage="reinforce_plus_plus_baseline", algorithm__kl=kl,
+        phases__reference_logprob={"micro_batch": {"sequences": 4}},
+        phases__actor_logprob={"micro_batch": {"sequences": 4}},
+    )  # fmt: skip
+    logprobs = [torch.tensor(one) for one in ([-1.0, -2.0], [-1.0], [-3.0], [-1.0])]
+    reference = [torch.tensor(one) for one in ([-1.3, -2.1], [-0.8], [-3.0], [-1.0])]
+    of = batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 1], logprobs=logprobs, reference_logprobs=reference)
+    found = advantages(made, of)
+    # 1 - 0.5 * 0.4 = 0.8 and 0 + 0.5 * 0.2 = 0.1: 0.35 from their mean; over the five tokens 0.35, 0.35, -0.35, 0, 0.
+    flat = torch.tensor([0.35, 0.35, -0.35, 0.0, 0.0], dtype=torch.float64)
+    wanted = (flat - flat.mean()) / flat.std()
+    assert [value for row in found for value in row] == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> None:
+    """Discount 0.99, smoothing 0.9 and a coefficient of 0.05, as the tiny recipe of PPO has them."""
+    made = pipeline(folder, ppo=True, algorithm__gae={"discount": 0.99, "smoothing": 0.9, "whiten": False})
+    logprobs, reference = ([torch.tensor(one) for one in rows] for rows in (([-1.0, -2.0], [-1.0]), ([-3.0, -1.0], [-1.0])))
+    values = [torch.tensor([0.2, 0.4]), torch.tensor([0.1])]
+    of = batch([1.0, 0.0], [2, 1], logprobs=logprobs, reference_logprobs=reference, values=values)
+    found = advantages(made, of)
+    last = 1.0 + 0.05 - 0.4
+    first = -0.1 + 0.99 * 0.4 - 0.2 + 0.99 * 0.9 * last
+    assert [value for row in found for value in row] == pytest.approx([first, last, -0.1], abs=1e-6)
+    returns = torch.tensor([first + 0.2, last + 0.4, 0.0], dtype=torch.float64)
+    assert torch.cat(of.fields["returns"]).tolist() == pytest.approx(returns.tolist(), abs=1e-6)
+    assert made.figures["critic/value_mean"] == pytest.approx(0.7 / 3)
+    missed = returns - torch.tensor([0.2, 0.4, 0.1], dtype=torch.float64)
+    explained = 1 - missed.var(correction=0) / returns.var(correction=0)
+    assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    # Without a reward the second counts for neither figure, whatever its values are.
+    of.valid[1] = False
+    advantages(made, of)
+    assert made.figures["critic/value_mean"] == pytest.approx(0.6 / 2)
+    explained = 1 - missed[:2].var(correction=0) / returns[:2].var(correction=0)
+    assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+
+
+def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> None:
+    """And is masked where that one could not be scored."""
+    made = pipeline(
+        folder,
+        algorithm__advantage="remax",
+        algorithm__group_size=3,
+        phases__actor_update={"mini_batch": 12, "micro_batch": {"max_tokens": 64}},
+    )
+    of = batch([1.0, 0.0, 0.5, 1.0, 0.0, 0.5], [1] * 6)
+    greedy = SimpleNamespace(own_lengths=np.array([5, 7]))
+    scored = SimpleNamespace(rewards=np.array([0.25, 0.75]), valid=np.array([True, True]), busy_s=2.0)
+    made.figures["reward/busy_s"] = 1.0
+    made._compare_with_greedy(of, greedy, scored)
+    assert [row[0] for row in advantages(made, of)] == pytest.approx([0.75, -0.25, 0.25, 0.25, -0.75, -0.25])
+    assert (made.figures["reward/greedy_mean"], made.figures["reward/num_greedy_masked"]) == (0.5, 0)
+    assert (made.figures["rollout/greedy_tokens"], made.figures["reward/busy_s"]) == (12, 3.0)
+
+    scored.rewards = np.array([np.nan, 0.75])
+    made._compare_with_greedy(of, greedy, scored)
+    assert of.valid.tolist() == [False] * 3 + [True] * 3 == list(made.sizes.valid)
+    assert (made.figures["reward/greedy_mean"], made.figures["reward/num_greedy_masked"]) == (0.75, 1)
+    scored.valid = np.array([True, False])
+    with pytest.raises(ValueError, match="no prompt has both a completion and a greedy completion"):
+        made._compare_with_greedy(of, greedy, scored)
+
+
+def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folder: Path) -> None:
+    """`fixed_length` divides by the sequences times rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
+    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__aggregation="fixed_length")
+    of, mini_batch = batch([1.0, 0.0], [2, 5]), MiniBatch(0, (0, 1), ())
+    seen: list[dict[int, float]] = []
+
+    class Engine:
+        role, place, router_replay = "critic", SimpleNamespace(data_rank=0), None
+
+        def present(self, training: bool) -> Any:
+            return nullcontext()
+
+        def update(self, batch: Batch, mini_batch: MiniBatch, objective: Any) -> Any:
+            return SimpleNamespace(executed=())
+
+    plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
+    made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_agree", "_prove"):
+            patch.setattr(made, name, lambda *_: None)
+        for name in ("_announce", "compare"):
+            patch.setattr(megarl.trainer, name, lambda *_, **__: None)
+        patch.setattr(megarl.trainer, "update_figures", lambda *_: {})
+        made._update(Engine(), plan, of, lambda settings, batch, weights: seen.append(weights))  # type: ignore[arg-type]
+    assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]

@@ -1,0 +1,161 @@
+"""Whole runs with a number that is not finite: `run.on_not_finite` leaves it out, or ends the run while weights are good."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Completion, Sample
+from megarl.megatron.batch import Batch
+from megarl.megatron.finite import NotFinite
+from megarl.megatron.finite_guard import FiniteGuard, mask
+from tests.ranks import run_ranks
+from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run
+
+STEPS = 2
+GROUP_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("finite")
+    tiny_run(path)
+    fake_rollouts(path, STEPS)
+    return path
+
+
+def train(recipe: str) -> None:
+    from megarl.build import train as run
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+
+    run(load_recipe(recipe), Resume.NEVER)
+
+
+def train_with_faults(recipe: str) -> None:
+    """The reference gives one of sample 5's log-probabilities as no number in the first step, and the first mini-batch of
+    the second step has an infinite loss."""
+    from megarl.megatron.objective import PolicyObjective
+    from megarl.megatron.role import Engine
+    from megarl.trainer import Pipeline
+
+    forward, step, objective, running = Engine.forward, Pipeline.step, PolicyObjective.__call__, [0]
+    updates = 0
+
+    def noted(pipeline: Any, number: int) -> Any:
+        running[0] = number
+        return step(pipeline, number)
+
+    def broken(engine: Any, batch: Any, mini_batch: Any, adapted: bool = True) -> Any:
+        results, executed = forward(engine, batch, mini_batch, adapted)
+        if running[0] == 1 and engine.role == "reference" and "logprobs" in results:
+            results["logprobs"][5][0] = math.nan
+        return results, executed
+
+    def infinite(own: Any, micro: Any, outputs: Any) -> Any:
+        nonlocal updates
+        loss, sums = objective(own, micro, outputs)
+        if running[0] == 2 and updates == 0:
+            updates += 1
+            return loss + math.inf, sums
+        return loss, sums
+
+    with (
+        mock.patch.object(Engine, "forward", broken),
+        mock.patch.object(Pipeline, "step", noted),
+        mock.patch.object(PolicyObjective, "__call__", infinite),
+    ):
+        train(recipe)
+
+
+def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> None:
+    changes = {"rollout__replay": str(folder / "rollouts"), "run__on_not_finite": "skip",
+               "reward": [{"kind": "function", "target": "tests.rewards:too_large"}]}  # fmt: skip
+    run_ranks(train_with_faults, 2, str(tiny_recipe(folder, "skip", True, 2, 1, 2, STEPS, **changes)))
+    first, second = figures(folder, "skip")
+    assert (first["finite/masked_samples"], first["finite/skipped_updates"]) == (GROUP_SIZE + 1, 0)
+    assert (second["finite/masked_samples"], second["finite/skipped_updates"]) == (0, 1)
+    assert second["schedule/actor_update/updates"] == 4 and second["actor/skipped_updates"] == 0, "no loss scale's"
+    for line in (first, second):
+        assert None not in line.values(), f"a figure is not finite: {line}"
+        assert line["schedule/reference_logprob/tokens"] == line["schedule/reference_logprob/planned_tokens"]
+
+
+def train_with_a_broken_weight(recipe: str, before: str) -> str:
+    """A weight of the last rank is no number before the second step, or before its checkpoint. What each rank says."""
+    from megarl.trainer import Pipeline
+
+    function = getattr(Pipeline, before)
+
+    def broken(pipeline: Any, number: int) -> Any:
+        if number == 2 and pipeline.rank == 1:
+            pipeline.parts.actor.models[-1].decoder.final_layernorm.weight.data[0] = math.nan
+        return function(pipeline, number)
+
+    with mock.patch.object(Pipeline, before, broken), pytest.raises(NotFinite) as failure:
+        train(recipe)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("before", ["step", "state"])
+def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, before: str) -> None:
+    """With skip as well: no sample or update is to blame."""
+    changes = {"rollout__replay": str(folder / "rollouts"), "run__checkpoint_every": 1, "run__on_not_finite": "skip"}
+    recipe = tiny_recipe(folder, f"broken-{before}", True, 2, 1, 2, STEPS, **changes)
+    first, second = run_ranks(train_with_a_broken_weight, 2, str(recipe), before)
+    assert first == second and "(rank 1: decoder.final_layernorm.weight)" in first
+    if before == "step":
+        assert first.startswith("phase actor_logprob: logprobs of sample 0 are nan at completion token 0 (micro-batch ")
+        assert "of data-parallel rank 0, rank 1; 16 of 16 samples are like this): the actor's weights are broken" in first
+    else:
+        assert first.startswith("checkpoint of step 2: the actor's weights or moments are not finite")
+    saved = sorted(path.name for path in (folder / "runs" / f"broken-{before}" / "checkpoints").iterdir())
+    assert [name for name in saved if not name.endswith(".partial")] == ["step-000001"]
+
+
+def batch_of(count: int) -> Batch:
+    def sample(number: int) -> Sample:
+        tokens = np.full(3, 7, np.int32)
+        return Sample(number, tokens, Completion(tokens, np.full(3, -1.0, np.float32), "stop", 0, 0))
+
+    return Batch(
+        prompt_lengths=np.full(count, 3),
+        completion_lengths=np.full(count, 3),
+        groups=np.arange(count),
+        rewards=np.ones(count, np.float32),
+        valid=np.ones(count, bool),
+        samples={number: sample(number) for number in range(count)},
+        fields={"logprobs": [torch.full((3,), -1.0) for _ in range(count)]},
+    )
+
+
+def test_a_masked_sample_keeps_its_place_with_dummy_tokens_and_counts_for_nothing() -> None:
+    batch = batch_of(2)
+    mask(batch, [1])
+    assert batch.valid.tolist() == [True, False] and batch.masked == {1}
+    assert not batch.samples[1].completion.token_ids.any() and not batch.samples[1].prompt_ids.any()
+    assert batch.samples[1].num_tokens == 6 and batch.samples[0].completion.token_ids.all()
+    assert batch.fields["logprobs"][1].tolist() == [0, 0, 0] and batch.fields["logprobs"][0].tolist() == [-1, -1, -1]
+
+
+def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
+    for policy, wrong, said in (
+        ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples"),
+        ("skip", [0, 1], "no other sample counts"),
+    ):
+        batch = batch_of(2)
+        batch.rewards[wrong] = np.inf
+        with pytest.raises(NotFinite, match=said):
+            FiniteGuard(policy, 0).rewards(batch)  # type: ignore[arg-type]
+    batch, guard = batch_of(2), FiniteGuard("skip", 0)
+    batch.rewards[1] = np.inf
+    guard.rewards(batch)
+    assert batch.valid.tolist() == [True, False]
+    assert guard.take_figures() == {"finite/skipped_updates": 0, "finite/masked_samples": 1}
+    assert guard.take_figures()["finite/masked_samples"] == 0, "of one step each"

@@ -1,0 +1,280 @@
+"""Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
+under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
+
+import asyncio
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.cluster.ray_cluster import stop_cluster
+from megarl.data.sample import Prompt
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.recipe import load_recipe
+from megarl.rollout.batch import dump_file
+from megarl.rollout.pool import open_pool
+from megarl.rollout.replay import FilePayload
+from megarl.telemetry.engine_trace import FIRST_PROCESS
+from megarl.telemetry.trace import merge
+from tests.ranks import run_ranks
+from tests.rollout_cases import same
+from tests.runs import RUN_DEADLINE_S, figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.span_sums import check_spans
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+STEPS, MIDDLE = 4, 2
+TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
+SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
+REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
+# The engine takes so much longer to receive that version.
+SLOW_VERSION, SLOW_S = 2, 3.0
+
+
+def train_with_a_slow_receiver(recipe, note):
+    """`note` is a file, in which the engine writes from when to when it slept."""
+    from megarl.rollout import handle
+    from tests.runs import _train
+
+    class Slow(handle.RolloutEngine):
+        async def receive(self, manifest_values):
+            if manifest_values["version"] == SLOW_VERSION:
+                begun = time.time()
+                await asyncio.sleep(SLOW_S)
+                Path(note).write_text(json.dumps([begun, time.time()]))
+            return await super().receive(manifest_values)
+
+    with mock.patch.object(handle, "RolloutEngine", Slow):
+        _train(recipe, False)
+
+
+# Of GRPO with engines, under other layouts, CI has the runs of test_pipeline_evaluation.py and test_launch_slurm_run.py.
+@pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.nightly)])
+def run(request, tmp_path_factory):
+    """A run with a checkpoint in the middle, and its recipe's arguments."""
+    folder = tmp_path_factory.mktemp(request.param)
+    ppo = request.param == "ppo"
+    tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
+    changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
+               "telemetry__peak_tflops": 1.0,
+               "phases__reward": {"sequences": REWARD_SEQUENCES},
+               "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
+    if ppo:
+        changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
+    recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
+    run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
+    return folder, ppo, changes
+
+
+def _from_the_middle(folder, name):
+    """A run directory as a run leaves it that ended a step after its first checkpoint."""
+    target, checkpoint = folder / "runs" / name, Path("checkpoints") / f"step-{MIDDLE:06d}"
+    (target / "checkpoints").mkdir(parents=True)
+    shutil.copytree(folder / "runs" / "whole" / checkpoint, target / checkpoint)
+    lines = (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[: MIDDLE + 1]))  # the last of these steps is done again
+
+
+def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
+    folder, ppo, _ = run
+    for line in figures(folder, "whole"):
+        ran = {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES if f"schedule/{phase}/sequences" in line}
+        # GRPO with one update a batch needs no critic, no reference and no log-probabilities of their own.
+        assert ran == SIZES if ppo else ran.keys() == {"actor_update"}
+        assert line["schedule/reward/sequences"] == REWARD_SEQUENCES
+        assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
+
+
+def test_rollout_and_trainer_agree_after_every_sync(run):
+    folder, _, _ = run
+    lines = figures(folder, "whole")
+    assert [line["rollout/version"] for line in lines] == list(range(STEPS))
+    assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
+    assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
+
+
+def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
+    folder, ppo, _ = run
+    check_spans(folder / "runs" / "whole", ranks=4)
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
+    for rank in range(4):
+        own = [event for event in slices if event["pid"] == rank]
+        steps = [event for event in own if event["cat"] == "step"]
+        assert [event["name"] for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
+        parts = [event for event in own if event["cat"] == "part"]
+        assert [event["name"] for event in parts] == ["start", "end"]
+        assert parts[0]["ts"] < steps[0]["ts"] and parts[1]["ts"] > steps[-1]["ts"]
+        wall = sum(event["dur"] for event in (*parts, *steps))
+        assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
+        seen = {event["name"] for event in own}
+        assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
+        assert ("critic_update" in seen) == ppo
+    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    devices = [_seconds_of_devices(line) for line in lines]
+    # Each device's steps are its own rank's, which ends them before or after others; an engine's are those of the last rank.
+    own_s = [[e["dur"] / 1e6 for e in slices if e["pid"] == rank and e["cat"] == "step"] for rank in range(4)]
+    own_s.append([max(step) for step in zip(*own_s, strict=True)])
+    assert [list(each) for each in zip(*devices, strict=True)] == [pytest.approx(each, abs=1e-3) for each in own_s]
+    for line in lines:
+        causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
+        assert (
+            0 < line["idle/share"] == pytest.approx(sum(causes)) and line["idle/share"] + line["idle/unaccounted_share"] < 1
+        )
+        assert line["idle/straggler_rank"] in range(4)
+        _check_devices_and_roles(line)
+
+
+def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
+    folder, _, _ = run
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("sample")]
+    lines = figures(folder, "whole")
+    assert len(requests) == 16 * STEPS
+    assert sum(event["args"]["tokens"] for event in requests) == sum(line["tokens/completion"] for line in lines)
+    assert [event["args"]["version"] for event in requests] == [step for step in range(STEPS) for _ in range(16)]
+    phases = [(event["ts"], event["ts"] + event["dur"]) for event in slices if event["name"] == "rollout"]
+    late = 2_000_000  # the engine's clock is rank 0's here, but for what a call takes to come back on a busy machine
+    for event in requests:
+        assert any(begun - late <= event["ts"] <= ended + late for begun, ended in phases)
+
+
+def _seconds_of_devices(line):
+    """Of each of the four ranks and of the engine, over all causes."""
+    columns = [value for key, value in line.items() if re.fullmatch(r"idle/device/\w+_s", key)]
+    return [sum(device) for device in zip(*columns, strict=True)]
+
+
+def _check_devices_and_roles(line):
+    """The engine has a device of its own, and each role's parts are the whole step."""
+    assert line["idle/device/engine"] == [0] and line["idle/device/rollout_s"][4] > 0
+    for part in ("actor", "engines", "reward_workers", *(("critic", "reference") if "time/critic_update" in line else ())):
+        assert sum(value for key, value in line.items() if key.startswith(f"idle/{part}/")) == pytest.approx(1.0)
+    assert 0 < line["idle/actor_update/bubble_share"] < 1
+    assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
+    assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
+
+
+def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
+    folder, _, _ = run
+    begun, ended = (1e6 * at for at in json.loads((folder / "slept").read_text()))
+    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+    middle = (begun + ended) / 2  # of the sleep; the ranks' clocks differ by far less than a half of it
+    for rank in range(4):
+        running = [event for event in slices if event["pid"] == rank and event["ts"] <= middle < event["ts"] + event["dur"]]
+        assert [event["name"] for event in running if event["cat"] == "phase"] == ["weight_sync"], "no update's seconds"
+    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    slow = lines[SLOW_VERSION - 1]
+    assert slow["time/weight_sync"] > SLOW_S
+    assert slow["idle/engines_share"] * slow["time/step"] > SLOW_S / 4, "at least rank 0, of four, waited for the engine"
+
+
+def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
+    folder, _, _ = run
+    page = (Path(__file__).resolve().parents[2] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
+    rows = "".join(row for row in page.splitlines() if row.startswith("| `sync/"))
+    lines = [json.loads(text) for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert not [key for line in lines[1:] for key in line if key.startswith("start_")]
+    start = {key.removeprefix("start_"): value for key, value in lines[0].items() if key.startswith("start_")}
+    assert start["sync/version"] == 0
+    for line in (start, *lines):
+        assert {key for key in line if key.startswith("sync/")} == set(re.findall(r"`(sync/\w+)`", rows))
+        assert not [key for key in line if key.startswith("resync/")]
+        assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0 and line["sync/attempts"] == 1
+        assert line["sync/total_s"] > line["sync/transfer_s"] + line["sync/repack_s"] + line["sync/pause_s"]
+        # Of one engine: each figure is that of the slowest.
+        stages = line["sync/pause_s"] + line["sync/receive_s"] + line["sync/resume_s"]
+        assert line["sync/total_s"] > line["sync/standstill_s"] > stages
+
+
+def _resume(run, **more):
+    folder, ppo, changes = run
+    _from_the_middle(folder, "resumed")
+    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes | more), resume=True)
+    return figures(folder, "resumed")
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(run):
+    """With the whole run's rollouts: all figures but the engine's and the sync's."""
+    folder, _, _ = run
+    resumed = _resume(run, rollout__replay=str(folder / "runs" / "whole" / "rollouts"), run__dump_rollouts=False)
+    for line, expected in zip(resumed, figures(folder, "whole"), strict=True):
+        without = expected.keys() - line.keys()
+        assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
+        assert line == {key: value for key, value in expected.items() if key in line}
+
+
+@pytest.mark.nightly  # in CI one of GRPO is, in a job of Slurm: test_launch_slurm_run.py
+def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
+    shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
+    assert _resume(run) == figures(run[0], "whole")
+
+
+def test_a_run_resumes_under_another_layout(run):
+    folder, ppo, changes = run
+    _from_the_middle(folder, "other")
+    # The same rollouts: one flipped last bit could sample another token.
+    changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
+    train_on_ranks(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes), resume=True)
+    found, whole = figures(folder, "other"), figures(folder, "whole")
+    assert len(found) == STEPS
+    keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
+    assert len(keys) >= (6 if ppo else 4)
+    for line, expected in zip(found, whole, strict=True):
+        for key in keys:
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
+
+
+def _assert_step_samples_as_the_export_does(folder, name, step, model):
+    """The engine of a run in a step, which took the weights of the step before, and one that loaded what `megarl export`
+    writes of these: the same tokens and log-probabilities, bit for bit."""
+    before, source = folder / "runs" / f"{name}-before", folder / "runs" / name
+    stored = Path("checkpoints") / f"step-{step - 1:06d}"
+    shutil.copytree(source / stored, before / stored)
+    shutil.copy(source / "recipe.yaml", before)
+    megarl("export", str(before), str(model))
+    sampled = FilePayload(str(dump_file(source / "rollouts", step))).fetch(range(16))
+    assert {sample.completion.first_version for sample in sampled.values()} == {step - 1}
+    prompts = {sample.group: Prompt(sample.group, sample.prompt_ids, "", "", {}) for sample in sampled.values()}
+    recipe = load_recipe(folder / f"{name}.yaml")
+    pool = open_pool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
+    try:
+        pool.start()
+        loaded = pool.generate(list(prompts.values()), step).payload.fetch(range(16))
+    finally:
+        pool.shutdown()
+        stop_cluster()
+    assert same(sampled, loaded)
+
+
+def test_an_engine_in_a_run_answers_as_one_that_loaded_the_export(run, tmp_path):
+    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
+
+
+@pytest.mark.nightly
+def test_an_engine_with_experts_in_a_run_answers_as_one_that_loaded_the_export(tmp_path):
+    """Two workers, of a trainer under TP2 x PP2 whose experts are dealt over its tensor ranks."""
+    tiny_run(tmp_path, "qwen3_moe")
+    layout = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    changes = {"actor__layout": layout, "rollout__tensor": 2, "run__checkpoint_every": 1, "run__dump_rollouts": True}
+    train_on_ranks(tiny_recipe(tmp_path, "experts", False, 4, 2, 2, 2, **changes))
+    _assert_step_samples_as_the_export_does(tmp_path, "experts", 2, tmp_path / "out")
+
+
+def test_the_export_loads_in_transformers_with_the_trained_weights(run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = run
+    megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    start = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.dtype == torch.float32
+    moved = [float((new - old).abs().max()) for new, old in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(0 < distance < 0.2 for distance in moved)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
+    assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()

@@ -1,0 +1,202 @@
+"""Dynamic sampling in whole runs: groups without a signal are replaced, each sequence is scored once, and a resume goes on
+at the exact prompt."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megarl.data.sample import Completion, Prompt, Sample
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rollout.batch import RolloutBatch, RolloutExecuted
+from megarl.telemetry.samples import read_samples
+from tests.ranks import run_ranks
+from tests.rewards import rarely
+from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+
+STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
+SALT = 40  # of draws by which one step needs one round, one needs two, and one three and fillers
+CHANGES: dict[str, Any] = {
+    "algorithm__group_size": SIZE,
+    "phases__rollout": {"prompts": PROMPTS},
+    "phases__reward": {"sequences": 3},
+    "phases__actor_update": {"mini_batch": PROMPTS * SIZE, "micro_batch": {"max_tokens": 64}},
+    "reward": [{"kind": "function", "target": "tests.rewards:rarely"}],
+    "run__checkpoint_every": 1,
+    "telemetry__samples_per_step": PROMPTS * SIZE,
+}
+
+
+class Drawn:
+    """Completions of some prompts: a function of the step, the prompt and the member."""
+
+    def __init__(self, prompts: Sequence[Prompt], step: int) -> None:
+        self.prompts, self.step = prompts, step
+
+    def fetch(self, sample_ids: Any) -> dict[int, Sample]:
+        return {s: self.sample(s) for s in sample_ids}
+
+    def sample(self, s: int) -> Sample:
+        prompt = self.prompts[s // SIZE]
+        tokens = draw(self.step, prompt.index, s % SIZE)
+        return Sample(
+            prompt.index, prompt.token_ids, Completion(tokens, np.full(len(tokens), -4.0, np.float32), "stop", 0, 0)
+        )
+
+
+def draw(step: int, prompt: int, member: int) -> np.ndarray:
+    generator = np.random.default_rng([SALT, step, prompt, member])
+    return generator.integers(2, 97, generator.integers(1, 13)).astype(np.int32)
+
+
+def generate(_: Any, prompts: Sequence[Prompt], step: int, resync: Any = None) -> RolloutBatch:
+    """In the place of engines: as many rounds as are asked for."""
+    samples = [Drawn(prompts, step).sample(s) for s in range(len(prompts) * SIZE)]
+    return RolloutBatch(
+        payload=Drawn(prompts, step),
+        groups=np.array([sample.group for sample in samples]),
+        prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
+        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
+        finish_reasons=["stop"] * len(samples),
+        first_version=np.zeros(len(samples), int),
+        last_version=np.zeros(len(samples), int),
+        executed=RolloutExecuted(len(prompts), SIZE, 64),
+    )
+
+
+def train_sampling(recipe: str, resume: bool) -> int:
+    """A run without engines, which `check` would not let sample; the sequences that were scored."""
+    from megarl.build import train
+    from megarl.recipe import load_recipe
+    from megarl.recipe.algorithm_sections import DynamicSamplingSection
+    from megarl.reward.workers import RewardWorkers
+    from megarl.rollout.replay import ReplayPool
+    from megarl.telemetry.run_directory import Resume
+
+    scored = []
+    score = RewardWorkers.score
+
+    def counted(workers: Any, payload: Any, prompts: Any, num_sequences: int, group_size: int) -> Any:
+        scored.append(num_sequences)
+        return score(workers, payload, prompts, num_sequences, group_size)
+
+    loaded = load_recipe(recipe)
+    sampling = {"dynamic_sampling": DynamicSamplingSection(max_rounds=MAX_ROUNDS)}
+    loaded = loaded.model_copy(update={"algorithm": loaded.algorithm.model_copy(update=sampling)})
+    with (
+        mock.patch.object(ReplayPool, "start", lambda _: None),
+        mock.patch.object(ReplayPool, "generate", generate),
+        mock.patch.object(RewardWorkers, "score", counted),
+    ):
+        train(loaded, Resume.of(resume, False))
+    return sum(scored)
+
+
+def expected(folder: Path) -> list[dict[str, Any]]:
+    """Each step's groups with their rewards, and the rounds that it took, in plain Python."""
+    tokenizer, position, steps = load_tokenizer(str(folder / "model")), 0, []
+    for step in range(1, STEPS + 1):
+        groups: list[tuple[int, list[float]]] = []
+        rounds = 0
+        while rounds < MAX_ROUNDS and sum(len(set(rewards)) > 1 for _, rewards in groups) < PROMPTS:
+            for prompt in range(position, position + PROMPTS):
+                texts = [
+                    tokenizer.decode(draw(step, prompt, member).tolist(), skip_special_tokens=True) for member in range(SIZE)
+                ]
+                groups.append((prompt, [rarely(text, None) for text in texts]))  # type: ignore[arg-type]
+            position, rounds = position + PROMPTS, rounds + 1
+        with_signal = [one for one in groups if len(set(one[1])) > 1]
+        without = [one for one in groups if len(set(one[1])) == 1]
+        chosen = sorted((with_signal + without)[:PROMPTS])
+        steps.append({"groups": chosen, "rounds": rounds, "filled": max(0, PROMPTS - len(with_signal))})
+    return steps
+
+
+def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_the_exact_prompt(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    changes = CHANGES | {"rollout__replay": str(tmp_path)}
+    scored = run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "whole", False, 2, 1, 1, STEPS, **changes)), False)
+    runs = tmp_path / "runs"
+    shutil.copytree(runs / "whole", runs / "cut")
+    for undone in range(2, STEPS + 1):
+        shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{undone:06d}")
+    run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True)
+    whole, wanted = figures(tmp_path, "whole"), expected(tmp_path)
+    assert figures(tmp_path, "cut") == whole
+    assert scored == [PROMPTS * SIZE * sum(step["rounds"] for step in wanted), 0], "each sequence once, on rank 0"
+    for line, step in zip(whole, wanted, strict=True):
+        assert (line["rollout/rounds"], line["rollout/filler_groups"]) == (step["rounds"], step["filled"])
+        assert line["rollout/extra_prompts"] == PROMPTS * (step["rounds"] - 1)
+        rows = read_samples(runs / "whole" / "samples" / f"step-{line['step']:06d}.jsonl")
+        assert [row["group"] for row in rows] == [prompt for prompt, _ in step["groups"] for _ in range(SIZE)]
+        assert [row["reward"] for row in rows] == [reward for _, rewards in step["groups"] for reward in rewards]
+        for row in rows:
+            prompt, member = row["group"], row["sample"] % SIZE
+            assert row["completion_tokens"] == len(draw(line["step"], prompt, member)), "tokens belong to their rewards"
+        assert line["schedule/actor_update/sequences"] <= PROMPTS * SIZE and line["actor/grad_norm"] > 0
+    assert [(step["rounds"], step["filled"]) for step in wanted] == [(3, 1), (1, 0), (2, 0)], "all that can happen"
+
+
+@pytest.mark.nightly
+@pytest.mark.sync
+def test_engines_take_several_rounds_and_repeat_them_after_a_resume(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    changes = CHANGES | {"algorithm__dynamic_sampling": {"max_rounds": MAX_ROUNDS}}
+    train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 3, **changes))
+    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 1, **changes))
+    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 3, **changes), resume=True)
+    whole = figures(tmp_path, "whole")
+    assert figures(tmp_path, "cut") == whole
+    assert len({line["rollout/rounds"] for line in whole}) > 1
+    for line in whole:
+        assert line["rollout/version"] == line["step"] - 1 and line["mismatch/logprob_max"] <= 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.sync
+def test_engines_complete_each_prompt_greedily_beside_and_a_replay_of_both_gives_the_same_numbers(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tiny_run(tmp_path)
+    changes: dict[str, Any] = {
+        "algorithm__advantage": "remax",
+        "algorithm__group_size": 1,
+        "phases__actor_update": {"mini_batch": PROMPTS, "micro_batch": {"max_tokens": 64}},
+    }
+    live = changes | {"run__dump_rollouts": True}
+    train_on_ranks(tiny_recipe(tmp_path, "live", False, 1, 1, 1, 2, **live))
+    rollouts = tmp_path / "runs" / "live" / "rollouts"
+    with np.load(rollouts / "greedy" / "step-000001.npz") as dump:
+        columns = {name: dump[name] for name in dump.files}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert len(columns["groups"]) == PROMPTS
+    prompts = np.split(columns["prompt_ids"], np.cumsum(columns["prompt_lengths"])[:-1])
+    completions = np.split(columns["token_ids"], np.cumsum(columns["completion_lengths"])[:-1])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor(np.concatenate([prompt, completion])[None].astype(np.int64))
+        with torch.no_grad():
+            likeliest = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == completion.tolist()
+    train_on_ranks(tiny_recipe(tmp_path, "again", False, 1, 1, 1, 2, **changes, rollout__replay=str(rollouts)))
+    for line, again in zip(figures(tmp_path, "live"), figures(tmp_path, "again"), strict=True):
+        assert line["rollout/greedy_tokens"] > 0 and line["mismatch/logprob_max"] <= 1e-4
+        without = line.keys() - again.keys()
+        assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
+        assert again == {key: value for key, value in line.items() if key in again}
+
+
+@pytest.mark.nightly
+@pytest.mark.sync
+def test_engines_keep_their_version_while_the_critic_warms_up(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    train_on_ranks(tiny_recipe(tmp_path, "warm", True, 1, 1, 1, 3, critic__warmup_steps=1))
+    lines = figures(tmp_path, "warm")
+    assert [line["rollout/version"] for line in lines] == [0, 0, 1]
+    assert [line["sync/version"] for line in lines] == [0, 1, 2]
+    assert [line.get("sync/received_bytes", 0) > 0 for line in lines] == [False, True, True]
+    assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines[1:])

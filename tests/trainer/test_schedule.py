@@ -1,0 +1,269 @@
+"""What a run proves of its schedules: the shapes it executed are the planned ones, and metrics.jsonl says so."""
+
+import math
+import os
+import re
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megarl.recipe import ENGINE_PHASES
+from megarl.schedule import PlanMismatch, Summary, Turn, refuse_unlike
+from tests.ranks import run_ranks
+from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+
+STEPS = 2
+PROVEN = ("micro_batches", "tokens", "slots", "max_tokens")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule")
+    tiny_run(path)
+    fake_rollouts(path, STEPS)
+    return path
+
+
+def train(folder, name, ppo=True, **changes):
+    changes = {"rollout__replay": str(folder / "rollouts")} | changes
+    train_on_ranks(tiny_recipe(folder, name, ppo, 2, 1, 2, STEPS, **changes))
+
+
+def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
+    train(folder, "proof")
+    for line in figures(folder, "proof"):
+        assert line["actor/ratio_drift_exceeded"] == 0, "rounding is far below the default bound"
+        for phase in (phase for phase in ENGINE_PHASES if phase != "reward_model"):  # the recipe has none
+            at = f"schedule/{phase}/"
+            for name in PROVEN:
+                assert line[at + name] == line[f"{at}planned_{name}"] > 0, (phase, name)
+            assert (
+                line[at + "tokens"] == (line["tokens/prompt"] + line["tokens/completion"]) * line.get(at + "updates", 2) / 2
+            )
+            assert line[at + "useful_share"] == line[at + "tokens"] / line[at + "slots"] == 1.0
+            assert line[at + "imbalance"] == 1.0, "one data-parallel rank"
+            assert 0 < line[at + "bubble_share"] < 1
+        # the first stage waits for the last one: fewer micro-batches, more idle time
+        assert line["schedule/critic_value/bubble_share"] > line["schedule/critic_update/bubble_share"]
+
+
+def train_short_of_a_sequence(recipe):
+    """A rank whose engine leaves out the last of four sequences; only reference_logprob has four in a micro-batch."""
+    from megarl.build import train as run
+    from megarl.megatron import role as engine
+    from megarl.recipe import load_recipe
+    from megarl.schedule import MicroBatch
+    from megarl.telemetry.run_directory import Resume
+
+    whole = engine.pack
+
+    def short(batch, micro_batch, *rest, **options):
+        samples = micro_batch.samples[:3] if len(micro_batch.samples) == 4 else micro_batch.samples
+        tokens = int(batch.lengths[list(samples)].sum())
+        return whole(batch, MicroBatch(samples, tokens, tokens), *rest, **options)
+
+    engine.pack = short
+    run(load_recipe(recipe), Resume.NEVER)
+
+
+def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folder):
+    recipe = tiny_recipe(folder, "torn", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"),
+                         phases__actor_logprob={"micro_batch": {"sequences": 2}})  # fmt: skip
+    with pytest.raises(AssertionError, match=r"reference_logprob.*planned 4 sequences.*executed 3 sequences"):
+        run_ranks(train_short_of_a_sequence, 2, str(recipe))
+
+
+def train_unlike(recipe):
+    """The second rank was given other micro-batches."""
+    from megarl.build import train as run
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+
+    changes = ["phases.reference_logprob.micro_batch.sequences=2"] if os.environ["RANK"] == "1" else []
+    run(load_recipe(recipe, changes), Resume.NEVER)
+
+
+def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wait_for_nobody(folder):
+    recipe = tiny_recipe(folder, "unlike", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    said = (
+        r"phase reference_logprob of step 1: rank 0 has planned 4 micro-batches \(mini-batches: 1, plan \w{12}\), and "
+        r"rank 1 8 micro-batches"
+    )
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(train_unlike, 2, str(recipe))
+
+
+def train_with_a_value_that_is_no_number(recipe):
+    """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
+    from megarl.build import train as run
+    from megarl.megatron.role import Engine
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+
+    forward = Engine.forward
+
+    def broken(engine, batch, mini_batch, adapted=True):
+        results, executed = forward(engine, batch, mini_batch, adapted)
+        if "values" in results:
+            results["values"][5][0] = math.nan
+        return results, executed
+
+    with mock.patch.object(Engine, "forward", broken), pytest.raises(ValueError, match="critic_value") as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
+
+
+def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
+    changes = {"rollout__replay": str(folder / "rollouts"), "phases__critic_value": {"micro_batch": {"sequences": 2}}}
+    recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
+    first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
+    assert first == second and first.startswith(
+        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0, "
+        "rank 1; 1 of"
+    )
+
+
+def train_with_a_pass_of_its_own(recipe):
+    """The second rank leaves the reference out, in one step: it took another branch."""
+    from megarl.build import train as run
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+    from megarl.trainer import Pipeline
+
+    forward = Pipeline._forward
+
+    def other(pipeline, engine, plan, batch, name):
+        if pipeline.rank == 1 and pipeline.number == 2 and plan.phase == "reference_logprob":
+            return batch.fields["logprobs"]
+        return forward(pipeline, engine, plan, batch, name)
+
+    with mock.patch.object(Pipeline, "_forward", other), pytest.raises(PlanMismatch) as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
+
+
+def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_begins(folder):
+    recipe = tiny_recipe(folder, "parted", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    said = "step 2: rank 0 begins phase reference_logprob, and rank 1 phase critic_value"
+    assert run_ranks(train_with_a_pass_of_its_own, 2, str(recipe)) == [said, said]
+
+
+def test_a_difference_between_ranks_is_named_with_both_values():
+    turn = Turn(3, "actor_update", Summary("a", 1, 4))
+    refuse_unlike([turn, turn])
+    for wrong, said in (
+        (turn._replace(step=4), "rank 0 is in step 3 and rank 2 in step 4"),
+        (turn._replace(phase="critic_update"), "rank 0 begins phase actor_update, and rank 2 phase critic_update"),
+        (turn._replace(plan=Summary("b", 1, 4)), r"rank 0 has planned .*plan a.* and rank 2 .*plan b"),
+        (turn._replace(plan=Summary("a", 1, 5)), r"rank 0 has planned 4 micro-batches .* and rank 2 5 micro-batches"),
+    ):
+        assert wrong.digest != turn.digest and 0 <= wrong.digest < 2**63
+        with pytest.raises(PlanMismatch, match=said):
+            refuse_unlike([turn, turn, wrong])
+
+
+def train_with_other_sizes(recipe, where):
+    """The rollout engines, or the reward workers, are given another size than the recipe's."""
+    from megarl.build import train as run
+    from megarl.recipe import load_recipe
+    from megarl.reward.workers import RewardWorkers
+    from megarl.rollout.replay import ReplayPool
+    from megarl.telemetry.run_directory import Resume
+
+    generate, start = ReplayPool.generate, RewardWorkers.__init__
+
+    def other_rollout(pool, prompts, step, resync=None):
+        pool._max_concurrent = 7
+        return generate(pool, prompts, step, resync)
+
+    def fewer_prompts(pool, prompts, step, resync=None):
+        batch = generate(pool, prompts, step, resync)
+        return replace(batch, executed=replace(batch.executed, prompts=3))
+
+    def other_rewards(workers, specs, path, stops, section, **more):
+        start(workers, specs, path, stops, section.model_copy(update={"sequences": 5}), **more)
+
+    other = {"max_concurrent": (ReplayPool, "generate", other_rollout), "prompts": (ReplayPool, "generate", fewer_prompts),
+             "reward": (RewardWorkers, "__init__", other_rewards)}  # fmt: skip
+    with mock.patch.object(*other[where]), pytest.raises(PlanMismatch) as failure:
+        run(load_recipe(recipe), Resume.NEVER)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("max_concurrent", r"rollout: planned \(prompts, sequences, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
+        ("prompts", r"rollout: planned .* \(4, 16, 9\), executed \(3, 16, 9\)"),
+        ("reward", r"reward: planned tasks of \(6, 6, 4\) sequences, executed \(5, 5, 5, 1\)"),
+    ],
+)
+def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_both(folder, where, said):
+    """For the trainer's phases: `test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes`."""
+    changes = {"rollout__replay": str(folder / "rollouts"), "phases__reward": {"sequences": 6},
+               "phases__rollout": {"prompts": 4, "max_concurrent": 9}}  # fmt: skip
+    recipe = tiny_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
+    (found,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
+    assert re.search(said, found), found
+
+
+def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):
+    once = {"phases__actor_update": {"mini_batch": 16, "micro_batch": {"max_tokens": 40}}}
+    train(folder, "once", ppo=False, **once)
+    for line in figures(folder, "once"):
+        assert "schedule/actor_logprob/micro_batches" not in line
+        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == 0.0
+        assert line["actor/ratio_drift_exceeded"] == 0
+
+
+OFFSET = 1e-4
+
+
+def train_drifting(recipe):
+    """A rank whose actor_logprob gives the first half of the sequences log-probabilities that are OFFSET too low.
+
+    Returns what it warned of.
+    """
+    from megarl.build import train as run
+    from megarl.recipe import load_recipe
+    from megarl.telemetry.run_directory import Resume
+    from megarl.trainer import Pipeline, logger
+
+    forward = Pipeline._forward
+
+    def drifting(pipeline, engine, plan, batch, name):
+        results = forward(pipeline, engine, plan, batch, name)
+        shifts = [OFFSET if sample < len(results) // 2 else 0.0 for sample in range(len(results))]
+        return [one - shift for one, shift in zip(results, shifts, strict=True)]
+
+    with mock.patch.object(Pipeline, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
+        run(load_recipe(recipe), Resume.NEVER)
+    return [call.args[0] for call in warned.call_args_list]
+
+
+def test_drift_before_the_first_update_is_measured_and_warned_about_once(folder):
+    """Micro-batches of unlike sizes round alike in these tiny models, so the drift is put in, and its figures are known."""
+    several = {
+        "phases__actor_logprob": {"micro_batch": {"sequences": 1}},
+        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 160}},
+    }
+    replay = {"rollout__replay": str(folder / "rollouts"), "algorithm__max_ratio_drift": OFFSET / 2}
+    recipe = tiny_recipe(folder, "drift", False, 2, 1, 2, STEPS, **replay, **several)
+    warnings = run_ranks(train_drifting, 2, str(recipe))
+    for line in figures(folder, "drift"):
+        assert line["actor/ratio_drift_max"] == pytest.approx(math.expm1(OFFSET), rel=0.01)
+        assert line["actor/ratio_drift_exceeded"] == 1
+        assert OFFSET / 4 < line["actor/ratio_drift_mean"] < OFFSET, "a part of the first mini-batch has none"
+    assert ["algorithm.max_ratio_drift" in one for one in sum(warnings, [])] == [True], "rank 0, once in two steps"
+
+
+def test_an_overlong_completion_is_named_and_never_cut(folder, tmp_path):
+    tiny_run(tmp_path)
+    replay = fake_rollouts(tmp_path, 1, longest=15)
+    with pytest.raises(AssertionError) as failure:
+        train(tmp_path, "long", rollout__replay=str(replay))
+    found = re.search(
+        r"sample (\d+) \(group \d+\) has a completion of (\d+) tokens, and rollout.max_new_tokens = 12", str(failure.value)
+    )
+    assert found and int(found[2]) > 12, str(failure.value)[-3000:]

@@ -1,0 +1,183 @@
+"""Laws of the codecs of weight sync; that FP8 blocks are vLLM's is in `test_sync_conformance`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.models.layout import Segment
+from megarl.models.quantised_blocks import BLOCK, check_blocks
+from megarl.weight_sync.codec import (
+    BITS,
+    GAPS,
+    HEADER_BYTES,
+    RAW,
+    decode_delta,
+    dequantise_blocks,
+    encode_delta,
+    quantise_blocks,
+)
+
+pytestmark = pytest.mark.sync
+
+FORM = 0  # where a delta says its form
+
+
+def as_bytes(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(words).view(np.uint8).copy())
+
+
+@st.composite
+def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Old and new content and the bytes of an element: any bit patterns, any share changed, by little or by anything."""
+    element_bytes = draw(st.sampled_from([1, 2, 4, 8]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    length = draw(st.one_of(st.integers(0, 40), st.integers(1000, 6000)))
+    word = np.dtype(f"u{element_bytes}")
+    old = random.integers(0, np.iinfo(word).max, length, dtype=word, endpoint=True)
+    step = draw(st.sampled_from([1, 3, 2 ** (8 * element_bytes - 1)]))
+    moved = random.integers(-step, step, length, dtype=np.int64).astype(word)
+    share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]))
+    return as_bytes(old), as_bytes(np.where(random.random(length) < share, old + moved, old)), element_bytes
+
+
+@given(versions(), st.integers(0, 2))
+def test_a_delta_gives_back_every_bit(case: tuple[torch.Tensor, torch.Tensor, int], level: int) -> None:
+    old, new, element_bytes = case
+    kept = old.clone()
+    delta = encode_delta(old, new, element_bytes, level)
+    assert torch.equal(old, kept), "encoding changed the old content"
+    decode_delta(delta.payload, old)
+    assert torch.equal(old, new)
+    assert delta.payload.numel() <= new.numel() + HEADER_BYTES
+    changed = int((kept.view(-1, element_bytes) != new.view(-1, element_bytes)).any(dim=1).sum())
+    assert delta.changed_bytes == changed * element_bytes and delta.num_bytes == new.numel()
+
+
+def test_without_an_old_content_the_new_one_travels() -> None:
+    new = as_bytes(np.arange(60, dtype=np.uint16))
+    delta = encode_delta(None, new, 2)
+    assert int(delta.payload[FORM]) == RAW and delta.changed_share == 1.0
+    content = torch.zeros_like(new)
+    decode_delta(torch.cat([delta.payload, new]), content)  # a message may lie in a longer memory
+    assert torch.equal(content, new)
+
+
+def test_patterns_that_floats_do_not_tell_apart_come_back() -> None:
+    """NaNs of all kinds, zeros of both signs, infinities: by their bits, not their values."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    for new in (patterns[::-1], np.roll(patterns, 1), patterns ^ 0x8000, np.full_like(patterns, 0x7FC0)):
+        old = as_bytes(patterns)
+        decode_delta(encode_delta(old, as_bytes(new), 2).payload, old)
+        assert torch.equal(old, as_bytes(new))
+
+
+def step_of(share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weights before and after a step that moves about a share of them by one unit in the last place."""
+    random = torch.Generator().manual_seed(0)
+    old = torch.randn(200_000, generator=random).bfloat16()
+    moved = torch.rand(len(old), generator=random) < share
+    return old.view(torch.uint8), (old.view(torch.int16) + moved.to(torch.int16)).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("share", "form", "bytes_an_element"), [(0.0, GAPS, 0.001), (0.01, GAPS, 0.04), (0.3, BITS, 0.8), (1.0, BITS, 0.05)]
+)
+def test_a_small_step_takes_a_small_delta(share: float, form: int, bytes_an_element: float) -> None:
+    old, new = step_of(share)
+    delta = encode_delta(old, new, 2)
+    assert int(delta.payload[FORM]) == form and delta.payload.numel() < bytes_an_element * 200_000
+    assert delta.changed_share == pytest.approx(share, abs=0.01)
+
+
+def test_a_delta_that_does_not_pay_is_the_content() -> None:
+    noise = torch.randint(0, 256, (2, 10_000), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    delta = encode_delta(noise[0], noise[1], 2)
+    assert int(delta.payload[FORM]) == RAW and torch.equal(delta.payload[HEADER_BYTES:], noise[1])
+    assert delta.changed_share > 0.99
+
+
+@given(st.data())
+def test_a_broken_delta_is_refused_or_fills_its_own_content_alone(data: Any) -> None:
+    """A flipped byte may give other values, which the checksum sees; it never gives another error or size."""
+    old, new = (content[: 2 * 3000] for content in step_of(data.draw(st.sampled_from([0.01, 0.3]))))
+    payload = encode_delta(old, new, 2, data.draw(st.integers(0, 1))).payload.clone()
+    payload[data.draw(st.integers(0, payload.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    torn = payload[: data.draw(st.sampled_from([payload.numel(), payload.numel() // 2, payload.numel() - 1]))]
+    content = old.clone()
+    try:
+        decode_delta(torn, content)
+    except ValueError:
+        assert torch.equal(content, old), "a refused delta changed the content"
+
+
+def test_a_length_that_no_delta_has_is_refused() -> None:
+    old, new = step_of(0.01)
+    payload = encode_delta(old, new, 2).payload
+    payload[39] ^= 0x80  # the highest byte of the inflated length
+    with pytest.raises(ValueError, match="a delta is torn: .* inflated ones"):
+        decode_delta(payload, old.clone())
+
+
+def test_contents_that_do_not_fit_are_named() -> None:
+    eight, six = torch.zeros(8, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a delta of 6 bytes needs as many old ones, not 8"):
+        encode_delta(eight, six, 2)
+    with pytest.raises(ValueError, match="6 bytes are no multiple of an element's 4"):
+        encode_delta(six, six, 4)
+    with pytest.raises(ValueError, match="no delta of 6 bytes: form 2 of 8 bytes"):
+        decode_delta(encode_delta(eight, eight, 2).payload, six)
+    with pytest.raises(ValueError, match="a delta of 6 bytes is torn"):
+        decode_delta(six, eight)
+
+
+def test_fp8_blocks_are_near_what_they_were() -> None:
+    """e4m3 keeps three bits after the leading one; below 2 ** -6 of the block's scale it keeps a constant distance."""
+    matrix = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    blocks = quantise_blocks(matrix)
+    again = dequantise_blocks(blocks)
+    smallest = blocks.weight_scale_inv.max() * 2**-10
+    assert ((again - matrix).abs() <= matrix.abs() * 2**-4 * 1.0001 + smallest).all()
+    assert not torch.equal(again, matrix)
+
+
+def test_a_part_that_cuts_no_block_quantises_as_in_the_whole() -> None:
+    matrix = torch.randn(300, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, part = quantise_blocks(matrix), quantise_blocks(matrix[128:300, 256:520])
+    assert torch.equal(part.weight.float(), whole.weight[128:, 256:].float())
+    assert torch.equal(part.weight_scale_inv, whole.weight_scale_inv[1:, 2:])
+
+
+def box(row0: int, row1: int, col0: int, col1: int, local_row: int = 0, rank: int = 0) -> Segment:
+    return Segment("w", row0, row1, col0, col1, rank, "fused", local_row, 0)
+
+
+SIZES = {"w": (300, 2 * BLOCK)}
+WHOLE = box(0, 300, 0, 256)
+
+
+def test_cuts_at_blocks_and_at_the_end_are_legal() -> None:
+    rows = [box(0, 128, 0, 256), box(128, 300, 0, 256, rank=1)]
+    columns = [box(0, 300, 0, 128), box(0, 300, 128, 256, rank=1)]
+    below = [box(0, 300, 0, 256, local_row=256)]
+    for sources, destinations in ([rows, columns], [columns, rows], [[WHOLE], below]):
+        check_blocks(sources, destinations, SIZES)
+    check_blocks([box(0, 5, 0, 5)], [box(0, 5, 0, 5)], {})  # of a tensor that stays bf16
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [
+        ([box(0, 150, 0, 256), box(150, 300, 0, 256, rank=1)], [WHOLE], r"rank 0's part \[0:150, 0:256\] of w .* 1 more"),
+        ([WHOLE], [box(0, 300, 64, 256, rank=3)], r"worker 3's part \[0:300, 64:256\] of w cuts a block"),
+        ([WHOLE], [box(0, 300, 0, 256, local_row=96)], r"worker 0's part .* starts inside a block of fused"),
+    ],
+)
+def test_a_cut_through_a_block_is_named(sources: list[Segment], destinations: list[Segment], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_blocks(sources, destinations, SIZES)

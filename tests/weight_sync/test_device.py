@@ -1,0 +1,208 @@
+"""Transports whose buckets lie on a device. A file without a name stands in for its memory, and gloo for NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
+from megarl.platform import NcclMessages, cuda_stub, messages
+from megarl.platform import current as platform
+from megarl.recipe.feature_rules import DEVICE_TRANSPORTS
+from megarl.recipe.sections import WeightSyncSection
+from megarl.weight_sync.choice import choose_transport
+from megarl.weight_sync.manifest import WeightManifest
+from megarl.weight_sync.transport import TRANSPORTS
+from tests.rollout_cases import Publisher, save_model
+from tests.sync_cases import ThreadEngines, assert_has_shard
+
+pytestmark = pytest.mark.sync
+
+BUCKET_BYTES = 16384
+TIMEOUT_S = 60.0  # a busy machine must not look like an engine that stalls
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [save_model(tmp_path_factory.mktemp("model") / str(seed), "llama", False, seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def publisher(models: list[Path], request: pytest.FixtureRequest) -> Iterator[Publisher]:
+    """With the deadline that a test asks for."""
+    timeout_s = getattr(request, "param", TIMEOUT_S)
+    publisher = Publisher(models[0], RolloutLayout(2), 2, BUCKET_BYTES, timeout_s, transport="cuda_ipc")
+    yield publisher
+    publisher.close()
+
+
+def test_each_engine_can_lead_and_its_buckets_serve_the_others(publisher: Publisher, models: list[Path]) -> None:
+    shape = ModelShape.from_directory(models[0])
+    engines = ThreadEngines(shape, RolloutLayout(2), engines=2)
+    for version, chosen in enumerate(([0, 1], [1], [0, 1], [0]), start=1):
+        model = models[version % 2]
+        publisher.sync.publish(version, publisher.shards(model), engines, chosen)
+        for engine in chosen:
+            assert engines.versions[engine] == version
+            for worker in (0, 1):
+                assert_has_shard(engines.taken[engine, worker], shape, model, RolloutLayout(2), worker, torch.float32)
+    engines.close()
+
+
+def test_a_rank_reads_nothing_of_its_device_however_many_buckets_it_fills(publisher: Publisher, models: list[Path]) -> None:
+    shape = ModelShape.from_directory(models[0])
+    engines = ThreadEngines(shape, RolloutLayout(2), engines=2)
+    shards = publisher.shards(models[0])
+    for version in (1, 2):
+        with cuda_stub.HostWaits() as waits:
+            publisher.sync.publish(version, shards, engines)
+        assert len(publisher.sync._sequence) > 10
+        # At the first sync where the pieces of each stream lie goes there.
+        assert waits.calls == (["to", "to"] if version == 1 else [])
+    engines.close()
+
+
+class SilentLeader(ThreadEngines):
+    """The first engine is told of a version and does nothing."""
+
+    publisher: Publisher
+
+    def begin(self, manifest: WeightManifest) -> None:
+        super().begin(manifest)
+        assert manifest.leading == (0,)
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        self.publisher.set_deadline(TIMEOUT_S)  # the next attempt is not to miss it
+        return super().finish()
+
+    def _read(self, engine: int, worker: int) -> dict[str, torch.Tensor]:
+        if engine == 0 and len(self.served) == 1:
+            raise TimeoutError("it says nothing")
+        return super()._read(engine, worker)
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+
+@pytest.mark.parametrize("publisher", [1.0], indirect=True)
+def test_an_engine_that_offers_no_buckets_is_given_up_at_the_deadline(publisher: Publisher, models: list[Path]) -> None:
+    engines = SilentLeader(ModelShape.from_directory(models[0]), RolloutLayout(2), engines=2, retries=1)
+    engines.publisher = publisher
+    lost: list[dict[int, str]] = []
+    finish = publisher.sync._sender.finish
+
+    def remember() -> None:
+        lost.append(dict(publisher.sync._sender.lost))
+        finish()
+
+    publisher.sync._sender.finish = remember  # type: ignore[method-assign]
+    publisher.publish(1, models[0], engines)
+    assert engines.served == [(0, 1), (0, 1)] and engines.versions == [1, 1]
+    assert lost[0].keys() == {0, 1} and re.search("begin: engine 0 offered no buckets for worker", lost[0][0])
+    followers = [str(failure) for failure in engines.failures if not isinstance(failure, TimeoutError)]
+    assert len(followers) == 2
+    assert all("begin: engine 0, which leads, offered no buckets" in text for text in followers)
+    assert not lost[1]
+    engines.close()
+
+
+def fill(handle: bytes) -> None:
+    platform.reach_device_bytes(handle).fill_(7)
+    platform.settle()
+
+
+def test_another_process_writes_into_device_memory() -> None:
+    """On a machine with a GPU into that one's."""
+    memory, handle = platform.shared_device_bytes(1 << 20)
+    process = multiprocessing.get_context("spawn").Process(target=fill, args=(handle,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and bool((memory == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "one_host", "separate", "chosen"),
+    [
+        ("auto", "cpu", True, True, "shared_memory"),
+        ("auto", "cpu", False, True, "gloo"),
+        ("auto", "cuda", True, False, "cuda_ipc"),
+        ("auto", "cuda", True, True, "cuda_ipc"),
+        ("auto", "cuda", False, True, "nccl"),
+        ("auto", "cuda", False, False, "gloo"),
+        ("gloo", "cuda", True, False, "gloo"),
+        ("shared_memory", "cuda", True, False, "shared_memory"),
+        ("nccl", "cuda", True, True, "nccl"),
+        ("cuda_ipc", "cpu", True, False, "needs GPUs"),
+        ("nccl", "cpu", False, True, "needs GPUs"),
+        ("cuda_ipc", "cuda", False, True, "needs all trainer ranks and engines on one host"),
+        ("shared_memory", "cpu", False, False, "needs all trainer ranks and engines on one host"),
+    ],
+)
+def test_a_run_takes_the_transport_that_fits_or_says_why_it_cannot(
+    wanted: str, device: str, one_host: bool, separate: bool, chosen: str
+) -> None:
+    if chosen in TRANSPORTS:
+        assert choose_transport(wanted, device, one_host, separate) == chosen
+    else:
+        with pytest.raises(ValueError, match=f"weight_sync.transport = {wanted} {chosen}.*; use auto"):
+            choose_transport(wanted, device, one_host, separate)
+
+
+def test_the_recipe_offers_every_transport() -> None:
+    offered = get_args(WeightSyncSection.model_fields["transport"].annotation)
+    assert set(offered) == {"auto", *TRANSPORTS} and set(DEVICE_TRANSPORTS) < set(TRANSPORTS)
+    assert all(TRANSPORTS[name].on_device == (name in DEVICE_TRANSPORTS) for name in TRANSPORTS)
+
+
+def test_device_memory_is_one_for_all_who_have_its_handle_and_no_other_has_its_name() -> None:
+    memory, handle = platform.shared_device_bytes(4096)
+    other = platform.reach_device_bytes(handle)
+    other[7] = 3
+    assert memory[7] == 3 and len(other) == 4096
+    del memory
+    with pytest.raises(RuntimeError, match="its owner is gone"):
+        platform.reach_device_bytes(handle)
+    assert platform.shared_device_bytes(4096)[1] != handle
+
+
+class Work:
+    """A message that is through when it was looked at so many times."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks, self.waited = looks, False
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        assert self.looks < 0, "the host went on before the message was through"
+        self.waited = True
+
+
+def test_a_message_over_nccl_is_through_when_the_device_says_so_and_late_at_the_deadline() -> None:
+    group = object.__new__(NcclMessages)  # a real one needs a GPU
+    work = Work(looks=50)
+    group.finish(work, timeout_s=60.0)
+    assert work.waited
+    with pytest.raises(RuntimeError, match="its partner did not come"):
+        group.finish(Work(looks=float("inf")), timeout_s=0.05)
+
+
+def test_a_machine_that_knows_itself_as_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the store, whose own name may mean 127.0.1.1 there and something else everywhere else."""
+    own = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
+    monkeypatch.setattr(messages, "address_towards", own.__getitem__)
+    store = dist.HashStore()
+    store.set("address-1", "127.0.1.1")
+    assert messages._address(store, 0, 2, "store") == "127.0.1.1"
+    store.set("address-2", "192.0.2.9")
+    assert messages._address(store, 0, 3, "store") == "192.0.2.1"

@@ -1,0 +1,521 @@
+"""Whatever breaks at whatever state of a sync, an engine answers from a whole version or not at all.
+
+Workers and trainers are processes without vLLM: they take their parts as vLLM's workers do, and can be killed and stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.vllm_weights import vllm_segments
+from megarl.platform.messages import peer_lost
+from megarl.weight_sync import point_to_point
+from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.publish import EngineFacts, SyncSettings, WeightSync
+from megarl.weight_sync.read import StreamReader
+from megarl.weight_sync.ring import RingSender
+from megarl.weight_sync.transport import LEADER_WAITS
+from tests.engine_processes import ANSWER_S, SIGNALS, STATES, Answer, ProcessEngines
+from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
+from tests.sync_cases import ThreadEngines
+
+pytestmark = [pytest.mark.sync, pytest.mark.hang]
+
+IN_PLACE = "in_place"  # shared memory, where weights that lie still are read without buckets
+TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
+TIMEOUT_S = 1.5  # where a deadline is waited for
+STALL_S = 3.0  # where one is and the healthy engine must not reach its own, twice as late
+PATIENT_S = 60.0  # where none is, a busy machine must not reach it
+# Where one is and others must meet before it: a process that a busy machine holds up must be there by then.
+MEETING_S = 6.0
+# By transport, where a trainer dies: its meeting takes long on a busy machine, and its end is seen at once.
+DEATH_S = {"gloo": PATIENT_S}
+# Where a rank's neighbour dies: it waits so long for an engine, and twice as long for that rank.
+NEIGHBOUR_S = 4.0
+BUCKET_BYTES = 16384
+# Of two engines the first leads where messages travel, and where buckets are its own; the other one follows.
+BREAKDOWNS = [(0, fault, state) for fault in SIGNALS for state in STATES]
+BREAKDOWNS += [(1, "kill", state) for state in ("first", "last", "resume")]
+BREAKDOWNS += [(1, "stall", "middle")]
+# Where the engine that leads takes the other one along.
+TOGETHER = {"gloo": ("begin", "first", "middle"), "cuda_ipc": ("begin",)}
+# Where messages travel nobody sees the death of an engine of the same node but at a deadline.
+UNSEEN_KILLS = [(0, "begin"), (0, "first"), (0, "middle"), (1, "first")]
+
+
+class Trainer:
+    """A trainer of one rank with two engines that live through all cases. Every version is a new one, and its weights are
+    written to where those before it were: whatever an engine keeps of an earlier one is seen."""
+
+    def __init__(self, model: Path, transport: str) -> None:
+        self.transport, self.model = transport, model
+        self.publisher = trainer_of(model, PATIENT_S, transport)
+        self.engines = ProcessEngines(ModelShape.from_directory(model), 2)
+        be_patient_again(self.publisher, self.engines)
+        self.shards = self.publisher.shards(model)
+        self.version = 0
+        self._first = self.publisher.shards(model)
+        self.publish(PATIENT_S)
+
+    def publish(self, timeout_s: float, corrupt: Callable[[], None] = lambda: None) -> None:
+        """The next version; `timeout_s` is of its first attempt, and `corrupt` is called when its weights are there."""
+        self.version += 1
+        for name, content in of_version(self._first, self.version).items():
+            self.shards[name].copy_(content)
+        corrupt()
+        self.engines.served.clear()
+        self.engines.reports.clear()
+        self.publisher.set_deadline(timeout_s)
+        self.publisher.publish_shards(self.version, self.shards, self.engines)
+
+    def assert_answered_from(self) -> None:
+        """Both engines hold the last version, and nothing else."""
+        for engine in (0, 1):
+            assert_has_all(self.engines.answer(engine), self.version, self.model)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.publisher.close()
+
+
+def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """No two versions have a weight in common, but for zeros."""
+    return {name: version * content for name, content in weights.items()}
+
+
+def be_patient_again(publisher: Publisher, engines: ProcessEngines | ThreadEngines) -> None:
+    """From here on a deadline that is waited for is one of first attempts: others meet processes that were just started."""
+    pause = engines.pause
+
+    def pause_patiently(version: int, attempt: int, wanted: Sequence[int]) -> list[EngineFacts]:
+        if attempt > 1:
+            publisher.set_deadline(PATIENT_S)
+        return pause(version, attempt, wanted)
+
+    engines.pause = pause_patiently  # type: ignore[assignment,method-assign]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama", False, 1)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def trainer(request: pytest.FixtureRequest, model: Path) -> Iterator[Trainer]:
+    trainer = Trainer(model, request.param)
+    yield trainer
+    trainer.close()
+
+
+def trainer_of(model: Path, timeout_s: float, transport: str) -> Publisher:
+    in_place = transport == IN_PLACE
+    means = "shared_memory" if in_place else transport
+    return Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, timeout_s, transport=means, in_place=in_place)
+
+
+def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
+    assert not isinstance(answer, str), answer
+    assert answer[0] == version
+    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    for name, content in of_version(expected, version).items():
+        rows, cols = content.shape
+        assert torch.equal(answer[1][name][:rows, :cols], content), name
+
+
+def deadline_s(transport: str, engine: int, fault: str, state: str) -> float:
+    """Of a sync with a breakdown."""
+    missed_s = TIMEOUT_S if are_together(transport, engine, state) else STALL_S
+    if fault == "kill":
+        return missed_s if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
+    # The last bucket of an engine is missed by nobody: what it waits for is the engine's own word.
+    if state not in ("begin", "first", "middle") and (transport, state) != (IN_PLACE, "last"):
+        return PATIENT_S
+    # The other engine waits twice as long for the trainer as that waits for the one that stalls: time enough for both.
+    return missed_s
+
+
+def are_together(transport: str, engine: int, state: str) -> bool:
+    """Whether the one that breaks takes the other one along: both are served again, by whichever deadline."""
+    return engine == 0 and state in TOGETHER.get(transport, ())
+
+
+@pytest.mark.parametrize(("engine", "fault", "state"), BREAKDOWNS)
+def test_an_engine_that_breaks_is_started_again_and_served_alone(
+    trainer: Trainer, engine: int, fault: str, state: str
+) -> None:
+    engines = trainer.engines
+    starts = list(engines.starts)
+    starts[engine] += 1
+    engines.faults = {engine: (fault, state)}
+    trainer.publish(deadline_s(trainer.transport, engine, fault, state))
+    trainer.assert_answered_from()
+    assert engines.starts == starts, "another engine was given up than the one that broke"
+    again = (0, 1) if are_together(trainer.transport, engine, state) else (engine,)
+    assert engines.served == ([(0, 1)] if state == "pause" else [(0, 1), again])
+
+
+@pytest.mark.parametrize("part", [0, 9, -1])
+def test_a_corrupt_part_is_never_answered_from(trainer: Trainer, part: int) -> None:
+    """A bucket, or what is read as one piece where weights lie still."""
+    publisher = trainer.publisher
+    sync, sender = publisher.sync, publisher.sync._sender
+    room, send = sender.room, sender.send
+    num_parts = len(sync._in_place[0]) if publisher.in_place else sync._streams[0].num_buckets
+    number = part % num_parts
+
+    def spoil() -> None:
+        if publisher.in_place:
+            corrupt_weights(publisher, trainer.shards, number)
+        else:
+            corrupt(publisher, number, times=1)
+
+    try:
+        trainer.publish(PATIENT_S, spoil)
+    finally:
+        sender.room, sender.send = room, send  # type: ignore[method-assign]
+    trainer.assert_answered_from()
+    assert trainer.engines.served == [(0, 1), (0, 1)]
+    what = "piece" if publisher.in_place else "bucket"
+    assert any(f"wrong bytes in {what} {number} of {num_parts}" in report for report in trainer.engines.reports)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Told:
+    """What a trainer in processes of its own knows the engines by. It dies at a state that is the engines'."""
+
+    def __init__(self, connections: Sequence[Connection], state: str = "") -> None:
+        self._connections, self._state = connections, state
+
+    def ask(self, version: int, engines: Sequence[int]) -> None:
+        """`pause` asks."""
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        for connection in self._connections:
+            connection.send(("pause", None))
+            connection.recv()
+        if self._state == "pause":
+            die()
+        return [EngineFacts("here", 1)] * len(self._connections)
+
+    def begin(self, manifest: WeightManifest) -> None:
+        for engine, connection in enumerate(self._connections):
+            connection.send(("receive", manifest.as_dict(), engine))
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        assert self._state == "resume", "it should be dead by now"
+        die()
+        return (), {}
+
+
+def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
+    """From here on this rank's end of the transport is the end of the process, at a state of the next sync."""
+    sender: Any = sync._sender
+    # Of its own buckets: a rank fills those in which it has a part.
+    buckets = [number for number, parts in enumerate(sync._streams[0].parts) if sync._rank in {p.source_rank for p in parts}]
+    before = {"begin": buckets[0], "first": buckets[1], "middle": buckets[len(buckets) // 2], "last": buckets[-1]}
+    send = sender.send
+
+    def send_or_die(worker: int, bucket: int) -> None:
+        if bucket == before.get(state):
+            die()
+        send(worker, bucket)
+
+    sender.send = send_or_die
+    if state == "commit":
+        setattr(sender, "wait_read" if in_place else "finish", lambda *arguments: die())
+    elif in_place and state in ("begin", "middle"):
+        setattr(sender, {"begin": "begin", "middle": "seal"}[state], lambda *arguments: die())
+
+
+def wait_for_engines(sync: WeightSync, timeout_s: float) -> None:
+    """So long does this rank wait for one in shared memory; they wait for ranks by the sync's own deadline."""
+    if isinstance(sync._sender, RingSender):
+        sync._sender._timeout_s = timeout_s
+
+
+def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
+    torch.set_num_threads(1)
+    # Of all that was sent nobody misses anything: no deadline is waited for.
+    timeout_s = PATIENT_S if state in ("commit", "resume") else DEATH_S.get(transport, TIMEOUT_S)
+    publisher = trainer_of(model, timeout_s, transport)
+    wait_for_engines(publisher.sync, PATIENT_S)
+    dies_at(publisher.sync, state, publisher.in_place)
+    publisher.publish_shards(version, of_version(publisher.shards(model), version), Told(connections, state))
+
+
+@pytest.fixture(scope="module")
+def survivors(model: Path) -> Iterator[ProcessEngines]:
+    engines = ProcessEngines(ModelShape.from_directory(model), 2)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def orphans(request: pytest.FixtureRequest, survivors: ProcessEngines) -> Iterator[ProcessEngines]:
+    """Engines that outlive their trainers. A test that fails may leave words of theirs unheard: the next has others."""
+    failed = request.session.testsfailed
+    yield survivors
+    if request.session.testsfailed > failed:
+        survivors.restart()
+
+
+# In place: workers read all between "begin" and "middle", where the rank would make its checksums.
+DEATHS = [
+    (transport, state)
+    for transport in TRANSPORTS
+    for state in STATES
+    if transport != IN_PLACE or state not in ("first", "last")
+]
+
+
+@pytest.mark.parametrize(("transport", "state"), DEATHS)
+def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
+    model: Path, orphans: ProcessEngines, transport: str, state: str
+) -> None:
+    version = 1 + DEATHS.index((transport, state))
+    context = multiprocessing.get_context("forkserver")
+    arguments = (model, transport, orphans.connections, state, version)
+    process = context.Process(target=publish_and_die, args=arguments)
+    process.start()
+    process.join(ANSWER_S)
+    assert process.exitcode == -signal.SIGKILL
+    for engine in (0, 1):
+        report = "paused" if state == "pause" else orphans._hear(engine)
+        answer = orphans.answer(engine)
+        if state in ("commit", "resume") and (transport != "gloo" or report == "received"):
+            # All was sent; messages that were on their way when it died may be lost, and then nothing is answered.
+            assert report == "received"
+            assert_has_all(answer, version, model)
+        elif state == "pause":
+            assert answer == report
+        else:
+            assert answer == report and report.startswith("dirty")
+            led = transport == "gloo" and engine == 1
+            assert ("engine 0, which leads" if led else "trainer rank 0") in report
+
+
+# With one after the other, and with both in every bucket: then the living one is the first to give up the engines.
+IN_TURN, BESIDE = Layout(pipeline=2), Layout(tensor=2)
+
+
+def publish_beside_one_that_dies(
+    rank: int,
+    layout: Layout,
+    store: Path,
+    model: Path,
+    transport: str,
+    connections: Sequence[Connection],
+    said: Connection,
+    version: int,
+) -> None:
+    """One of two ranks; rank 1 dies when about half of what it has was sent, and rank 0 says how that ended for it."""
+    torch.set_num_threads(1)
+    address, patient = f"file://{store}", timedelta(seconds=PATIENT_S)
+    dist.init_process_group("gloo", address, rank=rank, world_size=layout.ranks, timeout=patient)
+    in_place = transport == IN_PLACE
+    means = "shared_memory" if in_place else transport
+    timeout_s = DEATH_S.get(transport, TIMEOUT_S)
+    settings = SyncSettings(torch.float32, RolloutLayout(), 2, BUCKET_BYTES, timeout_s, transport=means)
+    sync = WeightSync(ModelShape.from_directory(model), layout, settings, "test", rank, dist.group.WORLD)
+    own = of_version(megatron_shards(model, layout)[rank], version)
+    if rank == 1:
+        wait_for_engines(sync, PATIENT_S)
+        dies_at(sync, "middle", in_place)
+    elif layout == IN_TURN:
+        wait_for_engines(sync, NEIGHBOUR_S)
+    try:
+        sync.publish(version, own if in_place else MappingProxyType(own), Told(connections) if rank == 0 else None)
+        said.send((False, "it went through"))
+    except RuntimeError as error:
+        said.send((peer_lost(error), str(error)))
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("layout", [IN_TURN, BESIDE], ids=["in_turn", "beside"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
+    model: Path, orphans: ProcessEngines, tmp_path: Path, transport: str, layout: Layout
+) -> None:
+    """By the deadline of the sync: that of the ranks' own group is much later."""
+    version = 1 + len(DEATHS) + 2 * TRANSPORTS.index(transport) + layout.tensor
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    arguments = (layout, tmp_path / "store", model, transport, orphans.connections, theirs, version)
+    ranks = [context.Process(target=publish_beside_one_that_dies, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        assert ours.poll(ANSWER_S), "rank 0 goes on waiting"
+        lost, error = ours.recv()
+        assert lost, error
+        for process in ranks:
+            process.join(ANSWER_S)
+        assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    finally:
+        for process in ranks:
+            process.kill()
+    reports = [orphans._hear(engine) for engine in (0, 1)]
+    # Rank 0 ends, too: a message of its own may be the first one that does not come.
+    missing = "trainer rank" if transport == "gloo" else "trainer rank 1"
+    for engine, report in enumerate(reports):
+        assert report is not None and report.startswith("dirty")
+        assert orphans.answer(engine) == report
+        led = transport == "gloo" and engine == 1
+        who = "engine 0, which leads" if led else missing
+        assert who in report or (layout is BESIDE and "given up" in report), report
+
+
+class LateGroup:
+    """An engine's group: messages to the members that `stop` arrive up to a number of them, and then none does; all others
+    arrive at once."""
+
+    def __init__(self, clock: list[float], stop: Mapping[int, int]) -> None:
+        self._clock, self._stop = clock, stop
+        self.sent: dict[int, list[float]] = {}  # by member: when its messages began
+
+    def send(self, content: torch.Tensor, member: int, number: int) -> tuple[int, int]:
+        self.sent.setdefault(member, []).append(self._clock[0])
+        return member, len(self.sent[member])
+
+    def finish(self, work: tuple[int, int], timeout_s: float) -> None:
+        assert timeout_s > 0, "no time at all is for ever"
+        member, number = work
+        if number > self._stop.get(member, number):
+            self._clock[0] += timeout_s
+            raise RuntimeError("late")
+
+    def leave(self) -> None: ...
+
+
+class Apart:
+    """What rank 0 knows the engines by: each is on a node of its own, and none is served again."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._facts = [EngineFacts(f"node {engine}", 1) for engine in range(num_engines)]
+
+    def ask(self, version: int, engines: Sequence[int]) -> None: ...
+
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+        return self._facts
+
+    def begin(self, manifest: WeightManifest) -> None: ...
+
+    def failed(self) -> Sequence[int]:
+        return ()
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        return (), {}
+
+
+# How many messages arrive at the members that are late, by engine and worker.
+LATE = {
+    "one": {(0, 0): 0},
+    "two": {(0, 0): 0, (2, 0): 0},
+    "two_workers": {(0, 1): 2, (2, 2): 2},
+    "at_unlike_times": {(0, 0): 0, (2, 1): 1, (3, 2): 2, (4, 0): 2},
+    "all_but_the_first": {(engine, 0): 1 for engine in range(1, 6)},
+    "all_but_the_last": {(engine, 0): 1 for engine in range(5)},
+}
+
+
+@pytest.mark.parametrize("one_order", [False, True], ids=["orders", "one_order"])
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_however_many_engines_are_late_the_others_get_all_in_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch, late: dict[tuple[int, int], int], one_order: bool
+) -> None:
+    """Else an engine that waits for a rank meanwhile gives it up. And for one that was given up nothing is packed."""
+    clock, num_engines, rollout = [0.0], 6, RolloutLayout(tensor=2, pipeline=2)
+    settings = SyncSettings(torch.float32, rollout, num_engines, BUCKET_BYTES, PATIENT_S, transport="gloo", merges=one_order)
+    sync = WeightSync(ModelShape.from_directory(model), Layout(), settings, "test", 0, None)
+    stops = [{1 + w: stop for (its, w), stop in late.items() if its == engine} for engine in range(num_engines)]
+    groups = [LateGroup(clock, stop) for stop in stops]
+    monkeypatch.setattr(point_to_point, "engines_present", lambda store, manifest, engines, rank: engines)
+    monkeypatch.setattr(point_to_point, "open_group", lambda store, manifest, engine, member: groups[engine])
+    monkeypatch.setattr(point_to_point, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    sender: Any = sync._sender
+    room = sender.room
+
+    def room_for_somebody(stream: int, bucket: int) -> torch.Tensor:
+        assert one_order or stream // rollout.workers not in sender.lost
+        return room(stream, bucket)
+
+    monkeypatch.setattr(sender, "room", room_for_somebody)
+    try:
+        sync.publish(1, MappingProxyType(megatron_shards(model, Layout())[0]), Apart(num_engines))
+    finally:
+        sync.close()
+    assert set(sender.lost) == {engine for engine, _ in late}
+    for engine in set(range(num_engines)) - set(sender.lost):
+        for worker in range(rollout.workers):
+            begun = [0.0, *groups[engine].sent[1 + worker]]
+            order = 0 if one_order else engine
+            assert len(begun) == 1 + sync._streams[order * rollout.workers + worker].num_buckets > 3
+            assert max(b - a for a, b in pairwise(begun)) < 0.9 * LEADER_WAITS * PATIENT_S
+
+
+def test_engines_meet_trainers_that_come_after_others(model: Path) -> None:
+    """These count their meetings from the first again, as those before them did."""
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2)
+    try:
+        for version in (1, 2):
+            publisher = Publisher(model, RolloutLayout(), 2, BUCKET_BYTES, MEETING_S, transport="gloo")
+            publisher.publish(version, model, engines)
+            publisher.close()
+            assert engines.versions == [version] * 2
+    finally:
+        engines.close()
+
+
+def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
+    """And later all of them are: what is left out moves the rest to other buckets."""
+    shape = ModelShape.from_directory(model)
+    publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, MEETING_S, transport="gloo")
+    engines = ThreadEngines(shape, RolloutLayout(), engines=4, retries=1)
+    engines.nodes = ["one", "two", "three", "four"]
+    be_patient_again(publisher, engines)
+
+    def stay_away_once(reader: StreamReader) -> None:
+        boxes = reader.boxes
+
+        def stay_away(*arguments: Any, **named: Any) -> Any:
+            reader.boxes = boxes  # type: ignore[method-assign]
+            raise SyncError("it does something else")
+
+        reader.boxes = stay_away  # type: ignore[assignment]
+
+    for engine in range(3):
+        stay_away_once(engines.readers[engine, 0])
+    expected = cut(vllm_segments(shape, RolloutLayout()), checkpoint(model))[0]
+    try:
+        for version in (1, 2):
+            publisher.publish_shards(version, of_version(publisher.shards(model), version), engines)
+            assert engines.versions == [version] * 4
+            for name, content in of_version(expected, version).items():
+                rows, cols = content.shape
+                assert all(torch.equal(taken[name][:rows, :cols], content) for taken in engines.taken.values()), name
+        assert engines.served == [(0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
+    finally:
+        engines.close()
+        publisher.close()

@@ -1,0 +1,591 @@
+"""Weights that are read in place: what is wrong, torn or late is not taken, and nobody writes to what is still read."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import multiprocessing
+import os
+import re
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.megatron.offload import Shelf
+from megarl.models import ModelShape
+from megarl.models import megatron_weights as megatron
+from megarl.models import vllm_weights as vllm
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.weight_sync import in_place, publish
+from megarl.weight_sync.engines import engine_plan
+from megarl.weight_sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
+from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.order import copy_order
+from megarl.weight_sync.read import Box
+from megarl.weight_sync.ring import SESSION_SHIFT, RingSender
+from tests.rollout_cases import Publisher, save_model
+from tests.sync_cases import ThreadEngines, assert_has_shard
+
+pytestmark = pytest.mark.sync
+
+Parameters = dict[str, torch.Tensor]
+SMALL, LARGE = 4096, in_place.PIECE_BYTES
+PATIENT_S = 60.0  # where no test waits for a deadline, a busy machine must not reach it
+
+
+class Case(NamedTuple):
+    """A trainer of one rank whose weights lie still, an engine of two workers without vLLM, and two models of one shape."""
+
+    publisher: Publisher
+    engines: ThreadEngines
+    models: tuple[Path, Path]
+    shards: Parameters
+
+    def publish(self, model: int) -> dict[str, float]:
+        """As an optimizer does: the weights change where they are."""
+        for name, content in self.publisher.shards(self.models[model]).items():
+            self.shards[name].copy_(content)
+        return self.publisher.publish_shards(self.engines.versions[0] + 1, self.shards, self.engines)
+
+    def assert_taken(self, model: int) -> None:
+        shape = ModelShape.from_directory(self.models[model])
+        for worker in (0, 1):
+            taken = self.engines.taken[0, worker]
+            assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
+
+    def assert_refused(self, model: int, message: str) -> None:
+        """By one worker for that reason; the other one gives up, and either of them may be the first to say so."""
+        version = self.engines.versions[0]
+        with pytest.raises(SyncError, match=f"{message}|given up: another worker of this engine failed"):
+            self.publish(model)
+        assert self.engines.versions == [version]
+        said = [str(reading.exception()) for reading in self.engines._reading.values()]
+        assert any(re.search(message, one) for one in said), said
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1)
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[Case]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Most boxes are several pieces, unless a test asks for large ones: then a piece may have several boxes.
+        patch.setattr(in_place, "PIECE_BYTES", getattr(request, "param", SMALL))
+        publisher = Publisher(models[0], RolloutLayout(2), timeout_s=PATIENT_S, in_place=True)
+        engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
+        yield Case(publisher, engines, models, publisher.shards(models[0]))
+    engines.close()
+    publisher.close()
+
+
+@pytest.fixture(autouse=True)
+def first_version(request: pytest.FixtureRequest) -> None:
+    if "case" in request.fixturenames:
+        case = request.getfixturevalue("case")
+        case.engines.before = case.engines.after = lambda engine, worker, boxes: None
+        case.engines.choose(lambda number: True, False)
+        case.publish(0)
+        case.assert_taken(0)
+
+
+def test_workers_read_the_trainers_own_memory_and_the_next_version_too(case: Case) -> None:
+    manifest = case.engines._manifest
+    assert manifest.homes and all(tensor.is_shared() for tensor in case.shards.values())
+    figures = case.publish(1)
+    case.assert_taken(1)
+    assert case.engines._manifest.homes == manifest.homes, "what was shared is shared once"
+    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+
+
+@pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
+    """The ranks hash the right weights, and the workers read a wrong one."""
+    sync = case.publisher.sync
+    pieces: Pieces = sync._in_place[0]
+    places = [pieces.at_source(sync._plan, number) for number in range(len(pieces))]
+    assert any(one.boxes > 1 for one in places) == (in_place.PIECE_BYTES == LARGE)
+    merged = [number for number, one in enumerate(places) if one.boxes > 1]
+    number = data.draw(st.sampled_from(merged or range(len(pieces))))
+    place = pieces.at_source(sync._plan, number)
+    row = place.row + data.draw(st.integers(0, place.boxes - 1)) * place.step + data.draw(st.integers(0, place.rows - 1))
+    col = place.col + data.draw(st.integers(0, place.cols - 1))
+    bit = 1 << data.draw(st.integers(0, 30))
+    begin, seal = type(sync)._begin, type(sync)._seal
+    right: Parameters = {}
+
+    def begin_wrong(*arguments: Any) -> WeightManifest:
+        right.update({name: tensor.clone() for name, tensor in case.shards.items()})
+        weight = case.shards[place.parameter]
+        weight.view(torch.int32).view(weight.shape[0], -1)[row, col] ^= bit
+        return begin(sync, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_begin", begin_wrong)
+        patch.setattr(sync, "_seal", lambda manifest, parameters: seal(sync, manifest, right))
+        case.assert_refused(1, r"wrong bytes in piece \d+ of \d+, model\.|wrong bytes .* lm_head")
+
+
+def test_checksums_of_another_version_are_none_of_this_one(case: Case) -> None:
+    """Also of the same weights."""
+    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_seal", lambda manifest, own: seal(sync, replace(manifest, version=manifest.version - 1), own))
+        case.assert_refused(0, "wrong bytes in piece 0")
+
+
+@pytest.mark.parametrize("read", [1, 20])
+def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> None:
+    """Some of what was read is of the old weights, and some of the new ones."""
+    new = case.publisher.shards(case.models[1])
+
+    def write(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == read:
+            for name, content in new.items():
+                case.shards[name].copy_(content)
+
+    case.engines.before = write
+    case.assert_refused(0, "wrong bytes in piece")
+
+
+def test_a_checksum_is_of_what_a_worker_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of what a rank has by then: it may have been written to since a box was copied."""
+    name, copy = case.publisher.sync._in_place[0].at_source(case.publisher.sync._plan, 0).parameter, np.copyto
+    first: list[int] = []
+
+    def is_next(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == 0:
+            first.append(threading.get_ident())
+
+    def copy_and_write(place: np.ndarray, words: np.ndarray) -> None:
+        copy(place, words)
+        if first == [threading.get_ident()]:
+            first.clear()
+            case.shards[name].add_(1.0)
+
+    case.engines.before = is_next
+    monkeypatch.setattr(np, "copyto", copy_and_write)
+    case.assert_refused(0, "wrong bytes in piece 0 of")
+
+
+@pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)
+@pytest.mark.parametrize("known", [lambda number: True, lambda number: number % 3 != 1], ids=["all", "some"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_boxes_of_several_threads_and_those_that_are_handed_out_are_verified_alike(
+    case: Case, num_threads: int, known: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.weight_sync.read.num_copy_threads", lambda workers: num_threads)
+    case.engines.choose(known, True)
+    figures = case.publish(1)
+    case.assert_taken(1)
+    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
+    wrong = {name: tensor.clone() for name, tensor in case.publisher.shards(case.models[0]).items()}
+    last = case.publisher.sync._in_place[0].at_source(sync._plan, len(sync._in_place[0]) - 1)
+    wrong[last.parameter].view(len(wrong[last.parameter]), -1)[last.row, last.col] += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "_seal", lambda manifest, parameters: seal(sync, manifest, wrong))
+        case.assert_refused(0, r"wrong bytes in piece \d+ of \d+")
+
+
+def test_works_that_could_not_be_made_are_asked_for_again(case: Case) -> None:
+    """Else boxes would be handed out that belong to works, and hashed where they are read and not where they went."""
+    made: list[int] = []
+
+    def known(number: int) -> bool:
+        made.append(number)
+        if len(made) == 5:
+            raise MemoryError("no room for works")
+        return True
+
+    case.engines.choose(known, False)
+    with pytest.raises((MemoryError, SyncError), match="no room for works|given up: another worker"):
+        case.publish(1)
+    assert len(made) >= 5
+    case.publish(1)
+    case.assert_taken(1)
+    assert all(reader._works.each for reader in case.engines.readers.values())
+
+
+def test_works_are_asked_for_when_memory_is_mapped_and_then_kept(case: Case) -> None:
+    made: list[int] = []
+    case.engines.choose(lambda number: not made.append(number), False)  # type: ignore[func-returns-value]
+    counts = []
+    for model in (1, 0, 1):
+        case.publish(model)
+        case.assert_taken(model)
+        counts.append(len(made))
+    assert counts[0] == counts[1] == counts[2] > 0
+    for reader in case.engines.readers.values():
+        reader._homes[0].said += " "  # as if the trainer had been started again
+    case.publish(0)
+    case.assert_taken(0)
+    assert len(made) == 2 * counts[0]
+
+
+def test_engines_come_to_a_stand_while_ranks_see_to_their_memory(case: Case) -> None:
+    """They are asked to pause before anything else, once, and waited for afterwards."""
+    calls: list[str] = []
+    kept, engines = publish.WeightSync._is_kept, case.engines
+
+    def is_kept(*arguments: Any) -> bool:
+        calls.append("memory")
+        return kept(*arguments)
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(*values: Any) -> Any:
+            calls.append(name)
+            return call(*values)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish.WeightSync, "_is_kept", is_kept)
+        for name in ("ask", "pause", "begin"):
+            patch.setattr(engines, name, noting(name, getattr(engines, name)))
+        case.publish(1)
+    first = list(dict.fromkeys(calls))
+    assert first == ["ask", "memory", "pause", "begin"] and calls.count("ask") == calls.count("pause") == 1
+    case.assert_taken(1)
+
+
+def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:
+    """So that whatever is written to it meanwhile is in its hashes."""
+    sync = case.publisher.sync
+    sender, checksum = sync._sender, publish.piece_checksum
+    assert isinstance(sender, RingSender)
+    own = [int(numbers[-1]) + 1 for numbers in sync._own]
+    read: list[list[int]] = []
+
+    def look(*arguments: Any) -> int:
+        read.append([int(ring.read[0]) - (sender._session << SESSION_SHIFT) for ring in sender._rings])
+        return checksum(*arguments)
+
+    def late(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0 and boxes == 1:
+            end = time.monotonic() + 0.3  # time enough to hash, for a rank that does not wait
+            while not read and time.monotonic() < end:
+                time.sleep(0.001)
+
+    case.engines.before = late
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publish, "piece_checksum", look)
+        case.publish(1)
+    assert read and all(found >= least for found, least in zip(read[0], own, strict=True))
+
+
+def test_what_was_copied_behind_an_unread_box_does_not_count_as_read_yet(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks hash what is theirs once that many pieces were read, the first ones."""
+    monkeypatch.setattr("megarl.weight_sync.read.num_copy_threads", lambda workers: 1)
+    sender, unread, seen = case.publisher.sync._sender, 3, list[int]()
+    assert isinstance(sender, RingSender)
+
+    def look(engine: int, worker: int, boxes: int) -> None:
+        if worker == 0:
+            seen.append(int(sender._rings[0].read[0]) - (sender._session << SESSION_SHIFT))
+
+    case.engines.choose(lambda number: number != unread, False)
+    case.engines.before = look
+    case.publish(1)
+    assert len(seen) > 1 and seen[-1] == unread, "the one that was handed out is the last"
+    case.assert_taken(1)
+
+
+def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:
+    sender = case.publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    waiting: list[bool] = []
+
+    def late(engine: int, worker: int, boxes: int) -> None:
+        if worker == 1 and boxes == 30:
+            end = time.monotonic() + PATIENT_S
+            while not waiting and time.monotonic() < end:
+                time.sleep(0.001)
+            time.sleep(0.05)  # time enough to go on, for one that does not wait
+
+    all_read, stream = sender._all_read, type(case.publisher.sync)._stream
+    ended: list[list[bool]] = []
+
+    def look(*arguments: Any) -> bool:
+        waiting.append(True)
+        return all_read(*arguments)
+
+    def stream_and_look(*arguments: Any) -> Any:
+        streamed = stream(case.publisher.sync, *arguments)
+        counts = [len(pieces) + 1 for pieces in case.publisher.sync._in_place]
+        ended.append([int(ring.read[0]) & 0xFFFFFFFF == count for ring, count in zip(sender._rings, counts, strict=True)])
+        return streamed
+
+    case.engines.before = late
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sender, "_all_read", look)
+        patch.setattr(case.publisher.sync, "_stream", stream_and_look)
+        case.publish(1)
+    assert ended == [[True, True]]
+    case.assert_taken(1)
+
+
+def test_an_engine_that_was_given_up_takes_nothing_of_what_it_read(models: tuple[Path, Path]) -> None:
+    """It hangs with all but its last box read, the weights move on, and then it goes on."""
+    publisher = Publisher(models[0], engines=2, timeout_s=3.0, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(), engines=2, retries=1)
+    sender = publisher.sync._sender
+    assert isinstance(sender, RingSender)
+    (ring,) = sender._rings
+
+    def stall(engine: int, worker: int, boxes: int) -> None:
+        if engine == 1 and boxes == len(publisher.sync._in_place[0]) - 1 and len(engines.served) == 1:
+            end = time.monotonic() + PATIENT_S
+            while not ring.gone[1] and time.monotonic() < end:
+                time.sleep(0.01)
+            publisher.set_deadline(PATIENT_S)
+
+    engines.before = stall
+    publisher.publish(1, models[0], engines)
+    assert engines.served == [(0, 1), (1,)] and engines.versions == [1, 1]
+    assert "given up" in str(engines.failures[0])
+    engines.close()
+    publisher.close()
+
+
+def shared(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> str | None:
+    names = list(parameters)
+    return None if private_bytes(parameters, names, dtype) is None else share(parameters, names)
+
+
+def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None:
+    buffer = torch.arange(64.0)
+    parameters = {"a": buffer[:32].view(4, 8), "b": buffer[32:40]}
+    place, said = buffer.data_ptr(), shared(parameters)
+    assert said is not None and buffer.data_ptr() != place and buffer.is_shared()
+    assert torch.equal(buffer, torch.arange(64.0)) and torch.equal(parameters["a"], torch.arange(32.0).view(4, 8))
+    assert shared(parameters) == said, "it moves once"
+    home = Home(said, 0, torch.float32)
+    buffer[9] = -1.0
+    assert torch.equal(home.box(Place("a", 1, 1, 2, 3)), parameters["a"][1:3, 1:4])
+    assert torch.equal(home.box(Place("b", 2, 0, 6, 1)), buffer[34:40, None])
+
+
+def test_what_cannot_be_read_in_place_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = {"a": torch.zeros(4, 8), "b": torch.zeros(4)}
+    assert shared(parameters, torch.bfloat16) is None, "it has to be cast"
+    assert shared(MappingProxyType(parameters)) is None, "it may be made anew at each look"
+    assert shared(parameters | {"c": torch.zeros(4, device="meta")}) is None
+    assert not has_room(1 << 60) and has_room(1)
+    monkeypatch.setattr(in_place, "FILES_SHARE", 1 << 60)
+    assert shared(parameters) is None, "too many files"
+    assert not parameters["a"].is_shared()
+    monkeypatch.undo()
+    assert shared(parameters) is not None
+
+
+def test_where_there_is_no_room_for_all_ranks_weights_travel_in_buckets(models: tuple[Path, Path]) -> None:
+    publisher = Publisher(models[0], engines=1, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout())
+    asked: list[int] = []
+
+    def none(num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.weight_sync.publish.has_room", none)
+        figures = publisher.publish(1, models[0], engines)
+    assert figures["sync/in_place"] == 0.0 and engines.versions == [1]
+    assert asked == [private_bytes(shards := publisher.shards(models[0]), list(shards), torch.float32)]
+    engines.close()
+    publisher.close()
+
+
+def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None:
+    """torch crashes where it is to come back."""
+    weight = torch.zeros(4, 8)
+    assert shared({"a": weight}) is not None
+    with pytest.raises(AssertionError, match="cannot be put away"):
+        Shelf(keep=True).put_away([weight.untyped_storage()])
+
+
+def test_a_parameter_of_another_size_ends_the_sync(models: tuple[Path, Path]) -> None:
+    publisher = Publisher(models[0], timeout_s=PATIENT_S, in_place=True)
+    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout())
+    shards = publisher.shards(models[0])
+    shards["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(3, 3)
+    with pytest.raises(
+        SyncError, match="failed on rank 0: ValueError: decoder.layers.1.mlp.linear_fc2.weight of .3, 3. has"
+    ):
+        publisher.publish_shards(1, shards, engines)
+    wait_for(engines._reading.values())
+    assert all(reading.exception() is not None for reading in engines._reading.values())
+    engines.close()
+    publisher.close()
+
+
+def hold(connection: Any) -> None:
+    parameters = {"a": torch.ones(4, 8)}
+    connection.send(shared(parameters))
+    connection.recv()
+    del parameters["a"]
+    gc.collect()
+    connection.send("gone")
+    connection.recv()
+
+
+def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=hold, args=(theirs,))
+    process.start()
+    said = ours.recv()
+    home = Home(said, 3, torch.float32)
+    assert bool((home.box(Place("a", 0, 0, 4, 8)) == 1).all())
+    ours.send("let go")
+    assert ours.recv() == "gone"
+    with pytest.raises(SyncError, match="weights of trainer rank 3"):
+        Home(said, 3, torch.float32)
+    ours.send("end")
+    process.join(60)
+    with pytest.raises(SyncError, match="no way to the weights of trainer rank 3 .*weight_sync.transport = gloo"):
+        Home(said, 3, torch.float32)
+    assert bool((home.box(Place("a", 0, 0, 4, 8)) == 1).all()), "what is mapped stays"
+
+
+def test_a_file_that_has_the_number_of_another_one_is_not_taken_for_it() -> None:
+    parameters = {"a": torch.zeros(4, 8)}
+    said = shared(parameters)
+    assert said is not None
+    inode = os.stat(said_file(said)).st_ino
+    with pytest.raises(SyncError, match="is not the weights of trainer rank 0"):
+        Home(said.replace(str(inode), str(inode + 1)), 0, torch.float32)
+
+
+def test_weights_stay_mapped_while_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system lets a process lock memory; elsewhere they are only mapped."""
+    parameters = {"a": torch.arange(1 << 16).float().view(256, 256)}
+    said = shared(parameters)
+    assert said is not None
+    gc.collect()  # what earlier tests have mapped
+    before, limit = locked_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    may_lock = has_capability(14) or limit == resource.RLIM_INFINITY or limit >= before + (1 << 18)  # CAP_IPC_LOCK
+    home = Home(said, 0, torch.float32)
+    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
+    monkeypatch.setattr(in_place, "LOCKED", mmap.MAP_PRIVATE | 1 << 30)  # with MAP_SHARED: flags that no kernel knows
+    for one in (home, Home(said, 0, torch.float32)):
+        assert torch.equal(one.box(Place("a", 0, 0, 256, 256)), parameters["a"])
+    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
+
+
+def locked_bytes() -> int:
+    return int(own_status("VmLck").split()[0]) * 1024
+
+
+def has_capability(number: int) -> bool:
+    return bool(int(own_status("CapEff"), 16) >> number & 1)
+
+
+def own_status(name: str) -> str:
+    lines = (one.partition(":") for one in Path("/proc/self/status").read_text().splitlines())
+    return next(value for key, _, value in lines if key == name)
+
+
+def said_file(said: str) -> str:
+    values = json.loads(said)
+    return f"/proc/{values['process']}/fd/{values['files'][0][0]}"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([96, 700, 1 << 20]),
+)
+def test_pieces_bring_every_element_once_to_where_the_plan_has_it(
+    groups: int, queries: int, trainer: int, rollout: int, piece_bytes: int
+) -> None:
+    """Also where several boxes are one piece."""
+    size = {"hidden_size": 8, "head_dim": 4, "intermediate_size": 12, "vocab_size": 10}
+    heads = {"num_attention_heads": 2 * groups * queries, "num_key_value_heads": 2 * groups}
+    config = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False} | size | heads
+    shape, layout = ModelShape.from_config(config), Layout(tensor=trainer)
+    plan = engine_plan(shape, layout, RolloutLayout(rollout))
+    held = {
+        (rank, name): torch.arange(rows * cols).view(rows, cols) + 10_000 * (100 * rank + number)
+        for rank in range(trainer)
+        for number, (name, (rows, cols)) in enumerate(sorted(megatron.parameter_sizes(shape, layout, rank).items()))
+    }
+    for worker in range(rollout):
+        copies = copy_order(plan, worker, worker, rollout)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(in_place, "PIECE_BYTES", piece_bytes)
+            pieces = Pieces.of(plan, copies, 4)
+        sizes = vllm.parameter_sizes(shape, RolloutLayout(rollout), worker)
+        expected = {name: torch.full(size, -1) for name, size in sizes.items()}
+        for copy in copies.tolist():
+            rows, cols = int(plan.rows[copy]), int(plan.cols[copy])
+            source = held[int(plan.source_rank[copy]), plan.source_parameters[plan.source_parameter[copy]]]
+            target = expected[plan.destination_parameters[plan.destination_parameter[copy]]]
+            part = source[plan.source_row[copy] :, plan.source_col[copy] :][:rows, :cols]
+            target[plan.destination_row[copy] :, plan.destination_col[copy] :][:rows, :cols] = part
+        taken = {name: torch.full(size, -1) for name, size in sizes.items()}
+        for number, rank in enumerate(pieces.source.tolist()):
+            place, to = pieces.at_source(plan, number), pieces.at_destination(plan, number)
+            content = part_of(held[rank, place.parameter], place.row, place.col, place.size, place.step)
+            assert content.shape[:-1].numel() == 1 or content.numel() * 4 <= piece_bytes
+            given = content.numpy()
+            box = Box(to.parameter, to.row, to.col, content, None, given, to.step)
+            target, words = box.within(taken[to.parameter]), box.words_within(taken[to.parameter].numpy())
+            assert bool((target == -1).all()), f"{to} is written twice"
+            np.copyto(words, given)
+            assert torch.equal(target, content)
+            for row, col in ((sizes[to.parameter][0], to.col), (to.row, sizes[to.parameter][1])):
+                with pytest.raises(ValueError):
+                    box._replace(row=row, col=col).words_within(taken[to.parameter].numpy())
+        assert all(torch.equal(taken[name], expected[name]) for name in sizes)
+        if piece_bytes == 1 << 20 and trainer == 1 and groups > 1:  # of one group alone they are even steps of each other
+            owner = [plan.destination_parameters[plan.destination_parameter[copy]] for copy in pieces.copy.tolist()]
+            assert owner.count("model.layers.0.self_attn.qkv_proj.weight") == 3, (
+                "queries, keys and values, whatever the groups"
+            )
+
+
+def test_a_piece_has_one_checksum_however_its_elements_lie() -> None:
+    whole = np.arange(240, dtype=np.int16).reshape(4, 5, 12)
+    wide = np.zeros((4, 5, 20), dtype=np.int16)
+    wide[:, :, 3:15] = whole
+    high = np.zeros((4, 7, 12), dtype=np.int16)
+    high[:, 1:6] = whole
+    views = [whole, high[:, 1:6], wide[:, :, 3:15]]
+    assert [len(in_place.hashed_parts(one)) for one in views] == [1, 4, 1]
+    assert len({in_place.piece_checksum(in_place.hashed_parts(one), 3, 7) for one in views}) == 1
+    assert in_place.piece_checksum(list(high[:, 1:6]), 3, 7) != in_place.piece_checksum(list(high[:, 1:6])[::-1], 3, 7)
+    numbered = [in_place.piece_checksum(list(high[:, 1:6]), version, number) for version in (3, 4) for number in (7, 8)]
+    assert len(set(numbered)) == 4, "it is of this version and this piece"
+
+
+def test_weights_that_moved_are_looked_up_anew(case: Case) -> None:
+    """As after a checkpoint was loaded into new memory: nothing of what was kept is of them."""
+    homes = case.engines._manifest.homes
+    for name in case.shards:
+        case.shards[name] = case.shards[name].clone()
+    case.publish(1)
+    case.assert_taken(1)
+    assert case.engines._manifest.homes != homes and case.publisher.sync._is_kept(case.shards)

@@ -1,0 +1,259 @@
+"""A sync holds no model beside the model: what its ends take from memory, measured by the kernel.
+
+At rest a process has the weights of its ends and no sync yet; a tiny model has gone before, so that code and threads are
+there. From then on everything counts, what a sync keeps as well. The trainer's end is the product's own. Workers write what
+vLLM would pack to the receiver's spare memory, module by module, and copy it to their own from there: what vLLM itself takes
+to pack is not in here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.megatron import lora
+from megarl.megatron.lora import MODULES, Adapter, MergedShards
+from megarl.models import ModelShape
+from megarl.models import megatron_weights as megatron
+from megarl.models import vllm_weights as vllm
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.recipe.sections import LoraSection
+from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.in_place import share
+from megarl.weight_sync.module_work import module_works
+from megarl.weight_sync.publish import SyncSettings, WeightSync, memcpy_bytes_per_s
+from megarl.weight_sync.read import Box
+from megarl.weight_sync.spare import SpareMemory
+from tests.ranks import RankPool
+from tests.sync_cases import Parameters, ThreadEngines
+
+pytestmark = pytest.mark.sync
+
+BUCKET_BYTES = 1 << 20
+M_MMAP_THRESHOLD = -3  # of malloc.h
+LORA = LoraSection(rank=4, alpha=8.0)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8192, "hidden_size": 512, "head_dim": 64,
+    "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPE = ModelShape.from_config(CONFIG)
+TINY = ModelShape.from_config(CONFIG | {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64})
+
+
+class Peaks(NamedTuple):
+    """Bytes beyond rest at the most in the first and the second version; of a layer and of all that a rank and a worker
+    hold; and whether the second version was read in place."""
+
+    first: int
+    second: int
+    layer: int
+    worker_layer: int
+    worker: int
+    in_place: bool
+
+
+def trainer_weights(shape: ModelShape, layout: Layout, rank: int, way: str) -> Mapping[str, torch.Tensor]:
+    dtype = torch.float32 if way == "cast" else torch.bfloat16
+    sizes = megatron.parameter_sizes(shape, layout, rank)
+    weights = {name: torch.ones(size, dtype=dtype) for name, size in sizes.items()}
+    if way != "adapters":
+        return weights
+    targets = {f"{path}.weight": target for target, (path, _) in MODULES.items()}
+    adapters = {}
+    for name, weight in weights.items():
+        target = targets.get(name.partition(".layers.")[2].partition(".")[2])
+        if target is not None:
+            adapters[name] = Adapter(weight, target, LORA, False, None)
+            torch.nn.init.normal_(adapters[name].b)
+            torch.nn.init.normal_(adapters[name].a)
+    assert len(adapters) == len(MODULES) * shape.num_layers // layout.pipeline
+    return MergedShards(weights, adapters)
+
+
+class Writing(ThreadEngines):
+    """Workers with weights, which they write as the receiver does where vLLM packs what is linear."""
+
+    def __init__(self, shape: ModelShape, rollout: RolloutLayout) -> None:
+        super().__init__(shape, rollout)
+        self.workers = [Worker(vllm.parameter_sizes(shape, rollout, worker)) for worker in range(rollout.workers)]
+
+    def _take(self, engine: int, worker: int) -> Parameters:
+        own, owner = self.workers[worker], ""
+        targets: Parameters = {}
+
+        def works(boxes: Sequence[Box]) -> Works:
+            return module_works(own, boxes, own.sizes, own.spares, BUCKET_BYTES)
+
+        for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
+            if box.parameter.rpartition(".")[0] != owner:
+                own.complete(owner, own.spares[0])
+                owner, targets = box.parameter.rpartition(".")[0], {}
+            if box.parameter not in targets:
+                targets[box.parameter] = own.target(box.parameter, box.content.dtype, own.spares[0])
+            box.within(targets[box.parameter]).copy_(box.content)
+        own.complete(owner, own.spares[0])
+        for spare in own.spares:
+            spare.clear()
+        return {}
+
+
+class Worker:
+    """Its weights; each thread has spare memory for linear ones, from which they are copied where vLLM would pack them."""
+
+    def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        self.sizes = sizes
+        self.weights = {name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+        self.spares = [SpareMemory() for _ in range(MOST_THREADS)]
+        self._targets: dict[int, Parameters] = {id(spare): {} for spare in self.spares}
+
+    def is_large(self, owner: str) -> bool:
+        return owner in ("model.embed_tokens", "lm_head")
+
+    def address(self, parameter: str) -> int:
+        return 0 if "_proj." in parameter else self.weights[parameter].data_ptr()
+
+    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
+        live = self.weights[parameter]
+        if "_proj." not in parameter:
+            return live
+        target = self._targets[id(spare)][parameter] = spare.take(tuple(live.shape), dtype, live.device, apart=True)
+        return target
+
+    def complete(self, owner: str, spare: SpareMemory) -> None:
+        targets = self._targets[id(spare)]
+        while targets:
+            self.weights[next(iter(targets))].copy_(targets.pop(next(iter(targets))))
+        spare.take_back()
+
+
+def peaks(way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank: int, group: Any) -> Peaks:
+    """Of this process; `way` is why weights come in buckets, if they do."""
+    torch.set_num_threads(1)
+    # Large memory is given back as soon as it is freed, so that all that counts is in use.
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    lora.MERGED_BYTES = 1 << 18  # as little beside a layer as of a model in use
+    for shape in (TINY, SHAPE):
+        found = publish_twice(shape, way, layout, rollout, transport, rank, group)
+    return found
+
+
+def publish_twice(
+    shape: ModelShape, way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank: int, group: Any
+) -> Peaks:
+    parameters = trainer_weights(shape, layout, rank, way)
+    engines = Writing(shape, rollout) if rank == 0 else None
+    settings = SyncSettings(
+        torch.bfloat16, rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters"
+    )
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before would hide as much
+    rest, found = resident("VmRSS"), []
+    sync = WeightSync(shape, layout, settings, "memory", rank, group)
+    for version in (1, 2):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+        figures = sync.publish(version, parameters, engines)
+        found.append(resident("VmHWM") - rest)
+    if engines is not None:
+        assert_taken([worker.weights for worker in engines.workers], parameters, layout)
+        engines.close()
+    sync.close()
+    held = megatron.parameter_sizes(shape, layout, rank), vllm.parameter_sizes(shape, rollout, 0)
+    layer, worker_layer = (num_bytes(sizes, ".layers.0.") for sizes in held)
+    (first, second), worker = found, num_bytes(held[1], "")
+    return Peaks(first, second, layer, worker_layer, worker, bool(figures["sync/in_place"]))
+
+
+def num_bytes(sizes: Mapping[str, tuple[int, int]], of: str) -> int:
+    return sum(2 * rows * cols for name, (rows, cols) in sizes.items() if of in name)
+
+
+def assert_taken(workers: Sequence[Parameters], parameters: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """Of this rank, what one worker has whole."""
+    if len(workers) > 1 or layout.ranks > 1:
+        return
+    for name, taken in workers[0].items():
+        if name.endswith("o_proj.weight"):
+            own = parameters[f"decoder.layers.{name.split('.')[2]}.self_attention.linear_proj.weight"]
+            assert torch.equal(taken, own.to(taken.dtype)), name
+
+
+def resident(which: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(which))
+
+
+def in_a_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+@pytest.mark.parametrize(("way", "workers"), [("cast", 1), ("adapters", 1), ("adapters", 4)])
+def test_each_end_takes_no_more_than_one_layer_and_two_buckets(way: str, workers: int) -> None:
+    """Also where a number format or an adapter makes other weights of all."""
+    found = in_a_new_process(peaks, way, Layout(), RolloutLayout(workers), "shared_memory", 0, None)
+    # All ends are in one process, and each has mapped the buckets.
+    allowed = found.layer + workers * (found.worker_layer + 4 * BUCKET_BYTES)
+    assert workers * found.worker > 3 * allowed, "the model is too small to tell"
+    assert max(found.first, found.second) <= allowed, f"{found}; {allowed} are allowed"
+
+
+def test_weights_that_are_read_in_place_are_mapped_once_more_and_not_copied() -> None:
+    found = in_a_new_process(peaks, "", Layout(), RolloutLayout(), "shared_memory", 0, None)
+    allowed = found.worker + found.layer + found.worker_layer + 4 * BUCKET_BYTES
+    assert found.in_place
+    assert max(found.first, found.second) <= allowed, f"{found}; {allowed} are allowed"
+
+
+def peak_of_moving(num_storages: int, num_elements: int) -> int:
+    parameters = {str(number): torch.ones(num_elements, 1) for number in range(num_storages)}
+    rest = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    share(parameters, list(parameters))
+    return resident("VmHWM") - rest
+
+
+def test_what_moves_into_shared_memory_is_there_twice_one_storage_at_a_time() -> None:
+    """Of megatron-core's buffers, which hold many weights each, that is as much as the largest one."""
+    storage, beside = 4 << 24, 8 << 20
+    whole, parts = (in_a_new_process(peak_of_moving, count, (1 << 24) // count) for count in (1, 16))
+    assert storage <= whole <= storage + beside and parts <= storage // 16 + beside, (whole, parts)
+
+
+def peaks_of_a_rank(way: str, layout: Layout, rollout: RolloutLayout) -> Peaks:
+    dist.init_process_group("gloo")
+    return peaks(way, layout, rollout, "gloo", dist.get_rank(), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("way", ["cast", "adapters"])
+def test_no_rank_that_sends_messages_gathers_what_others_hold(way: str) -> None:
+    layout, rollout, ranks = Layout(2, 2), RolloutLayout(2), RankPool()
+    try:
+        answers = ranks.run(peaks_of_a_rank, layout.ranks, way, layout, rollout)
+    finally:
+        ranks.close()  # no other test has their malloc
+    for rank, found in enumerate(answers):
+        allowed = found.layer + 2 * BUCKET_BYTES
+        if rank == 0:  # the workers are threads of it
+            allowed += rollout.workers * (found.worker_layer + 2 * BUCKET_BYTES)
+        assert max(found.first, found.second) <= allowed, f"rank {rank}: {found}; {allowed} are allowed"
+
+
+@pytest.mark.parametrize("columns", [256, 3 * BUCKET_BYTES], ids=["many rows a bucket", "a row larger than a bucket"])
+def test_what_a_transfer_is_measured_by_copies_bytes_of_the_weights(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.weight_sync.publish.MEMCPY_S", 60.0)
+    buckets = torch.zeros(2, BUCKET_BYTES, dtype=torch.uint8)
+    rows = max(1, BUCKET_BYTES // (2 * columns))
+    weight = torch.randint(1 << 15, (2 * rows, columns), dtype=torch.int16).view(torch.bfloat16)
+    assert memcpy_bytes_per_s(weight, buckets) > 0
+    parts = weight.view(torch.uint8).split(rows)
+    for bucket, part in zip(buckets, parts, strict=True):
+        assert torch.equal(bucket, part[:, :BUCKET_BYTES].reshape(-1)), "others than these come from the cache"

@@ -1,0 +1,143 @@
+"""Weights by messages to an engine on another machine: trainer ranks and engine in two network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.vllm_weights import vllm_segments
+from megarl.weight_sync import segment
+from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.publish import SyncSettings, WeightSync
+from tests.engine_processes import CUT, Answer, ProcessEngines
+from tests.networks import Network, two_networks
+from tests.ranks import RankPool
+from tests.rollout_cases import checkpoint, cut, megatron_shards, save_model
+
+pytestmark = [pytest.mark.sync, pytest.mark.hang]
+
+RUN = "two-networks"
+LAYOUT = Layout(1, 2, 1)
+BUCKET_BYTES = 65536
+TIMEOUT_S = 3.0  # of the sync whose cable is cut
+PATIENT_S = 60.0  # of the others: a busy machine must not reach it
+END_S = 60.0  # until processes without parent are gone
+# Of sockets' buffers: what lies in them has been sent, for all that the sender knows, and megabytes hold the whole model.
+SOCKET_BYTES = "4096 16384 16384"
+
+
+@dataclass
+class Told:
+    """What one trainer rank has seen: of the syncs that went through the engine's answer, of the one that was cut off the
+    error and whom the rank had given up."""
+
+    answers: list[Answer | str]
+    error: str = ""
+    lost: dict[int, str] | None = None
+    report: str = ""
+
+
+class OneTry(ProcessEngines):
+    """An engine that fails ends the sync."""
+
+    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
+        report = self._hear(0)
+        if report != "received":
+            raise SyncError(f"engine 0: {report}")
+        return (), {}
+
+
+def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -> Told:
+    """A version, one in whose middle the cable is cut, and one after it is whole again."""
+    near.enter()
+    for name in ("tcp_wmem", "tcp_rmem"):
+        Path("/proc/sys/net/ipv4", name).write_text(SOCKET_BYTES)
+    dist.init_process_group("gloo")
+    rank, shape = dist.get_rank(), ModelShape.from_directory(first)
+    settings = SyncSettings(torch.float32, RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="gloo", host=near.address)
+    engines = OneTry(shape, 1, far) if rank == 0 else None
+    sync = WeightSync(shape, LAYOUT, settings, RUN, rank, dist.group.WORLD)
+    told = Told([])
+    try:
+        for version, model in enumerate((first, second, second), start=1):
+            if version == 2 and engines is not None:
+                engines.faults = {0: (CUT, "middle")}
+            sync._settings = replace(settings, timeout_s=TIMEOUT_S if version == 2 else PATIENT_S)
+            try:
+                sync.publish(version, megatron_shards(Path(model), LAYOUT)[rank], engines)
+                told.answers += [] if engines is None else [engines.answer(0)]
+            except SyncError as error:
+                assert version == 2, error
+                told.error, told.lost = "\n".join([str(error), *getattr(error, "__notes__", [])]), dict(sync._sender.lost)
+                if engines is not None:
+                    told.report = str(engines.answer(0))
+                    near.switch("up")
+                    far.switch("up")
+    finally:
+        sync.close()
+        if engines is not None:
+            engines.end()
+            engines.close()
+    return told
+
+
+Story = tuple[list[Told], list[Path], bool]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """What the ranks say, both models, and whether no process is left in the namespaces."""
+    models = [save_model(tmp_path_factory.mktemp(f"model{seed}"), "llama", False, seed) for seed in (1, 2)]
+    with two_networks() as (near, far):
+        pool = RankPool()
+        try:
+            told = pool.run(publish_over_a_cable, LAYOUT.ranks, *map(str, models), near, far)
+        finally:
+            pool.close()
+        yield told, models, near.emptied(END_S) and far.emptied(END_S)
+
+
+def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
+    assert not isinstance(answer, str), answer
+    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    assert answer[0] == version
+    for name, content in expected.items():
+        rows, cols = content.shape
+        assert torch.equal(answer[1][name][:rows, :cols], content), name
+
+
+def test_weights_reach_an_engine_at_another_address(story: Story) -> None:
+    told, models, _ = story
+    assert_has_all(told[0].answers[0], 1, models[0])
+
+
+def test_a_cut_cable_ends_the_sync_on_both_sides_and_each_names_bucket_and_peer(story: Story) -> None:
+    told, _, _ = story
+    within = rf"within \d times weight_sync\.timeout_s = {TIMEOUT_S:g}"
+    assert re.search(rf"dirty: take: bucket \d+ of \d+ did not come from trainer rank \d {within}", told[0].report)
+    for one in told:
+        assert "engine 0: dirty: take: bucket" in one.error
+    lost = [one.lost[0] for one in told if one.lost]
+    assert lost, "no rank has noticed"
+    for why in lost:
+        assert re.search(rf"send: bucket \d+ to worker 0 of engine 0 {within}", why), why
+
+
+def test_after_the_cable_is_mended_the_next_sync_goes_through(story: Story) -> None:
+    told, models, _ = story
+    assert_has_all(told[0].answers[1], 3, models[1])
+
+
+def test_nothing_is_left_in_shared_memory_and_no_process(story: Story) -> None:
+    _, _, emptied = story
+    assert not [name for name in os.listdir(segment.ROOT) if RUN in name]
+    assert emptied

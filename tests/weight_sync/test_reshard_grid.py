@@ -1,0 +1,250 @@
+"""Laws of the plans of a weight sync over a wide grid: every family, every way to cut a trainer and an engine.
+
+A worker receives the bytes of its own shard and not one more, each element of it once, and the right one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models import FAMILIES, ModelShape
+from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.megatron_weights import megatron_segments, rank_segments
+from megarl.models.vllm_weights import (
+    fixed_tensors,
+    held_experts,
+    idle_parameters,
+    parameter_sizes,
+    stage_layers,
+    vllm_segments,
+)
+from megarl.weight_sync.columns import Boxes
+from megarl.weight_sync.engines import engine_match, engine_plan
+from megarl.weight_sync.plan import ReshardPlan
+from megarl.weight_sync.sides import megatron_boxes, shard_bytes, vllm_boxes
+from tests.models.test_table import fill, layouts, shape_of
+
+Parameters = dict[tuple[int, str], np.ndarray]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """Every family with key-value groups fewer and more than tensor ranks, odd vocabularies, tied heads or not."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    edits: dict[str, Any] = {"vocab_size": draw(st.integers(1, 300))}
+    if family == "deepseek_v3":  # vLLM gives it a head of its own
+        edits["q_lora_rank"] = draw(st.sampled_from([None, 12]))
+    else:
+        edits["num_key_value_heads"] = draw(st.sampled_from([1, 2, 4, 8]))
+        edits["tie_word_embeddings"] = draw(st.booleans())
+    return shape_of(family, **edits)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, shape: ModelShape) -> RolloutLayout:
+    """Cuts of an engine into few workers; stages may be uneven, and experts not a multiple of their ranks."""
+    tensor, pipeline = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 3, 4]))
+    dealt = shape.experts is not None and draw(st.booleans())
+    most = min(8 // (tensor * pipeline), 8 // tensor if shape.experts is not None else 4)
+    sizes = [size for size in ((1, 2, 3, 4) if dealt else (1, 2, 4)) if size <= most]
+    return RolloutLayout(tensor, pipeline, draw(st.sampled_from(sizes or [1])), dealt)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, RolloutLayout]:
+    shape = draw(shapes())
+    return shape, draw(layouts().filter(lambda layout: layout.ranks <= 8)), draw(rollouts(shape))
+
+
+@cache
+def checkpoint(shape: ModelShape) -> dict[str, np.ndarray]:
+    """A checkpoint in which no two elements are equal."""
+    start, tensors = 1, dict[str, np.ndarray]()
+    for s in megatron_segments(shape, Layout()):
+        rows, columns = tensors[s.name].shape if s.name in tensors else (0, 0)
+        tensors[s.name] = np.empty((max(rows, s.row1), max(columns, s.col1)), dtype=np.int64)
+    for tensor in tensors.values():
+        tensor[...] = np.arange(start, start + tensor.size).reshape(tensor.shape)
+        start += tensor.size
+    return tensors
+
+
+def cut(segments: list[Segment], tensors: dict[str, np.ndarray]) -> Parameters:
+    """The local parameters that segments describe; what no segment covers stays 0."""
+    sizes: dict[tuple[int, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for s in segments:
+        rows, cols = sizes[s.rank, s.parameter]
+        end_row, end_col = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
+        sizes[s.rank, s.parameter] = (max(rows, end_row), max(cols, end_col))
+    parameters = {key: np.zeros(size, dtype=np.int64) for key, size in sizes.items()}
+    for s in segments:
+        end_row, end_col = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
+        parameters[s.rank, s.parameter][s.local_row : end_row, s.local_col : end_col] = tensors[s.name][
+            s.row0 : s.row1, s.col0 : s.col1
+        ]
+    return parameters
+
+
+def trainer_segments(layout: Layout, shape: ModelShape, ranks: set[int]) -> list[Segment]:
+    """What some of the trainer's ranks hold."""
+    found: list[Segment] = []
+    for rank in ranks:
+        tensor_rank, pipeline_rank, data_rank, context_rank = layout.coordinates(rank)
+        found += rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, context_rank=context_rank)
+    return found
+
+
+def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Parameters:
+    """What the workers hold once every copy is made. No place may be written twice."""
+    written = {key: np.zeros_like(parameter) for key, parameter in expected.items()}
+    source = (plan.source_rank, plan.source_parameter, plan.source_row, plan.source_col)
+    target = (plan.destination_rank, plan.destination_parameter, plan.destination_row, plan.destination_col)
+    table = np.stack((*source, *target, plan.rows, plan.cols)).T.tolist()
+    for copy, (rank, parameter, row, col, worker, place, to_row, to_col, rows, cols) in enumerate(table):
+        box = written[worker, plan.destination_parameters[place]][to_row : to_row + rows, to_col : to_col + cols]
+        assert not box.any(), f"written twice: {plan.describe(copy)}"
+        box[...] = held[rank, plan.source_parameters[parameter]][row : row + rows, col : col + cols]
+    return written
+
+
+@settings(max_examples=320)
+@given(st.data())
+def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject) -> None:
+    shape, layout, rollout = data.draw(cases())
+    plan = engine_plan(shape, layout, rollout, engine=data.draw(st.integers(0, 3)))
+    fixed, tensors = fixed_tensors(shape), checkpoint(shape)
+    destinations = [segment for segment in vllm_segments(shape, rollout) if segment.name not in fixed]
+    for worker in range(rollout.workers):
+        own = [s for s in destinations if s.rank == worker]
+        bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in own)
+        assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
+    assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
+    held, expected = (
+        cut(trainer_segments(layout, shape, set(plan.source_rank.tolist())), tensors),
+        cut(destinations, tensors),
+    )
+    for key, parameter in replay(plan, held, expected).items():
+        assert (parameter == expected[key]).all(), key
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_boxes_of_workers_fill_their_parameters(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    rollout = data.draw(rollouts(shape))
+    segments = vllm_segments(shape, rollout)
+    for worker in range(rollout.workers):
+        sizes = parameter_sizes(shape, rollout, worker)
+        fill([segment for segment in segments if segment.rank == worker], sizes)
+        assert not idle_parameters(shape, rollout, worker) & sizes.keys()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_columns_hold_the_same_boxes_as_segments(data: st.DataObject) -> None:
+    shape, layout, rollout = data.draw(cases())
+    for boxes, segments in (
+        (megatron_boxes(shape, layout), megatron_segments(shape, layout)),
+        (vllm_boxes(shape, rollout), vllm_segments(shape, rollout)),
+    ):
+        held = [boxes.segment(box) for box in range(len(boxes))]
+        assert sorted(held) == sorted(segments)
+    # A worker takes its boxes in this order.
+    assert held == segments
+    again = Boxes.of(segments)
+    assert [again.segment(box) for box in range(len(again))] == segments
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_stages_and_experts_are_split_as_vllm_splits_them(total: int, ranks: int) -> None:
+    """vLLM's own functions say which layers a stage has and which experts a rank."""
+    from vllm.distributed.utils import get_pp_indices
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    ranks = min(ranks, total)
+    for rank in range(ranks):
+        start, stop = get_pp_indices(total, rank, ranks)
+        assert stage_layers(total, ranks, rank) == range(start, stop)
+        count, places, _ = determine_expert_map(ranks, rank, total)
+        held = list(range(total)) if places is None else [e for e in range(total) if places[e] >= 0]
+        assert list(held_experts(total, ranks, rank)) == held and len(held) == count
+        assert places is None or [int(places[expert]) for expert in held] == list(range(count))
+
+
+def test_a_stage_holds_what_it_reads() -> None:
+    """The first the embedding, the last norm and head; a tied head is a second copy of the embedding."""
+    ends = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    for tied, last in ((False, ends[1:]), (True, ends[:2])):
+        shape = shape_of("qwen3", tie_word_embeddings=tied)
+        sizes = [parameter_sizes(shape, RolloutLayout(pipeline=3), worker) for worker in range(3)]
+        assert [[end for end in ends if end in held] for held in sizes] == [ends[:1], [], last]
+        assert idle_parameters(shape, RolloutLayout(pipeline=3), 1) == set(ends[: 2 if tied else 3])
+
+
+@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
+def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> None:
+    shape = shape_of("qwen3", tie_word_embeddings=True)
+    plan = engine_plan(shape, layout, RolloutLayout(2, pipeline=2))
+    embedding = plan.name == plan.names.index("model.embed_tokens.weight")
+    parameters = {plan.source_parameters[number] for number in plan.source_parameter[embedding]}
+    assert len(parameters) == 1 and parameters.pop().endswith("embedding.word_embeddings.weight")
+    assert set(plan.source_rank[embedding].tolist()) == set(range(layout.tensor))
+    # Both of an engine's ends have one.
+    assert set(plan.destination_rank[embedding].tolist()) == {0, 1, 2, 3}
+
+
+def test_shared_experts_are_whole_where_tensor_ranks_cut_the_tokens() -> None:
+    shape, name = shape_of("deepseek_v3"), "model.layers.1.mlp.shared_experts.down_proj.weight"
+    for rollout, columns in (
+        (RolloutLayout(2), 8),
+        (RolloutLayout(2, expert_parallel=True), 8),
+        (RolloutLayout(2, data=2), 8),
+        (RolloutLayout(2, data=2, expert_parallel=True), 16),
+    ):
+        assert parameter_sizes(shape, rollout, 1)[name] == (8, columns), rollout
+
+
+@pytest.mark.parametrize(
+    ("family", "rollout", "message"),
+    [
+        ("llama", RolloutLayout(3), r"rollout\.tensor = 3 must divide the 8 attention heads"),
+        ("llama", RolloutLayout(pipeline=5), r"rollout\.pipeline = 5 must be at most the 4 layers"),
+        ("llama", RolloutLayout(2, expert_parallel=True), r"rollout\.expert_parallel = true needs a model with experts"),
+        (
+            "mixtral",
+            RolloutLayout(4, data=4, expert_parallel=True),
+            r"rollout\.data = 4 x 4 must be at most the 8 ex",
+        ),
+        ("qwen3_moe", RolloutLayout(1, data=3), r"rollout\.data = 1 x 3 must divide the 16 feed-forward rows of an expert"),
+    ],
+)
+def test_an_engine_that_cuts_nothing_is_named(family: str, rollout: RolloutLayout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_plan(shape_of(family), Layout(), rollout)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_heads_of_critics_and_layers_for_several_tokens_are_in_no_plan(family: str) -> None:
+    """A plan names the tensors of the decoder, whatever else the checkpoint or the trainer has."""
+    shape = shape_of(family, num_nextn_predict_layers=1)
+    match = engine_match(shape, Layout(pipeline=2), RolloutLayout())
+    for name in (*match.sources.names, *match.sources.parameters, *match.destinations.names):
+        assert not any(part in name for part in ("value_head", "score", "mtp", "nextn", "eh_proj", "enorm", "layers.4."))
+    layers = {name.split(".")[2] for name in match.sources.names if name.startswith("model.layers.")}
+    assert layers == {"0", "1", "2", "3"}
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_worker_and_its_coordinates_are_each_other_s_inverse(tensor: int, pipeline: int, data: int) -> None:
+    rollout = RolloutLayout(tensor, pipeline, data)
+    assert [rollout.worker(*rollout.coordinates(worker)) for worker in range(rollout.workers)] == list(
+        range(rollout.workers)
+    )

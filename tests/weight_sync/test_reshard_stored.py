@@ -1,0 +1,225 @@
+"""What is wrong with a checkpoint's files is said from their headers: file, tensor, what is expected and what is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megarl.models import ModelShape
+from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.stored_weights import INDEX, check_tokenizer, check_weights, plan_files
+from megarl.recipe import RecipeError, load_recipe
+from tests.recipe_cases import CONFIG, PPO, edited, make_folder, write
+
+SHAPE = ModelShape.from_config(CONFIG)
+Tensors = dict[str, np.ndarray]
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+def tensors(shape: ModelShape = SHAPE) -> Tensors:
+    sizes = checkpoint_sizes(shape)
+    return {name: np.zeros(size if size[1] > 1 else size[:1], np.float32) for name, size in sizes.items()}
+
+
+def two_files(folder: Path, content: Tensors) -> None:
+    """Two files and their index."""
+    names = list(content)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: content[name] for name in part}, folder / file)
+    places = {name: file for file, part in halves.items() for name in part}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+def test_a_whole_checkpoint_passes_and_says_where_each_tensor_is(tmp_path: Path) -> None:
+    content = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
+    content[KEY] += np.arange(64)
+    two_files(tmp_path, content)
+    stored = check_weights(tmp_path, SHAPE)
+    at = stored[KEY]
+    assert at.format == "F32" and at.shape == (32, 64)
+    assert np.array_equal(np.frombuffer(at.file.read_bytes()[at.start : at.stop], np.float32), content[KEY].ravel())
+
+
+def test_what_lies_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    save_file({"layers.0.wq.weight": np.zeros((64, 64), np.float32)}, tmp_path / "consolidated.safetensors")
+    assert {stored.file.name for stored in check_weights(tmp_path, SHAPE).values()} == {"model.safetensors"}
+
+
+def edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    def build(folder: Path) -> None:
+        content = tensors()
+        change(content)
+        two_files(folder, content)
+
+    return build
+
+
+def set_to(name: str, value: np.ndarray) -> Callable[[Path], None]:
+    return edit(lambda content: content.update({name: value}))
+
+
+def gone(folder: Path) -> None:
+    two_files(folder, tensors())
+    (folder / "b.safetensors").unlink()
+
+
+def torn(folder: Path) -> None:
+    two_files(folder, tensors())
+    file = folder / "b.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def no_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+
+
+def elsewhere(folder: Path) -> None:
+    two_files(folder, tensors())
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][KEY] = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[index["weight_map"][KEY]]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (edit(lambda content: content.pop(KEY)), rf"no tensor '{KEY}', expected 32 x 64 by config.json$"),
+    "many missing": (
+        edit(lambda content: [content.pop(name) for name in list(content) if "layers.3" in name]),
+        r"no tensor 'model\.layers\.3\..*\(and 10 more\)",
+    ),
+    "mis-shaped": (
+        set_to(KEY, np.zeros((64, 32), np.float32)),
+        rf"[ab]\.safetensors: {KEY} has shape 64 x 32, expected 32 x 64",
+    ),
+    "too many dimensions": (set_to(KEY, np.zeros((32, 64, 1), np.float32)), r"has shape 32 x 64 x 1, expected 32 x 64"),
+    "extra": (
+        set_to("model.layers.0.mlp.gate.weight", np.zeros((8, 64), np.float32)),
+        r"[ab]\.safetensors: holds 'model\.layers\.0\.mlp\.gate\.weight', 8 x 64, which a qwen3",
+    ),
+    "a layer too many": (
+        set_to("model.layers.4.input_layernorm.weight", np.zeros(64, np.float32)),
+        r"holds 'model\.layers\.4\.input_layernorm",
+    ),
+    "quantized": (set_to(KEY, np.zeros((32, 64), np.int8)), rf"{KEY} is in I8, expected one of F64, F32, F16, BF16"),
+    "no file": (gone, rf"{INDEX}: names the file 'b\.safetensors', for '.*' and others, which is not there"),
+    "torn": (torn, r"b\.safetensors: has \d+ bytes, but its header describes \d+"),
+    "a pointer in a file's place": (no_safetensors, r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"),
+    "wrong index": (elsewhere, rf"[ab]\.safetensors: has no tensor '{KEY}', which {INDEX} says is there"),
+    "nothing": (lambda folder: None, r"no \*\.safetensors there"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+    build, message = BROKEN[case]
+    build(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_weights(tmp_path, SHAPE)
+
+
+def test_heads_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
+    save_file(tensors() | {"score.weight": np.zeros((1, 64), np.float32)}, tmp_path / "model.safetensors")
+    check_weights(tmp_path, SHAPE, critic=True)
+    with pytest.raises(ValueError, match=r"holds 'score\.weight'"):
+        check_weights(tmp_path, SHAPE)
+    tied = ModelShape.from_config(CONFIG | {"tie_word_embeddings": True})
+    save_file(tensors(), tmp_path / "model.safetensors")
+    check_weights(tmp_path, tied)
+
+
+def test_a_classifier_has_the_head_of_one_label(tmp_path: Path) -> None:
+    for size, message in (
+        (1, ""),
+        (2, r"score\.weight has shape 2 x 64, expected 1 x 64"),
+        (0, r"no tensor 'score\.weight'"),
+    ):
+        head = {"score.weight": np.zeros((size, 64), np.float32)} if size else {}
+        save_file(tensors() | head, tmp_path / "model.safetensors")
+        if not message:
+            check_weights(tmp_path, SHAPE, critic=True, score=True)
+            continue
+        with pytest.raises(ValueError, match=message):
+            check_weights(tmp_path, SHAPE, critic=True, score=True)
+
+
+def tokenizer(folder: Path, last: int, added: int) -> None:
+    content = {
+        "model": {"type": "BPE", "vocab": {"a": 0, "z": last}},
+        "added_tokens": [{"id": added, "content": "<end>"}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_a_token_without_a_row_is_named(tmp_path: Path) -> None:
+    check_tokenizer(tmp_path, SHAPE)  # no tokenizer.json: left to who loads it
+    tokenizer(tmp_path, 254, 255)
+    check_tokenizer(tmp_path, SHAPE)
+    tokenizer(tmp_path, 254, 256)  # added: as Gemma's token for pictures, of which its text models have no embedding
+    check_tokenizer(tmp_path, SHAPE)
+    tokenizer(tmp_path, 256, 255)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: token 'z' has the id 256, expected at most 255.* = 256 rows"):
+        check_tokenizer(tmp_path, SHAPE)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]] * 300}}))
+    with pytest.raises(ValueError, match="has the id 299, expected at most 255"):
+        check_tokenizer(tmp_path, SHAPE)
+
+
+def test_a_recipe_with_such_a_model_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, monkeypatch)
+    file = write(folder, edited(("critic.path", "deep")))
+    load_recipe(file)
+    edit(lambda content: content.pop(KEY))(folder / "tiny")
+    two_files(folder / "deep", tensors())  # four layers, where config.json says eight
+    tokenizer(folder / "deep", 0, 1)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    found = {violation.key: violation.rule for violation in refused.value.violations}
+    assert found.keys() == {"model.path", "critic.path"}
+    assert KEY in found["model.path"] and "model.layers.4." in found["critic.path"]
+
+
+def test_a_role_of_another_model_has_the_actors_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path, monkeypatch)
+    models = ("critic.path", "deep"), ("reference", {"path": "experts", "layout": {}})
+    file = write(folder, edited(*models))
+    tokenizer(folder / "tiny", 3, 4)
+    tokenizer(folder / "deep", 3, 4)
+    tokenizer(folder / "experts", 3, 5)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    (violation,) = refused.value.violations
+    assert violation.key == "reference.path"
+    assert "'<end>' the number 5, that of model.path gives it 4" in violation.rule
+
+
+def test_a_run_starts_only_with_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from megarl import build as run
+
+    folder = make_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(run, "train", lambda recipe, resume: pytest.fail("it started"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    assert run.main([str(write(folder, lambda: PPO))]) == 2
+    assert "model.path = 'tiny': cannot be loaded: 'tiny': no *.safetensors there" in capsys.readouterr().err
+
+
+def test_planned_files_hold_every_tensor_once_and_open_as_safetensors(tmp_path: Path) -> None:
+    sizes = checkpoint_sizes(SHAPE)
+    planned, headers = plan_files(tmp_path, sizes, dict.fromkeys(sizes, "BF16"), max_file_bytes=50_000)
+    assert planned.keys() == sizes.keys() and len(headers) > 3
+    for file, header in headers.items():
+        held = sum(rows * columns * 2 for place, _, (rows, columns) in planned.values() if place == file)
+        assert held <= 50_000 or sum(place == file for place, _, _ in planned.values()) == 1
+        file.write_bytes(header + b"\0" * held)
+    stored = check_weights(tmp_path, SHAPE)
+    assert all(stored[name].start == planned[name].start and stored[name].file == planned[name].file for name in sizes)

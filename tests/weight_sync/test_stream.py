@@ -1,0 +1,157 @@
+"""Laws of the stream: whatever the plan and the size of a bucket, every element travels once, and alone in its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models import ModelShape
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.megatron_weights import megatron_segments
+from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
+from megarl.models.vllm_weights import vllm_segments
+from megarl.weight_sync.engines import engine_plan
+from megarl.weight_sync.order import copy_order
+from megarl.weight_sync.plan import ReshardPlan
+from megarl.weight_sync.sides import shard_bytes
+from megarl.weight_sync.stream import ALIGNMENT, CHECKSUM_BYTES, Stream, checksum
+
+SHAPE = ModelShape.from_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 96, "head_dim": 16,
+        "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+BLOCKS = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 256, "head_dim": 128,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYOUTS = [Layout(), Layout(2, 3), Layout(4, 1, 2), Layout(1, 3, 2)]
+ROLLOUTS = [RolloutLayout(), RolloutLayout(2), RolloutLayout(2, 3)]
+
+cases = st.tuples(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(ROLLOUTS),
+    st.sampled_from([2, 4]),
+    st.integers(1024, 20_000),
+    st.integers(0, 5),
+)
+
+
+def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, Stream]:
+    layout, rollout, itemsize, bucket_bytes, worker = case
+    plan, worker = engine_plan(SHAPE, layout, rollout), worker % rollout.workers
+    order = copy_order(plan, worker, worker, rollout.workers)
+    return plan, order, Stream.of(plan, order, itemsize, bucket_bytes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases)
+def test_every_row_of_every_copy_travels_once_and_in_order(case: tuple) -> None:  # type: ignore[type-arg]
+    plan, order, stream = stream_of(case)
+    rows = [(copy, row) for copy in order.tolist() for row in range(int(plan.rows[copy]))]
+    sent = [
+        (int(copy), int(first) + row)
+        for copy, first, count in zip(stream.copy, stream.row, stream.rows, strict=True)
+        for row in range(int(count))
+    ]
+    assert sent == rows
+    assert stream.payload_bytes == int(plan.sizes[order].sum()) * case[2]
+    assert (np.diff(stream.bucket) >= 0).all()
+    assert [list(stream.pieces(bucket)) for bucket in range(stream.num_buckets)] == [
+        np.flatnonzero(stream.bucket == bucket).tolist() for bucket in range(stream.num_buckets)
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases)
+def test_nothing_in_a_bucket_lies_over_anything_else_and_parts_are_whole(case: tuple) -> None:  # type: ignore[type-arg]
+    plan, _, stream = stream_of(case)
+    assert stream.capacity <= case[3]
+    for bucket in range(stream.num_buckets):
+        used = np.zeros(stream.capacity, dtype=int)
+        ends = 0
+        for part in stream.parts[bucket]:
+            assert part.start >= ends and part.start % ALIGNMENT == 0
+            ends = part.end
+            for piece in part.pieces:
+                assert plan.source_rank[stream.copy[piece]] == part.source_rank
+                start, size, check = int(stream.offset[piece]), int(stream.size[piece]), int(stream.check[piece])
+                assert start % ALIGNMENT == 0 and check % CHECKSUM_BYTES == 0
+                assert part.start <= start and start + size <= check and check + CHECKSUM_BYTES <= part.end
+                used[start : start + size] += 1
+                used[check : check + CHECKSUM_BYTES] += 1
+        assert used.max() == 1 and ends <= stream.capacity
+        assert sorted(np.concatenate([part.pieces for part in stream.parts[bucket]])) == list(stream.pieces(bucket))
+        assert stream.part(bucket, 99) is None and stream.part(stream.num_buckets, 0) is None
+
+
+def test_buckets_are_full_but_for_less_than_a_row_and_what_is_beside_the_boxes() -> None:
+    """A sync is not slower for buckets that travel half empty."""
+    plan = engine_plan(SHAPE, Layout(), RolloutLayout())
+    stream = Stream.of(plan, plan.to_destination(0), 4, 16_384)
+    beside = stream.num_buckets * (96 * 4 + 3 * ALIGNMENT) + len(stream.copy) * (ALIGNMENT + CHECKSUM_BYTES)
+    assert stream.num_buckets * 16_384 <= stream.payload_bytes + beside
+
+
+def test_a_row_that_no_bucket_holds_is_refused_with_the_size_it_needs() -> None:
+    plan = engine_plan(SHAPE, Layout(), RolloutLayout())
+    with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes = 511 is less than a row of model\.") as caught:
+        Stream.of(plan, plan.to_destination(0), 4, 511)
+    needed = int(str(caught.value).split(" bytes with")[0].rsplit(" ", 1)[1])
+    assert needed > 511
+    assert Stream.of(plan, plan.to_destination(0), 4, 4 * needed).capacity <= 4 * needed
+
+
+def test_a_checksum_knows_places_versions_and_buckets() -> None:
+    content = np.arange(256, dtype=np.uint8)
+    exchanged = content.copy()
+    exchanged[[3, 5]] = exchanged[[5, 3]]
+    sums = [checksum(content, 1, 0), checksum(exchanged, 1, 0), checksum(content, 2, 0), checksum(content, 1, 1)]
+    assert len(set(sums)) == 4
+    assert checksum(content.copy(), 1, 0) == sums[0]
+
+
+def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
+    """Of a model whose heads are blocks, over a trainer and an engine of two tensor ranks: the pieces of quantised tensors
+    cover their rows once, begin at blocks and have the bytes of scales and elements."""
+    shape = ModelShape.from_config(BLOCKS)
+    quantised = quantised_tensors(shape)
+    assert len(quantised) == 2 * 7 and "model.embed_tokens.weight" not in quantised and "lm_head.weight" not in quantised
+    layout, rollout = Layout(tensor=2), RolloutLayout(2)
+    check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
+    plan = engine_plan(shape, layout, rollout)
+    stream, other = (Stream.of(plan, copy_order(plan, worker), 2, 1 << 16, quantised) for worker in (0, 1))
+    assert stream.payload_bytes + other.payload_bytes == shard_bytes(shape, rollout, 2, quantised)
+    names = [plan.names[plan.name[copy]] for copy in stream.copy]
+    for piece, name in enumerate(names):
+        rows, cols = int(stream.rows[piece]), int(plan.cols[stream.copy[piece]])
+        if name in quantised:
+            assert stream.row[piece] % BLOCK == 0 and stream.size[piece] == block_bytes(rows, cols)
+            assert stream.scales[piece] == scale_bytes(rows, cols) > 0
+        else:
+            assert stream.size[piece] == 2 * rows * cols and stream.scales[piece] == 0
+    elements = stream.rows * plan.cols[stream.copy]
+    assert elements.sum() == plan.sizes[plan.to_destination(0)].sum()
+    assert max(elements[[name in quantised for name in names]]) > 128 * 128, "pieces of several blocks"
+
+
+def test_a_plan_that_cuts_blocks_is_refused() -> None:
+    shape = ModelShape.from_config(BLOCKS | {"head_dim": 64})
+    quantised = quantised_tensors(shape)
+    with pytest.raises(ValueError, match="trainer rank 0's part .* of model.layers.0.self_attn.k_proj.weight cuts a block"):
+        check_blocks(megatron_segments(shape, Layout()), vllm_segments(shape, RolloutLayout()), quantised)
+    plan = engine_plan(shape, Layout(), RolloutLayout())
+    with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
+        Stream.of(plan, copy_order(plan, 0), 2, 1 << 16, quantised)
+
+
+def test_a_row_of_blocks_that_fits_no_bucket_is_named() -> None:
+    shape = ModelShape.from_config(BLOCKS)
+    plan = engine_plan(shape, Layout(), RolloutLayout())
+    with pytest.raises(ValueError, match=r"bucket_bytes = 20000 is less than a row of blocks of model\.layers\.0\."):
+        Stream.of(plan, copy_order(plan, 0), 2, 20000, quantised_tensors(shape))
