@@ -65,6 +65,14 @@ class Faulty(Environment):
                 memory = bytearray(300 << 20)
                 memory[::4096] = bytes(len(memory[::4096]))
                 time.sleep(3600)
+            case "fills and forks":
+                chunks = []  # little by little, so that no process has much for itself
+                for _ in range(3):
+                    chunks.append(bytearray(100 << 20))
+                    chunks[-1][::4096] = bytes(len(chunks[-1][::4096]))
+                    if os.fork() == 0:
+                        break
+                time.sleep(3600)
             case "dies":
                 os._exit(3)
             case "dies between turns":

@@ -13,13 +13,14 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
-from io import BufferedReader
+from io import BufferedReader, BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megarl.data.generated import generate
 from megarl.models.model_files import check_fetched
@@ -239,24 +240,34 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """One object a line, or one JSON array of all; in UTF-8, or UTF-16 with its mark; as it is or in gzip."""
     check_fetched(path)
     try:
-        with _unpacked(path) as content:
-            head = content.peek(4)[:4].removeprefix(codecs.BOM_UTF8)
-            lines: Iterator[bytes] = iter(content)
-            if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                lines = iter(content.read().decode("utf-16").encode().splitlines())
-            elif head.startswith(b"["):
-                whole = content.read()
-                rows = _array(whole)
-                if rows is not None:
-                    yield from ((f"{path}, element {number}", fields) for number, fields in enumerate(rows))
-                    return
-                lines = iter(whole.splitlines())
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, _parsed(line, where)
+        with _unpacked(path) as packed:
+            content: IO[bytes] = packed
+            if packed.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                text = packed.read().decode("utf-16", "surrogatepass")
+                content = BytesIO(text.encode("utf-8", "surrogatepass"))
+            yield from _json_rows(content, path)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read to its end: {error}; fetch or write it again") from error
+
+
+def _json_rows(content: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of an array, which may begin after blank lines, or else those of the lines."""
+    lines = enumerate((line.removeprefix(codecs.BOM_UTF8) for line in content), start=1)
+    start, first = next(((number, line) for number, line in lines if line.strip()), (0, b""))
+    rest: Iterable[bytes] = content
+    if first.lstrip().startswith(b"["):
+        whole = first + content.read()
+        rows = _array(whole)
+        if rows is not None:
+            for place, fields in enumerate(rows):
+                where = f"{path}, element {place}"
+                yield where, _whole_characters(fields, where)
+            return
+        first, *rest = whole.splitlines()
+    for number, line in enumerate(chain([first], rest), start=start):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _parsed(line, where)
 
 
 def _unpacked(path: Path) -> BufferedReader:
@@ -278,20 +289,31 @@ def _array(content: bytes) -> list[Any] | None:
 def _parsed(line: bytes, where: str) -> Any:
     """The fields of a line, or the error that it is."""
     try:
-        fields = json.loads(line)
-        place = _half_character(fields) if b"\\u" in line else None
+        return _whole_characters(json.loads(line), where)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or of a list in a list in a list
         return ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
-    if place is not None:
-        rule = "half of a character (a lone surrogate), which no tokenizer takes; the text was cut within an emoji"
-        return ValueError(f"{where}: field {place!r} has {rule}")
-    return fields
+
+
+def _whole_characters(fields: Any, where: str) -> Any:
+    """The fields, or the error of a text among them that no tokenizer takes."""
+    try:
+        place = _half_character(fields)
+    except RecursionError as error:
+        return ValueError(f"{where}: too many lists in lists: {error}")
+    if place is None:
+        return fields
+    rule = "half of a character (a lone surrogate), which no tokenizer takes; the text was cut within an emoji"
+    return ValueError(f"{where}: field {place!r} has {rule}")
 
 
 def _half_character(value: Any, place: str = "") -> str | None:
-    """The dotted place of the first text that is no Unicode, of which only the escapes of JSON are capable."""
+    """The dotted place of the first text with a lone surrogate: as an escape, or as bytes, which `json.loads` decodes."""
     if isinstance(value, str):
-        return place if any("\ud800" <= letter <= "\udfff" for letter in value) else None
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return place
+        return None
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         inside = f"{place}.{name}".lstrip(".")

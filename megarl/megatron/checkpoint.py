@@ -39,6 +39,8 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # of a parameter: the names that megatron-core gives its fp32 copy and moments
 
+_PIECE_BYTES = 64 * 2**20  # of states that go to another rank at once, so that saving needs this much of a device, no more
+
 _STATE = "state.pt"  # in a checkpoint, beside its roles
 _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alone
 
@@ -354,22 +356,28 @@ def _states_of_owned(optimizer: Any, *arguments: Any, empty_data: bool = False, 
     the padding behind each (its issue 504), so that all but the first are off the mark, silently; here padding is kept.
     """
     found: dict[Any, Any] = {"buckets_coalesced": True}
+    length = _PIECE_BYTES // (4 * len(_STATES))
     owners, group = _owners(optimizer), optimizer.data_parallel_group
     for number, (buffer, by_type) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
         ((dtype, buckets),) = by_type.items()
         tensors = {name: torch.from_numpy(np.zeros(buffer.numel, np.float32)) for name in _STATES}
         own = {parameter: part["param"] for bucket in buckets for parameter, part in bucket["param_map"].items()}
         for parameter, (start, stop, _) in buffer.param_index_map.items() if not empty_data else ():
-            whole = torch.zeros(len(_STATES), stop - start, device=parameter.device)
-            if parameter in own:
+            shards, part = [], own.get(parameter)
+            if part is not None:
                 states = optimizer._get_main_param_and_optimizer_states(parameter)
-                for row, name in zip(whole, _STATES, strict=True):
-                    row[own[parameter].start : own[parameter].end] = states[name].flatten()
-            # As bits, so that a sum with zeros changes none.
-            dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, owners[parameter]), group=group)
-            if owners[parameter] == group.rank():
-                for row, name in zip(whole, _STATES, strict=True):
-                    tensors[name][start:stop] = row.cpu()
+                shards = [states[name].flatten() for name in _STATES]
+            targets = [tensors[name][start:stop] for name in _STATES] if owners[parameter] == group.rank() else []
+            for begin in range(0, stop - start, length):
+                end = min(begin + length, stop - start)
+                piece = torch.zeros(len(_STATES), end - begin, device=parameter.device)
+                if part is not None and (low := max(begin, part.start)) < (high := min(end, part.end)):
+                    for row, shard in zip(piece, shards, strict=True):
+                        row[low - begin : high - begin] = shard[low - part.start : high - part.start]
+                # As bits, so that a sum with zeros changes none.
+                dist.reduce(piece.view(torch.int32), dist.get_global_rank(group, owners[parameter]), group=group)
+                for target, row in zip(targets, piece, strict=False):
+                    target[begin:end] = row
         found[number] = {dtype: {**tensors, "numel_unpadded": buffer.numel_unpadded}}
     return found
 

@@ -30,7 +30,8 @@ class EnvironmentSection(Section):
     """Processes in the Ray cluster that run environments; each episode has one of its own below them, and each worker asks
     64 of its episodes at a time."""
     memory_mib: Positive = 4096
-    """Resident memory of an episode's process and all that it starts, in MiB; what passes it is ended."""
+    """Resident memory of an episode's process and all that it starts, in MiB, beside what importing `target` has loaded for
+    all episodes; what passes it is ended."""
     on_error: Literal["mask", "stop"] = "mask"
     """What becomes of an episode whose environment raises, dies, passes a limit, or returns what it must not, which
     `rollout/failed_share` counts. `mask`: behind a turn of the policy, which can be the cause, its environment gives 0;

@@ -5,17 +5,20 @@ memory. So the verifiers of one scorer run below a plain child process, the keep
 trainer's main module again), which ends them with all that they have started: at their limits, when they have ended, when
 the scorer says so at a deadline, or when that is gone. The scorer hands the verifiers one text at a time.
 
-What a text causes is scored, and what it cannot have caused is masked. A verifier that dies is asked about the same text
-once more: what ended it may have been something else. Where it dies again, raises or passes a limit, it is asked about an
-empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0.
+What a text causes is scored, and what it cannot have caused is masked. A verifier that dies or raises is asked about the
+same text once more: the cause may have been something else. Where it fails again, or passes a limit, it is asked about an
+empty completion of the same prompt: if it judges that, the text was the cause, and each verifier says 0. A verifier whose
+own service is not reached is no text's fault: the text is masked.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,15 +38,27 @@ from megarl.telemetry.stacks import mark_from_environment
 START_TIMEOUT_S = 120.0
 # Of a task's time, below which no text is begun any more once one was too slow: verifiers would start for nothing.
 LEAST_SHARE = 1 / 24
+# Of a text's equal part of a task's time, what it must have had to be scored as too slow; a busy machine takes the rest.
+FULL_SHARE = 0.9
 STOP_TIMEOUT_S = 5.0
 EMPTY_TIMEOUT_S = 5.0  # for a verdict on an empty completion
-# Why a completion is masked: it was `waiting` behind others until the task's deadline, a `verifier` fails on an empty
-# completion too, a `service` has not judged it, or an `environment` failed before the first turn, or with its worker.
+# Why a completion is masked: it was `waiting` behind others until the task's deadline, or was left less than its equal part
+# of the task's time; a `verifier` fails on an empty completion too, or has not reached a service of its own; a `service` has
+# not judged it; or an `environment` failed before the first turn, or with its worker.
 MASKED = ("waiting", "verifier", "service", "environment")
 LOOK_S = 0.05  # how often a keeper looks what the verifiers hold
 MOST_PROCESSES = 256
 # Exit statuses of a keeper that has ended the verifiers at a limit.
 OVER = {86: "memory", 87: "processes"}
+# Libraries that ask services, by name, as only the user's function may have them: where their errors hold a status, and by
+# library and class which say that a service was not reached.
+LIBRARIES = {"httpx", "requests", "urllib", "aiohttp", "openai", "anthropic"}
+STATUS = ("status_code", "status", "code")
+UNREACHED = {
+    ("httpx", "TransportError"), ("requests", "ConnectionError"), ("requests", "Timeout"),
+    ("aiohttp", "ClientConnectionError"), ("openai", "APIConnectionError"), ("anthropic", "APIConnectionError"),
+}  # fmt: skip
+NO_ROUTE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,9 @@ class VerifierProcess:
 
         A text whose verifier raises, or takes the process down, fails alone: it says 0, or is masked. A text behind which
         others wait may take half of the time that is left, so that a slow one fails alone too, and four of them leave the
-        others some. At the deadline all that wait behind the text at work are masked. A restart takes nothing of the time of
-        the texts behind it, until all of a task have taken `START_TIMEOUT_S`.
+        others some. A text that is not judged in less than its equal part of `timeout_s` is masked, and so are at the
+        deadline all that wait behind the text at work. A restart takes nothing of the time of the texts behind it, until
+        all of a task have taken `START_TIMEOUT_S`.
         """
         deadline, spare_s = time.monotonic() + timeout_s, START_TIMEOUT_S
         self._judges_empty = {}
@@ -99,7 +115,9 @@ class VerifierProcess:
         for text, prompt in zip(texts, prompts, strict=True):
             self._restart_s, left_s = 0.0, deadline - time.monotonic()
             others_wait = len(verdicts) + 1 < len(texts)
-            verdict = self._score(text, prompt, deadline - left_s / 2 if others_wait else deadline, answers)
+            verdict = self._score(
+                text, prompt, deadline - left_s / 2 if others_wait else deadline, timeout_s / len(texts), answers
+            )
             verdicts.append(verdict)
             given_s = min(self._restart_s, spare_s)
             deadline, spare_s = deadline + given_s, spare_s - given_s
@@ -120,11 +138,17 @@ class VerifierProcess:
             self._child.kill()
             self._child.wait(timeout=STOP_TIMEOUT_S)
 
-    def _score(self, text: str, prompt: Prompt, deadline: float, answers: bool) -> Verdict:
-        verdict = self._ask(text, prompt, max(0.0, deadline - time.monotonic()), answers)
-        if verdict.cause == "crash":
+    def _score(self, text: str, prompt: Prompt, deadline: float, share_s: float, answers: bool) -> Verdict:
+        given_s = max(0.0, deadline - time.monotonic())
+        verdict = first = self._ask(text, prompt, given_s, answers)
+        if first.cause in ("crash", "error", "verifier"):
             again = self._ask(text, prompt, max(0.0, deadline + self._restart_s - time.monotonic()), answers)
-            verdict = replace(again, failure=again.failure or verdict.failure)
+            verdict = replace(again, failure=again.failure or first.failure)
+        if verdict.cause == "wall_time" and first.cause in ("error", "verifier"):  # a service that hangs is down as well
+            return replace(verdict, failure=f"{first.failure}; asked once more it was not done in time", cause="verifier")
+        if verdict.cause == "wall_time" and given_s < FULL_SHARE * share_s:
+            said = f"timeout: prompt {prompt.index} was left {given_s:.3g} s, less than its part of {share_s:.3g} s"
+            return replace(verdict, failure=said, cause="waiting")
         if verdict.cause not in SCORED:
             return verdict
         begun = time.monotonic()
@@ -260,9 +284,40 @@ def serve(connection: Connection) -> None:
         except SandboxFault as fault:
             verdict = Verdict(None, f"verifier: {fault}, on prompt {prompt.index}", cause="verifier")
         except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
-            failure = f"error: {type(error).__name__}: {error} on prompt {prompt.index}"
-            verdict = Verdict(None, failure, cause="error")
+            cause = "verifier" if is_unreached(error) else "error"
+            failure = f"{cause}: {type(error).__name__}: {error} on prompt {prompt.index}"
+            verdict = Verdict(None, failure, cause=cause)
         connection.send(verdict)
+
+
+def is_unreached(error: BaseException | None) -> bool:
+    """Whether a service was not reached, or answered that it cannot judge now (status 429 or 5xx); true as well of what was
+    raised because of such an error. What a completion can cause is none: a missing file, a URL that is no URL, a program
+    that closes its pipe."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if _is_of_transport(error):
+            return True
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
+    if LIBRARIES.intersection(library for library, _ in bases):
+        told = (
+            getattr(getattr(error, "response", None), "status_code", None),
+            *(getattr(error, key, None) for key in STATUS),
+        )
+        if status := next((one for one in told if isinstance(one, int)), 0):
+            return status == 429 or status >= 500
+    if ("urllib", "URLError") in bases:
+        reason = getattr(error, "reason", None)
+        return isinstance(reason, OSError) and reason.filename is None
+    if isinstance(error, OSError) and error.errno in NO_ROUTE or bases & UNREACHED:
+        return True
+    return isinstance(error, ConnectionError | TimeoutError | socket.gaierror) and not isinstance(error, BrokenPipeError)
 
 
 if __name__ == "__main__":

@@ -33,21 +33,34 @@ def below(process: int, deep: bool = True) -> list[int]:
     return found
 
 
-def is_over(processes: Sequence[int], memory_bytes: int) -> bool:
-    """Whether processes hold more together, without the pages of files. Pages that they share are counted once, which takes
-    long and is done only where it matters."""
-    for path, keys in (
-        ("status", ("RssAnon", "RssShmem", "VmSwap")),
-        ("smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")),
-    ):
-        held = 0
-        for process in processes:
-            with suppress(OSError):  # it has ended
-                found = sizes(f"/proc/{process}/{path}")
-                held += sum(found.get(key, 0) for key in keys)
-        if held <= memory_bytes:
-            return False
-    return True
+def is_over(processes: Sequence[int], memory_bytes: int, parent: int | None = None) -> bool:
+    """Whether processes hold more together, without the pages of files, and without those that they have from a `parent` by
+    fork and that nobody has written since. Pages that they share are counted once, which takes long and is done only where
+    it matters."""
+    anonymous = ("RssAnon", "RssShmem", "VmSwap")
+    if sum(found.get(key, 0) for found in _sizes(processes, "status") for key in anonymous) <= memory_bytes:
+        return False
+    # A page that several processes map counts for each by its part. Every process has the same part of a page of the
+    # parent as the parent has. The parent is read twice, as one that shares its pages may begin or end meanwhile.
+    parents = [parent] if parent is not None else []
+    before, found, behind = (_sizes(one, "smaps_rollup") for one in (parents, processes, parents))
+    inherited = max(map(_shared, before + behind), default=0)
+    held = sum(one.get("Pss_Anon", 0) + one.get("Pss_Shmem", 0) + one.get("SwapPss", 0) for one in found)
+    return held - sum(min(_shared(one), inherited) for one in found) > memory_bytes
+
+
+def _sizes(processes: Sequence[int], name: str) -> list[dict[str, int]]:
+    """What a file of /proc says of processes, in bytes; of those that are left."""
+    found = []
+    for process in processes:
+        with suppress(OSError):
+            found.append(sizes(f"/proc/{process}/{name}"))
+    return found
+
+
+def _shared(rollup: dict[str, int]) -> int:
+    """The part that a process has of pages, without those of files, that others map too."""
+    return max(0, rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0) - rollup.get("Private_Dirty", 0))
 
 
 def end_all(process: int, itself: bool = False) -> None:

@@ -50,7 +50,7 @@ class Unusable(Exception):
 class Service:
     """The service behind one part of the reward, which is called `name` in the metrics.
 
-    Raises ValueError for a header whose environment variable is not set.
+    Raises ValueError for a header whose environment variable is not set, and for a proxy that is no URL.
     """
 
     def __init__(self, name: str, section: HttpRewardSection) -> None:
@@ -257,14 +257,27 @@ def _is_loopback(url: str) -> bool:
 
 
 def _proxy(url: str) -> str | None:
-    """The proxy that the environment asks for on the way to a URL, without its password; None where there is none."""
-    parsed = httpx.URL(url)
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(parsed.scheme) or proxies.get("all")
-    if proxy is None or _is_loopback(url) or urllib.request.proxy_bypass(parsed.host):
+    """The proxy that the environment asks for on the way to a URL, without its password; None where there is none.
+    Raises ValueError for one that is no URL, of any scheme, as the client reads all of them."""
+    parsed, proxies = httpx.URL(url), urllib.request.getproxies()
+    if _is_loopback(url) or "*" in proxies.get("no", "").split(","):
         return None
-    found = httpx.URL(proxy)
-    return f"{found.scheme}://{found.host}" + (f":{found.port}" if found.port else "")
+    read: dict[str, httpx.Proxy] = {}
+    for key in ("http", "https", "all"):
+        if value := proxies.get(key):
+            try:
+                read[key] = httpx.Proxy(value if "://" in value else f"http://{value}")
+            except (httpx.InvalidURL, ValueError) as error:
+                name = next(one for one in (f"{key}_proxy", f"{key.upper()}_PROXY") if os.environ.get(one))
+                value = value.rpartition("@")[2]  # a password is before that
+                raise ValueError(
+                    f"the environment variable {name} is {value!r}, which is no URL of a proxy; write it as "
+                    "http://HOST:PORT, or unset it, wherever reward workers run and before Ray starts there"
+                ) from error
+    proxy = read.get(parsed.scheme) or read.get("all")
+    if proxy is None or urllib.request.proxy_bypass(parsed.host):
+        return None
+    return f"{proxy.url.scheme}://{proxy.url.host}" + (f":{proxy.url.port}" if proxy.url.port else "")
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:

@@ -8,6 +8,7 @@ question) from its parent, (episode, answer) back.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -112,7 +113,7 @@ class Keeper:
             return
         for episode, is_step in list(self._steps.items()):
             process = self._episodes[episode][0]
-            if is_over([process, *below(process)], self._memory_bytes):
+            if is_over([process, *below(process)], self._memory_bytes, parent=os.getpid()):
                 self._end(episode)
                 said = f"its processes held more than environment.memory_mib = {self._memory_bytes >> 20}, and were ended"
                 self._parent.send((episode, Reply(failure=said, cause="memory" if is_step else "")))
@@ -277,6 +278,7 @@ def serve(parent: Connection) -> None:
         return
     parent.send(None)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.freeze()  # a collection would write to the pages that the episodes share
     try:
         Keeper(parent, made, section.options, section.memory_mib << 20).run()
     finally:

@@ -115,14 +115,14 @@ class RunDirectory:
         return content
 
     def moved_paths(self) -> list[str]:
-        """Overrides for paths of the run's recipe that are relative, do not exist from the working directory, and do from
-        the one that the run was last started in."""
+        """Overrides for relative paths of the run's recipe that exist in the directory of the run's last start: they mean
+        what they meant there. None where that is the working directory."""
         there = started_in(self.path)
-        if there is None:
+        if there is None or there == Path.cwd():
             return []
         found = []
         for key, path in _paths(self.read_recipe()):
-            if not Path(path).is_absolute() and not Path(path).exists() and (there / path).exists():
+            if not Path(path).is_absolute() and (there / path).exists():
                 found.append(f"{key}={json.dumps(str(there / path))}")
         return found
 

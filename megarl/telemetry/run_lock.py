@@ -24,10 +24,11 @@ LONGEST_BYTES = 4096
 class RunLock:
     """The lock, from `take` until `release` or the end of this process.
 
-    The kernel's record lock, which ends with its process, also on a node that dies, decides on one host and on file systems
-    that carry it from host to host (NFS 4, GPFS, Lustre with `flock`). Where it was free, but the file names a process of
-    another host, the file's time decides: a live holder touches it. A record lock and not `flock`, which forked children of
-    the holder would keep.
+    The kernel's record lock, which ends with its process, also on a node that dies, holds on one host and on file systems
+    that carry it from host to host (NFS 4, GPFS, Lustre with `flock`). The kernel also drops it when the holder closes any
+    other descriptor of the file. So where the lock is free, but the file names a process, this process looks whether the
+    holder lives: on this host by its process, on another by the file's time, which a live holder touches. A record lock and
+    not `flock`, which forked children of the holder would keep.
     """
 
     def __init__(self, path: Path, beat_s: float = BEAT_S) -> None:
@@ -40,13 +41,16 @@ class RunLock:
         """Take the lock; None, or the holder that has it: `host`, `process`, `since`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        holder = _holder(os.pread(self._descriptor, LONGEST_BYTES, 0))
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_alive = False
+            is_locked, has_locks = False, True
         except OSError as error:
-            # Else the file system has no locks, and the holder's process or its touches must do.
-            is_alive = error.errno in (errno.EACCES, errno.EAGAIN) or _runs_here(holder)
+            is_locked, has_locks = error.errno in (errno.EACCES, errno.EAGAIN), False
+        # Read only now: a holder that has left in between has emptied the file.
+        holder = _holder(os.pread(self._descriptor, LONGEST_BYTES, 0))
+        # With locks, this process may take its own again: it has executed another program, or a run in it has failed.
+        is_own = has_locks and holder is not None and holder["process"] == os.getpid()
+        is_alive = is_locked or (not is_own and _runs_here(holder))
         if not is_alive and holder is not None and holder["host"] != platform.node():
             is_alive = self._touches()
         if is_alive:

@@ -168,6 +168,19 @@ def test_what_json_reads_and_nothing_else_is_a_bad_row(tmp_path, row, said):
     assert (stream.num_rows, stream.num_bad_rows) == (2, 1)
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", "\ud83d"])
+@pytest.mark.parametrize("form", ["utf-8", "utf-16"])
+def test_half_a_character_is_found_in_each_form_of_json(tmp_path, half, form):
+    rows = [json.dumps(good(0)), HALF % (f'"a {half}"', '"1"', "[]"), json.dumps(good(2))]
+    source = jsonl(tmp_path / "rows.jsonl")
+    for text, place in (("\n".join(rows), "line 2"), (f"[{', '.join(rows)}]", "element 1")):
+        (tmp_path / "rows.jsonl").write_bytes(text.encode(form, "surrogatepass"))
+        with pytest.raises(ValueError, match=f"rows.jsonl, {place}: field 'prompt' has half of a character"):
+            rows_of(source, seed=0)
+        stream = PromptStream(section(source, on_bad_row="skip"), 0, byte_tokenizer())
+        assert (stream.num_rows, stream.num_bad_rows) == (2, 1)
+
+
 def test_a_text_of_a_table_that_is_not_utf_8_is_a_bad_row(tmp_path):
     """Arrow holds such bytes without a word, and says of which row they are to nobody."""
     texts = pyarrow.array([b"good", b"half \xed\xa0\xbd"], pyarrow.binary()).view(pyarrow.string())
@@ -208,7 +221,9 @@ def test_lines_may_be_an_array_in_gzip_or_in_utf_16(tmp_path):
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     array = json.dumps(rows, indent=1)
     forms = [text.encode(), gzip.compress(text.encode()), text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode()]
-    forms += [array.encode(), b"\xef\xbb\xbf" + array.encode(), gzip.compress(array.encode())]
+    forms += [array.encode(), b"\xef\xbb\xbf" + array.encode(), gzip.compress(array.encode()), array.encode("utf-16")]
+    blank = " \n\t\r\n" * 3000 + " "
+    forms += [(blank + whole).encode(form) for whole in (array, text) for form in ("utf-8", "utf-8-sig", "utf-16")]
     path = tmp_path / "rows.jsonl"
     for content in forms:
         path.write_bytes(content)

@@ -116,6 +116,32 @@ def held_states(directory):
     )
 
 
+def reduced_states(directory):
+    """The most memory behind a tensor that was sent to save the states, and whether all are what they are in one piece."""
+    from megarl.engine import checkpoint
+
+    layout = Layout(data=2)
+    actor = engine(directory, start(layout), lr=1e-2)
+    batch = small_batch(actor.shape.vocab)
+    actor.update(batch, cut(batch, layout, None), objective_of("actor", 100))
+    whole = checkpoint._tensors(checkpoint._sharded(actor, is_loading=False)["optimizer"])
+    held, reduce = [], checkpoint.dist.reduce
+
+    def watched(tensor, *arguments, **settings):
+        held.append(tensor.untyped_storage().nbytes())
+        return reduce(tensor, *arguments, **settings)
+
+    with mock.patch.object(checkpoint, "_PIECE_BYTES", 1000), mock.patch.object(checkpoint.dist, "reduce", watched):
+        pieces = checkpoint._tensors(checkpoint._sharded(actor, is_loading=False)["optimizer"])
+    same = [one.key == other.key and one.data.equal(other.data) for one, other in zip(whole, pieces, strict=True)]
+    return max(held), all(same), sum(bool(part.data.any()) for part in pieces)
+
+
+def test_saving_takes_a_bounded_piece_of_the_device(tmp_path):
+    for most, same, filled in run_ranks(reduced_states, 2, str(save_tiny_model(tmp_path / "model", tied=True))):
+        assert 900 < most <= 1000 and same and filled > 10
+
+
 def test_a_rank_saves_its_share_of_the_moments_and_loads_what_it_updates(tmp_path):
     """megatron-core's own way is every state on every data-parallel rank's host."""
     directory = str(save_tiny_model(tmp_path / "model", tied=True))

@@ -211,6 +211,23 @@ def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch
     assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in verdict.failure
 
 
+def test_a_proxy_without_a_scheme_is_of_http_and_one_that_is_no_url_names_its_variable(monkeypatch):
+    for name in ("NO_PROXY", "no_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    section = HttpRewardSection(kind="http", url="http://judge.internal/score", retries=0)
+    proxy = f"127.0.0.1:{unused_port()}"
+    monkeypatch.setenv("http_proxy", proxy)
+    (verdict,) = Service("http", section).ask(["a"], prompts(1), 60.0).wait()
+    assert f"through the proxy http://{proxy};" in verdict.failure
+    # The client reads those of other schemes as well.
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@10.0.0.1:port")
+    with pytest.raises(ValueError, match=r"HTTPS_PROXY is '10.0.0.1:port', .* write it as http://HOST:PORT") as raised:
+        Service("http", section)
+    assert "secret" not in str(raised.value)
+    monkeypatch.setenv("no_proxy", "*")
+    Service("http", section).close()
+
+
 def test_nobody_listening_masks(judge):
     one = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
     assert told(one.ask(["a"], prompts(1), 60.0).wait()) == [(None, "unreachable")]

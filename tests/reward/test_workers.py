@@ -1,12 +1,19 @@
 """A reward that cannot be had is masked and counted, alone, and never a 0; the rest is scored in order."""
 
+import errno
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+from email.message import Message
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError, URLError
 
+import httpx
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -43,6 +50,13 @@ def judge(text, prompt):
                 os._exit(0)
         if text == "start and die":
             os._exit(3)
+    if text == "down":
+        raise ConnectionRefusedError("no judge")
+    if text.endswith("once more") and not os.path.exists(__file__ + text[0]):
+        open(__file__ + text[0], "w").close()
+        raise (RuntimeError if text[0] == "e" else TimeoutError)("no judge")
+    if text == "error, and hang once more":
+        time.sleep(999)
     if text == "fill":
         held = bytearray(600 << 20)
         held[::4096] = bytes(len(held[::4096]))
@@ -128,16 +142,76 @@ def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
     assert not any(v.timed_out for v in verdicts)
 
 
+def test_an_outage_of_a_service_that_a_function_asks_is_no_0(own_rewards, monkeypatch):
+    ask, asked = VerifierProcess._ask, []
+
+    def in_no_time(self, text, prompt, timeout_s, answers):
+        asked.append(text)
+        return ask(self, text, prompt, 0.0 if asked.count(text) > 1 and "hang" in text else timeout_s, answers)
+
+    monkeypatch.setattr(VerifierProcess, "_ask", in_no_time)
+    verifiers = VerifierProcess(own_rewards)
+    texts = ["error once more", "timeout once more", "down", "error, and hang once more", "raise"]
+    try:
+        verdicts = []
+        for text in texts:
+            for mark in Path(sys.path[0]).glob("own_rewards.py?"):
+                mark.unlink()
+            verdicts += verifiers.score_task([text], prompts(text), timeout_s=60)
+    finally:
+        verifiers.close()
+    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 1.0, None, None, 0.0]
+    assert [v.cause for v in verdicts] == ["", "", "verifier", "verifier", "error"]
+    assert "no judge" in verdicts[0].failure and "ConnectionRefusedError: no judge" in verdicts[2].failure
+    assert "not done in time" in verdicts[3].failure
+
+
+def of_library(name: str, bases: tuple[type, ...] = (Exception,), **fields: Any) -> Exception:
+    """What a library raises that need not be here."""
+    module, _, kind = name.rpartition(".")
+    return type(kind, bases, {"__module__": module} | fields)("failed")
+
+
+UNREACHED = {
+    "refused": ConnectionRefusedError(), "late": TimeoutError(), "no route": OSError(errno.EHOSTUNREACH, "no route"),
+    "no name": socket.gaierror(-2, "no such name"), "urllib": URLError(ConnectionResetError()),
+    "urllib 503": HTTPError("http://judge", 503, "busy", Message(), None), "httpx": httpx.ReadError("reset"),
+    "requests": of_library("requests.exceptions.ConnectTimeout", (type(of_library("requests.exceptions.Timeout")),)),
+    "requests 500": of_library("requests.exceptions.HTTPError", response=SimpleNamespace(status_code=500)),
+    "openai 429": of_library("openai.RateLimitError", status_code=429),
+}  # fmt: skip
+OF_THE_TEXT = {
+    "file": FileNotFoundError(errno.ENOENT, "none", "x"), "file of a URL": URLError(FileNotFoundError(2, "none", "x")),
+    "no URL": URLError("unknown url type: x"), "urllib 404": HTTPError("http://judge", 404, "none", Message(), None),
+    "a program's pipe": BrokenPipeError(), "a program was late": subprocess.TimeoutExpired("python", 1.0),
+    "key": KeyError("x"), "no service's status": of_library("own.Failed", code=500),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*UNREACHED, *OF_THE_TEXT])
+def test_an_error_of_a_transport_is_told_from_one_that_a_text_can_cause(name):
+    error = (UNREACHED | OF_THE_TEXT)[name]
+    assert process.is_unreached(error) == (name in UNREACHED)
+    for wrap in (False, True):
+        try:
+            try:
+                raise error
+            except Exception as caught:
+                raise ValueError("not judged") from (caught if wrap else None)
+        except ValueError as wrapped:
+            assert process.is_unreached(wrapped) == (wrap and name in UNREACHED)
+
+
 def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
     process = VerifierProcess(own_rewards)
     try:
-        verdicts = process.score_task(["a", "loop", "a", "loop", "b"], prompts(*"aaaaa"), timeout_s=12)
+        verdicts = process.score_task(["a", "loop", "a", "loop", *"bbbb"], prompts(*"aaaaaaaa"), timeout_s=12)
         later = process.score_task(["a"], prompts("a"), timeout_s=60)
     finally:
         process.close()
-    assert [v.timed_out for v in verdicts] == [False, True, False, True, False]
-    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert [v.cause for v in verdicts] == ["", "wall_time", "", "wall_time", ""]
+    assert [v.timed_out for v in verdicts] == [False, True] * 2 + [False] * 4
+    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
+    assert [v.cause for v in verdicts] == ["", "wall_time"] * 2 + [""] * 4
     assert later[0].said == {"judge": 1.0}
 
 
@@ -170,9 +244,11 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
     finally:
         verifiers.close()
     assert all(v.timed_out for v in verdicts)
-    assert [v.cause for v in verdicts] == ["wall_time"] * 5 + ["waiting"] * 5
-    assert [v.said for v in verdicts] == [{"judge": 0.0}] * 5 + [None] * 5, "what was not judged is no 0"
+    # An equal part is 1.2 s: three texts had 6, 3 and 1.5 s, the fourth 0.75 s.
+    assert [v.cause for v in verdicts] == ["wall_time"] * 3 + ["waiting"] * 7
+    assert [v.said for v in verdicts] == [{"judge": 0.0}] * 3 + [None] * 7, "what was not judged is no 0"
     assert "still being scored" in verdicts[0].failure and "waited behind" in verdicts[-1].failure
+    assert "left 0.75 s, less than its part of 1.2 s" in verdicts[3].failure
     # Halves of what is left, until less than a 24th is: then none is begun.
     assert len(starts) == 5 and now_s == [12 - 12 / 32]
 

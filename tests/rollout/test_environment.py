@@ -273,10 +273,23 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
             os.kill(process, 0)
 
 
-@pytest.mark.parametrize("fault", ["fills"])
-def test_an_episode_that_takes_too_much_memory_is_ended_alone(fault: str) -> None:
+# More than the limit, for every episode by fork.
+LARGE = """
+from tests.environments import Faulty, environment
+
+held = bytearray(500 << 20)
+held[::4096] = bytes(len(held[::4096]))
+Large = environment(type("Large", (Faulty,), {}))
+"""
+
+
+@pytest.mark.parametrize("fault", ["fills", "fills and forks"])
+def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path, fault: str) -> None:
+    """What its module has loaded is not its own, and what its processes share is."""
+    (tmp_path / "large_environment.py").write_text(LARGE)
+
     async def play() -> tuple[Reply, Reply]:
-        worker = EnvironmentWorker(section(memory_mib=200), sys.path)
+        worker = EnvironmentWorker(section(target="large_environment:Large", memory_mib=200), [str(tmp_path), *sys.path])
         try:
             for name in (fault, "good"):
                 await worker.ask(name, Reset({"fault": name}, 1))

@@ -148,6 +148,8 @@ from pathlib import Path
 from megarl.telemetry.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 assert lock.take() is None
+if len(sys.argv) > 2:
+    lock.path.read_bytes()  # and with this descriptor the kernel's lock is closed
 if os.fork() == 0:
     os.setsid()
 print(os.getpid(), flush=True)
@@ -155,9 +157,10 @@ sys.stdin.read()
 """
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["reads its lock"]])
+def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path, more: list[str]) -> None:
     run = RunDirectory(tmp_path)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run.lock")], stdin=subprocess.PIPE,
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run.lock"), *more], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert holder.stdin is not None and holder.stdout is not None
     pids = [int(holder.stdout.readline()) for _ in range(2)]
@@ -171,6 +174,9 @@ def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: P
         run.refuse_running()
         run.lock()  # a child of the first that lives on does not hold it
         assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
+        again = RunDirectory(tmp_path)
+        again.lock()  # a run of this process that failed does not keep the next one out
+        again.unlock()
     finally:
         os.kill(next(pid for pid in pids if pid != holder.pid), signal.SIGKILL)
         holder.stdin.close()
@@ -235,9 +241,9 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_paths_of_a_run_are_found_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
-    for place in (home / "models/tiny", home / "data", other):
+    for place in (home / "models/tiny", home / "data", other / "data"):
         place.mkdir(parents=True)
-    for row in (home / "data/a.jsonl", home / "data/b.jsonl", other / "b.jsonl"):
+    for row in (home / "data/a.jsonl", home / "data/b.jsonl", other / "data/a.jsonl"):
         row.write_text("")
     run = RunDirectory(home / "runs/x")
     monkeypatch.chdir(home)
