@@ -17,7 +17,7 @@ class Cost:
     """Estimated cost of a sequence in token-equivalents: its tokens, and `per_pair` for each pair of tokens that meet.
 
     `windows` are (tokens, cost of a pair) of layers that see only the last tokens. `per_micro_batch` is what every
-    micro-batch costs however few tokens it holds. A model's cost comes from its FLOPs: `megarl.estimate.sequence_cost`.
+    micro-batch costs however few tokens it holds. A model's cost comes from its FLOPs: `megarl.planner.flops.sequence_cost`.
     """
 
     per_pair: float = 0.0

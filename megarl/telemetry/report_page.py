@@ -84,7 +84,7 @@ def _card(answer: Answer) -> str:
 
 
 def _own(name: str) -> str:
-    return importlib.resources.files("megarl.report").joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("megarl.telemetry").joinpath(name).read_text(encoding="utf-8")
 
 
 def _plotly_javascript() -> str:

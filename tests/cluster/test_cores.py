@@ -121,7 +121,7 @@ import os
 from types import SimpleNamespace
 import torch
 from megarl.cores import NodeLoad, engine_cores
-from megarl.reshard.boxes import RolloutLayout
+from megarl.models.layout import RolloutLayout
 from megarl.rollout.engine import RolloutEngine
 
 load, cores = NodeLoad(1, 1, (1,), take_turns=False), sorted(os.sched_getaffinity(0))

@@ -91,7 +91,7 @@ def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-from megarl.doctor import machine
+from megarl.cluster import doctor_machine as machine
 from megarl.job_environment import adapt_environment
 if os.getuid() == 0:
     os.setuid(65534)

@@ -80,7 +80,7 @@ time.sleep(600)
 NODE = """
 import os, signal, sys, time
 from pathlib import Path
-from megarl.node import processes
+from megarl.cluster import processes
 processes.TERM_S = 0.5
 processes.adopt_orphans()
 shared = processes.SharedMemory()
@@ -116,7 +116,7 @@ def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: 
 
 TIED = """
 import os, signal, sys, time
-from megarl.node.processes import start_tied
+from megarl.cluster.processes import start_tied
 child = start_tied(["sleep", "600"], os.environ, signal.SIGKILL)
 print(child.pid, flush=True)
 time.sleep(600)

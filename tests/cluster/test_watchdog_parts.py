@@ -34,7 +34,7 @@ from tests.recipe_cases import edited, make_folder, write
 DEADLINE_S = 60.0
 SLEEPER = """
 import os, sys, threading, time
-from megarl.watchdog.stacks import mark_from_environment
+from megarl.telemetry.stacks import mark_from_environment
 mark_from_environment()
 def rest():
     threading.Event().wait()

@@ -118,7 +118,7 @@ def held_states(directory):
 
 def reduced_states(directory):
     """The most memory behind a tensor that was sent to save the states, and whether all are what they are in one piece."""
-    from megarl.engine import checkpoint
+    from megarl.megatron import checkpoint
 
     layout = Layout(data=2)
     actor = engine(directory, start(layout), lr=1e-2)

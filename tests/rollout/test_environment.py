@@ -206,7 +206,7 @@ def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -
 STARTS_A_HELPER = """
 import subprocess
 from tests.environments import Faulty as Base
-from megarl.environment import environment
+from megarl.rollout.environment import environment
 
 HELPER = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
