@@ -50,7 +50,7 @@ from megarl.models.model_files import model_directory  # noqa: E402
 from megarl.models.stored_weights import check_weights  # noqa: E402
 from megarl.planner.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
-from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe import ROLE_OF, Recipe, RecipeError, cpu_rules, load_recipe  # noqa: E402
 from megarl.recipe.engine_sizes import with_engine_sizes  # noqa: E402
 from megarl.recipe.feature_rules import trained_sections  # noqa: E402
 from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
@@ -186,7 +186,7 @@ def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) ->
 
 def check_models(recipe: Recipe) -> None:
     """Every tensor that a role will read is there and has its shape: said before any process group is made, from the files'
-    headers. So is what `telemetry` asks for and this machine has not. Raises RecipeError."""
+    headers. So is what the recipe asks for and this machine has not. Raises RecipeError."""
     paths = {"model.path": recipe.model.path}
     paths |= {f"{role}.path": recipe.path(role) for role in recipe.roles if recipe.path(role) != recipe.model.path}
     found: list[Violation] = []
@@ -195,8 +195,8 @@ def check_models(recipe: Recipe) -> None:
         try:
             directory = model_directory(path)
             shape, scores = ModelShape.from_directory(directory), key == "reward_model.path"
-            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
             shapes[key] = shape
+            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
         except (ValueError, OSError) as error:
             found.append(Violation(key, path, f"cannot be loaded: {error}"))
     found += refusals(recipe, platform.kind)
@@ -217,6 +217,10 @@ def check_models(recipe: Recipe) -> None:
         if recipe.trainer.fp8 is not None:
             rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
             found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
+    if platform.kind == "cpu":
+        found += cpu_rules.without_gpus(recipe)
+        if (actor := shapes.get("model.path")) is not None:
+            found += cpu_rules.engine_args(recipe, actor)
     if found:
         raise RecipeError(found)
 

@@ -41,9 +41,9 @@ def open_engine(model: Path, **more: Any) -> LLM:
     from vllm import LLM
 
     from megarl.models import ModelShape
-    from megarl.rollout.engine_settings import for_cpus
+    from megarl.recipe.cpu_rules import engine_choices
 
-    chosen, needed = for_cpus(ModelShape.from_directory(model))
+    chosen, needed = engine_choices(ModelShape.from_directory(model))
     common: dict[str, Any] = dict(
         dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, skip_tokenizer_init=True,
         enable_prefix_caching=False, kv_cache_memory_bytes=16 << 20, logprobs_mode="processed_logprobs",

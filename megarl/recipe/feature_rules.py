@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
 
 from megarl.models import ModelShape
+from megarl.recipe.cpu_rules import DEVICE_TRANSPORTS, is_for_cpus
 from megarl.recipe.layout_rules import cut_by
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sections import ActorSection, CriticSection, FreezeSection, TrainerSection
@@ -16,8 +15,6 @@ Violations = Iterator[Violation]
 
 # Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
 FP8_MULTIPLE = 16
-# Of `weight_sync.transport`: those whose buckets lie on GPUs.
-DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
 
 
 def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:
@@ -34,19 +31,15 @@ def fp8(recipe: Recipe) -> Violations:
     if recipe.trainer.precision != "bf16":
         rule = f"FP8 products work on bf16 weights, and trainer.precision is {recipe.trainer.precision}"
         yield Violation("trainer.fp8", name, rule, "trainer.precision: bf16, or remove trainer.fp8")
-    elif importlib.util.find_spec("transformer_engine_torch") is None:
-        rule = "FP8 needs Transformer Engine, which is not installed here"
-        yield Violation("trainer.fp8", name, rule, "pip install transformer-engine[pytorch], or remove trainer.fp8")
+    elif is_for_cpus(recipe):
+        yield Violation("trainer.fp8", name, "FP8 products run on GPUs, and device.kind is cpu", "remove trainer.fp8")
 
 
-def device_transport(recipe: Recipe) -> Violations:
-    """A torch that was built for CPUs alone says so in its version; one for GPUs may check a recipe where there is none."""
+def sampled_weights(recipe: Recipe) -> Violations:
+    """Samples are taken on GPUs alone."""
     transport = recipe.weight_sync.transport
     if recipe.rollout.replay is not None:
         return  # nothing is synced
-    if transport in DEVICE_TRANSPORTS and importlib.metadata.version("torch").endswith("+cpu"):
-        rule = "weights travel between GPUs, and the torch that is installed here knows none"
-        yield Violation("weight_sync.transport", transport, rule, "auto")
     if recipe.weight_sync.verify == "sampled" and transport not in ("auto", *DEVICE_TRANSPORTS):
         rule = f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {transport} nothing does"
         yield Violation("weight_sync.verify", "sampled", rule, "all")

@@ -34,7 +34,7 @@ def needed_type(value: Any, annotation: str) -> str | None:
 
 @cache
 def dataclass_fields(module: str, class_name: str) -> dict[str, str] | None:
-    """The fields of a dataclass and its base classes: name -> text of the annotation, of the base classes first.
+    """The public fields of a dataclass and its base classes: name -> text of the annotation, of the base classes first.
 
     Base classes are followed through `from ... import` within the top package. None where the package is not installed.
     Raises LookupError where the package has no such class.
@@ -69,7 +69,7 @@ def _own_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             annotation = ast.unparse(statement.annotation)
-            if not annotation.startswith(("ClassVar", "InitVar")):
+            if not statement.target.id.startswith("_") and not annotation.startswith(("ClassVar", "InitVar")):
                 yield statement.target.id, annotation.strip("'\"")
 
 

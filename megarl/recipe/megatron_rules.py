@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from megarl.models import ModelShape
 from megarl.models.megatron_weights import chunk_layers
+from megarl.recipe.cpu_rules import is_for_cpus
 from megarl.recipe.feature_rules import trained_sections
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.nearest import closest_text
@@ -65,24 +66,35 @@ def options(recipe: Recipe) -> Violations:
     """Each key of `trainer.megatron` is a field of megatron-core's TransformerConfig that megarl leaves alone. Where
     megatron-core is not installed its fields are not known."""
     fields = dataclass_fields(_CONFIG, "TransformerConfig") if recipe.trainer.megatron else None
-    latent = dataclass_fields(_CONFIG, "MLATransformerConfig") or {}
+    latent = (dataclass_fields(_CONFIG, "MLATransformerConfig") or {}).keys() - (fields or {}).keys()
     for name, value in recipe.trainer.megatron.items():
         key = f"trainer.megatron.{name}"
-        if name in OWNER_OF:
-            yield Violation(key, value, "megarl sets this field itself", OWNER_OF[name])
-        elif name in FIXED:
-            yield Violation(key, value, "megarl sets this field itself and needs it as it is", f"remove {key}")
+        if refusal := _refusal(name, key, latent):
+            yield Violation(key, value, *refusal)
         elif fields is None:
             continue
-        elif name not in fields and name in latent:
-            rule = "is a field of Megatron's latent attention; megarl has its own, which reads the model's config.json"
-            yield Violation(key, value, rule, f"remove {key}")
-        elif name not in fields:
-            free = [field for field in fields if field not in OWNER_OF and field not in FIXED]
-            rule = f"the TransformerConfig of megatron-core {importlib.metadata.version('megatron-core')} has no such field"
-            yield Violation(key, value, rule, f"trainer.megatron.{closest_text(name, free)}")
-        else:
+        elif name in fields:
             yield from _type(key, value, fields[name])
+        else:
+            free = [field for field in fields if _refusal(field, key, latent) is None]
+            nearest = closest_text(name, [*free, *OWNER_OF, *sorted(FIXED | latent)])
+            rule = f"the TransformerConfig of megatron-core {importlib.metadata.version('megatron-core')} has no such field"
+            way_out = f"trainer.megatron.{nearest}"
+            if refusal := _refusal(nearest, key, latent):
+                rule, way_out = f"{rule}, and of the nearest, {nearest}, holds: {refusal[0]}", refusal[1]
+            yield Violation(key, value, rule, way_out)
+
+
+def _refusal(name: str, key: str, latent: Set[str]) -> tuple[str, str] | None:
+    """Why a recipe cannot set a field of Megatron's, and the way out of the recipe's `key`; None for a free field."""
+    if name in OWNER_OF:
+        return "megarl sets this field itself", OWNER_OF[name]
+    if name in FIXED:
+        return "megarl sets this field itself and needs it as it is", f"remove {key}"
+    if name in latent:
+        rule = "is a field of Megatron's latent attention; megarl has its own, which reads the model's config.json"
+        return rule, f"remove {key}"
+    return None
 
 
 def _type(key: str, value: Any, annotation: str) -> Violations:
@@ -101,7 +113,6 @@ def _type(key: str, value: Any, annotation: str) -> Violations:
 
 def recompute(recipe: Recipe) -> Violations:
     """Settings of one kind of recompute are not given with another."""
-    on_cpu = recipe.device is not None and recipe.device.kind == "cpu"
     for role, section in trained_sections(recipe):
         memory, key = section.memory, f"{role}.memory"
         readers = {
@@ -118,7 +129,7 @@ def recompute(recipe: Recipe) -> Violations:
         if len(set(modules)) < len(modules):
             rule, way_out = "names a module twice", f"[{', '.join(dict.fromkeys(modules))}]"
             yield Violation(f"{key}.recompute_modules", list(modules), rule, way_out)
-        if memory.recompute == "selective" and on_cpu:
+        if memory.recompute == "selective" and is_for_cpus(recipe):
             yield from without_transformer_engine(recipe, role)
 
 

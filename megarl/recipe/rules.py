@@ -23,6 +23,7 @@ from megarl.planner.adapters import adapted_sizes
 from megarl.recipe import (
     algorithm_rules,
     checkpoint,
+    cpu_rules,
     data_rules,
     environment_rules,
     evaluation_rules,
@@ -333,6 +334,11 @@ def _warmup(recipe: Recipe) -> Violations:
             yield Violation(f"{role}.optimizer.warmup_steps", owner.optimizer.warmup_steps, rule, str(steps))
 
 
+def _without_gpus(recipe: Recipe) -> Violations:
+    if cpu_rules.is_for_cpus(recipe):
+        yield from cpu_rules.without_gpus(recipe)
+
+
 def _compile_deadline(recipe: Recipe) -> Violations:
     """Behind a compiled function stands a collective: the other ranks wait there while one compiles."""
     trainer = recipe.trainer
@@ -382,6 +388,8 @@ def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
             feature_rules.router_replay,
         )
         checks += [rule(recipe, shape) for rule in on_actor]
+        if cpu_rules.is_for_cpus(recipe):
+            checks.append(cpu_rules.engine_args(recipe, shape))
     found: list[Violation] = []
     for check in checks:
         _collect(found, check)
@@ -546,7 +554,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     _compile_deadline,
     watchdog_rules.deadlines,
     feature_rules.fp8,
-    feature_rules.device_transport,
+    feature_rules.sampled_weights,
     feature_rules.read_by_nothing,
     feature_rules.overlap,
     feature_rules.frozen_head,
@@ -560,7 +568,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     rollout_rules.dealt_over_one,
     rollout_rules.own_devices,
     rollout_rules.reload,
-    rollout_rules.on_cpu,
+    _without_gpus,
     wire_rules.quantization,
     environment_rules.tokens,
     environment_rules.deadline,

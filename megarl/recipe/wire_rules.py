@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 
 from megarl.models import ModelShape
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors
 from megarl.models.vllm_weights import vllm_segments
+from megarl.recipe.cpu_rules import is_for_cpus
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rollout_rules import BESIDE_ROW_BYTES
 from megarl.recipe.violation import Violation
@@ -30,17 +30,11 @@ def delta(recipe: Recipe) -> Violations:
 
 
 def quantization(recipe: Recipe) -> Violations:
-    """What FP8 blocks go with, whatever the model."""
+    """What FP8 blocks go with on GPUs, whatever the model."""
     key, name, rollout = "rollout.quantization", recipe.rollout.quantization, recipe.rollout
-    if name is None or rollout.replay is not None:
+    if name is None or rollout.replay is not None or is_for_cpus(recipe):
         return
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        rule = "vLLM multiplies FP8 blocks on GPUs, and the torch that is installed here knows none"
-        yield Violation(key, name, rule, "null")
-    elif recipe.device is not None and recipe.device.kind == "cpu":
-        rule = "vLLM multiplies FP8 blocks on GPUs, and device.kind is cpu"
-        yield Violation(key, name, rule, "null")
-    elif recipe.rollout_precision == "fp32":
+    if recipe.rollout_precision == "fp32":
         rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
         yield Violation(key, name, rule, "rollout.precision: bf16")
     if recipe.weight_sync.mode == "checkpoint":
@@ -52,7 +46,7 @@ def quantization(recipe: Recipe) -> Violations:
 def blocks(recipe: Recipe, shape: ModelShape) -> Violations:
     """Neither the actor's layout nor the engines' cuts a block, so that one rank quantises it and one worker takes it."""
     name = recipe.rollout.quantization
-    if name is None or recipe.rollout.replay is not None or list(quantization(recipe)):
+    if name is None or recipe.rollout.replay is not None or is_for_cpus(recipe) or list(quantization(recipe)):
         return
     rollout = recipe.rollout.layout
     quantised = quantised_tensors(shape)

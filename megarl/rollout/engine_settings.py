@@ -12,13 +12,12 @@ from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import fixed_parameters
 from megarl.planner.engine_memory import device_share
 from megarl.planner.placement import EnginePlace
+from megarl.recipe.cpu_rules import engine_choices, refused_engine_args
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.plugin import BACKEND
 
 # vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
 QUANTIZATIONS = {"fp8": "fp8_per_block"}
-# The smallest that vLLM's attention for CPUs takes without a warning.
-CPU_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
     device, or where an argument breaks an engine on CPUs."""
     shape = ModelShape.from_directory(settings.model_path)
     if device_bytes is None:
-        chosen, needed = for_cpus(shape, settings.record_routing)
-        broken = sorted(needed.keys() & settings.engine_args.keys())
-        if broken:
-            raise RolloutError(f"rollout.engine_args.{broken[0]}: engines on CPUs need {needed[broken[0]]}; remove it")
+        chosen, needed = engine_choices(shape, settings.record_routing)
+        if refused := next(refused_engine_args(settings.engine_args, needed), None):
+            raise RolloutError(str(refused))
     else:
         chosen, needed = _for_gpus(settings, shape, device_bytes)
     chosen["max_num_batched_tokens"] = settings.batched_tokens
@@ -83,28 +81,6 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls="megarl.weight_sync.receiver.WorkerReport",
     )  # fmt: skip
-
-
-def for_cpus(shape: ModelShape, record_routing: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is chosen for engines on CPUs (vLLM 0.32), and what they need.
-
-    Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
-    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary
-    kernel for CPUs takes the stride between heads for that between tokens; latent attention hands it a part of each head,
-    and all positions but the first come out wrong. So there it is torch that rotates.
-    """
-    chosen: dict[str, Any] = {"enforce_eager": True}
-    # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32, "CPU Generator
-    # does not use offset") and which ends the engine. So prompts are never cut.
-    needed: dict[str, Any] = {"enable_chunked_prefill": False}
-    if shape.latent is None:
-        chosen["block_size"] = CPU_BLOCK
-    else:
-        needed["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-    if record_routing:
-        # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
-        needed["enable_prefix_caching"] = False
-    return chosen, needed
 
 
 def _for_gpus(settings: EngineSettings, shape: ModelShape, device_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:

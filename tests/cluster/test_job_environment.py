@@ -92,7 +92,7 @@ AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
 from megarl.cluster import doctor_machine as machine
-from megarl.job_environment import adapt_environment
+from megarl.cluster.job_environment import adapt_environment
 if os.getuid() == 0:
     os.setuid(65534)
 environment = {"HOME": sys.argv[1], "TMPDIR": sys.argv[2]}

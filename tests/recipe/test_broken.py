@@ -70,9 +70,14 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("trainer.fp8", "delayed"), ("model.path", "thin")),
         {"trainer.fp8": "trainer.precision: bf16", "actor.layout.tensor": "feed-forward rows 12"},
     ),
-    "FP8 without Transformer Engine": (
-        edited(("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"), ("actor.layout.tensor", 1)),
-        {"trainer.fp8": "not installed"},
+    "FP8 on CPUs": (
+        edited(
+            ("trainer.fp8", "mxfp8"),
+            ("trainer.precision", "bf16"),
+            ("actor.layout.tensor", 1),
+            ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+        ),
+        {"trainer.fp8": "device.kind is cpu"},
     ),
     "weights gathered ahead without buckets": (
         edited(("actor.optimizer.overlap_parameters", True), ("critic.optimizer.overlap_parameters", True)),
@@ -472,12 +477,16 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {"weight_sync.bucket_bytes": "must hold a row"},
     ),
     "a transport between GPUs without one": (
-        edited(("weight_sync", {"transport": "nccl"}), ("rollout.placement", "separate")),
-        {"weight_sync.transport": "the torch that is installed here knows none"},
+        edited(
+            ("weight_sync", {"transport": "nccl"}),
+            ("rollout.placement", "separate"),
+            ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+        ),
+        {"weight_sync.transport": "the run is on CPUs"},
     ),
     "FP8 blocks without a GPU": (
-        edited(("rollout.quantization", "fp8")),
-        {"rollout.quantization": "the torch that is installed here knows none"},
+        edited(("rollout.quantization", "fp8"), ("device", {"memory_gib": 64.0, "kind": "cpu"})),
+        {"rollout.quantization": "the run is on CPUs"},
     ),
     "differences over a fast transport": (
         edited(("weight_sync", {"transport": "shared_memory", "wire": "delta"})),

@@ -43,6 +43,17 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
             "trainer.megatron.moe_router_dtype": "needs it as it is",
         },
     ),
+    "misspelt options that other keys own": (
+        [("trainer.megatron", {"moe_router_topkk": 2, "tensor_model_parallel_sizes": 2, "moe_router_dtypes": "fp64",
+                               "kv_lora_ranks": 64, "_cpu_offloading_context": None})],
+        {
+            "trainer.megatron.moe_router_topkk": "megarl sets this field itself model.path, whose config.json says it",
+            "trainer.megatron.tensor_model_parallel_sizes": "ROLE.layout",
+            "trainer.megatron.moe_router_dtypes": "remove trainer.megatron.moe_router_dtypes",
+            "trainer.megatron.kv_lora_ranks": "which reads the model's config.json",
+            "trainer.megatron._cpu_offloading_context": "no such field, and of the nearest, cpu_offloading",
+        },
+    ),
     "options of another type": (
         [("trainer.megatron", {"attention_softmax_in_fp32": 1, "moe_z_loss_coeff": True, "timers": "x",
                                "cross_entropy_fusion_impl": "ta", "embedding_init_method_std": "small"})],
@@ -104,7 +115,7 @@ def test_every_fault_is_named_with_a_way_out(name: str, tmp_path: Path, monkeypa
     found = {one.key: f"{one.rule} {one.nearest}" for one in caught.value.violations}
     ours = {key: text for key, text in found.items() if ".megatron." in key or "recompute" in key}
     assert expected.keys() <= ours.keys()
-    assert all(text in ours[key] for key, text in expected.items()), ours
+    assert [ours[key] for key, text in expected.items() if text not in ours[key]] == []
 
 
 def test_a_start_refuses_what_needs_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +147,7 @@ def test_fields_read_from_source_are_those_of_the_class(name: str) -> None:
     from megatron.core.transformer import transformer_config
 
     fields = dataclasses.fields(getattr(transformer_config, name))
-    assert set(dataclass_fields(MODULE, name) or {}) == {field.name for field in fields}
+    assert set(dataclass_fields(MODULE, name) or {}) == {field.name for field in fields if not field.name.startswith("_")}
 
 
 def test_reading_fields_imports_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_segments
-from megarl.recipe import RecipeError, load_recipe, rollout_rules
+from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
 from megarl.recipe.sections import DeviceSection
 from megarl.recipe.table import engine_name
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout.test_fp8_experts import DEEPSEEK
 from tests.rollout_cases import recipe, without_vllm_table
+from tests.weight_sync.test_stream import BLOCKS
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 24, "num_hidden_layers": 3}  # fmt: skip
@@ -62,10 +64,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "fewer experts than ranks": (
         "experts",
         {"tensor": 4, "data": 4, "expert_parallel": True},
-        {
-            "rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2",
-            "rollout.expert_parallel": "CPUs",
-        },
+        {"rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2"},
     ),
     "a stage without experts": (
         "late experts",
@@ -78,7 +77,6 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {
             "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
             "rollout.data": "12",
-            "rollout.expert_parallel": "CPUs",
         },
     ),
 }
@@ -161,15 +159,63 @@ def test_a_family_without_a_table_of_vllm_takes_whole_tensors_alone(tmp_path: Pa
         load_recipe(write(folder, edited(("weight_sync", small))))
 
 
-def test_experts_dealt_over_tensor_and_data_parallel_ranks_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rollout_rules.vllm_is_for_cpus()  # as the lock says
-    both = {"tensor": 2, "data": 2, "expert_parallel": True}
-    (found,) = rollout_rules.on_cpu(recipe(Path("model"), **both))
-    assert found.key == "rollout.expert_parallel"
-    for change in ({"tensor": 1}, {"data": 1}, {"expert_parallel": False}):
-        assert not list(rollout_rules.on_cpu(recipe(Path("model"), **both | change)))
-    monkeypatch.setattr(rollout_rules, "vllm_is_for_cpus", lambda: False)
-    assert not list(rollout_rules.on_cpu(recipe(Path("model"), **both)))
+ON_EXPERTS = [("model.path", "experts"), ("actor.layout.tensor", 1), ("actor.layout.expert_tensor", 1)]
+ROUTING = [*ON_EXPERTS, ("actor.router_replay", True)]
+LATENT = [("model.path", "latent"), ("actor.layout.tensor", 1)]
+ROTARY = {"custom_ops": ["-rotary_embedding"]}
+# (edits, the key that a run on CPUs refuses, or None for a legal value)
+ON_CPUS: dict[str, tuple[list[tuple[str, Any]], str | None]] = {
+    "cut prompts": (
+        [("rollout.engine_args", {"enable_chunked_prefill": True})],
+        "rollout.engine_args.enable_chunked_prefill",
+    ),
+    "whole prompts": ([("rollout.engine_args", {"enable_chunked_prefill": False})], None),
+    "a cache of routing": (
+        [*ROUTING, ("rollout.engine_args", {"enable_prefix_caching": True})],
+        "rollout.engine_args.enable_prefix_caching",
+    ),
+    "no cache of routing": ([*ROUTING, ("rollout.engine_args", {"enable_prefix_caching": False})], None),
+    "a cache": ([("rollout.engine_args", {"enable_prefix_caching": True})], None),
+    "vLLM's rotary kernel": (
+        [*LATENT, ("rollout.engine_args", {"compilation_config": {"custom_ops": ["all"]}})],
+        "rollout.engine_args.compilation_config",
+    ),
+    "torch's rotation": ([*LATENT, ("rollout.engine_args", {"compilation_config": ROTARY})], None),
+    "GPUs' memory": ([("weight_sync", {"transport": "cuda_ipc"})], "weight_sync.transport"),
+    "FP8 blocks": ([("model.path", "blocks"), ("rollout.quantization", "fp8"), ("rollout.precision", "bf16")],
+                   "rollout.quantization"),
+    "FP8 products": ([("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"), ("actor.layout.tensor", 1)], "trainer.fp8"),
+    "dealt experts": (
+        [*ON_EXPERTS, ("rollout.expert_parallel", True), ("rollout.tensor", 2), ("rollout.data", 2)],
+        "rollout.expert_parallel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_CPUS)
+def test_a_check_asks_the_recipe_s_device_and_a_start_asks_its_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine has no GPU. Its check of a recipe for GPUs, or for an unknown device, passes; its start does not."""
+    from megarl.build import check_models
+
+    edits, refused = ON_CPUS[name]
+    folder = make_folder(tmp_path, monkeypatch)
+    for model, config in (("latent", DEEPSEEK), ("blocks", BLOCKS)):
+        (folder / model).mkdir()
+        (folder / model / "config.json").write_text(json.dumps(config))
+    file = write(folder, edited(*edits))
+    for device in ("device=null", "device={memory_gib: 80, kind: gpu}"):
+        with pytest.raises(RecipeError) as at_start:
+            check_models(load_recipe(file, [device]))
+        assert {one.key for one in at_start.value.violations} - {"model.path"} == {refused} - {None}
+    on_cpus = "device={memory_gib: 80, kind: cpu}"
+    if refused is None:
+        load_recipe(file, [on_cpus])
+        return
+    with pytest.raises(RecipeError) as at_check:
+        load_recipe(file, [on_cpus])
+    assert [one.key for one in at_check.value.violations] == [refused]
 
 
 def test_engines_are_named_by_what_is_cut() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from megarl.models import ModelShape
 from megarl.recipe import wire_rules
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import DeviceSection
 from tests.rollout_cases import recipe
 from tests.weight_sync.test_stream import BLOCKS
 
@@ -21,11 +19,6 @@ MOE = BLOCKS | {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
 
 
 def fp8_recipe(**changes: Any) -> Recipe:
@@ -62,14 +55,6 @@ def test_blocks_that_stay_whole_are_legal() -> None:
 def test_what_blocks_do_not_go_with_is_named(changes: dict[str, Any], config: dict[str, Any], text: str) -> None:
     (found,) = messages(fp8_recipe(**changes), BLOCKS | config)
     assert re.search(text, found), found
-
-
-@pytest.mark.parametrize(("kind", "refused"), [("cpu", True), ("gpu", False)])
-def test_a_recipe_for_cpus_asks_for_no_blocks_whatever_torch_is_here(kind: str, refused: bool) -> None:
-    made = fp8_recipe()
-    made = made.model_copy(update={"device": DeviceSection.model_validate({"memory_gib": 8, "kind": kind})})
-    rule = "rollout.quantization: vLLM multiplies FP8 blocks on GPUs, and device.kind is cpu; null"
-    assert messages(made, BLOCKS) == [rule] * refused
 
 
 def test_whole_tensors_are_not_quantised() -> None:

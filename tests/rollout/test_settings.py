@@ -92,22 +92,27 @@ def test_the_recipe_s_arguments_go_before_megarl_s_choices_and_every_other_one_h
         refused_at_start = {"enable_chunked_prefill", "compilation_config", "enable_prefix_caching"} & made
         assert made - owned - CHOICES == refused_at_start
         for name in refused_at_start:
-            with pytest.raises(RolloutError, match=f"rollout.engine_args.{name}: engines on CPUs need"):
+            with pytest.raises(RolloutError, match=f"rollout.engine_args.{name} = True: engines on CPUs need"):
                 engine_arguments(dataclasses.replace(plain, engine_args={name: True}), device_bytes)
+        right = {name: engine_arguments(plain, device_bytes)[name] for name in refused_at_start}
+        assert right.items() <= engine_arguments(dataclasses.replace(plain, engine_args=right), device_bytes).items()
 
 
 def test_an_argument_that_vllm_lacks_is_named_with_the_nearest_and_one_of_the_recipe_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path, monkeypatch)
-    given = {"max_num_batched_token": 4096, "max_num_seqs": 9, "logprobs_mode": "raw_logprobs", "enforce_eager": True}
+    given = {"max_num_batched_token": 4096, "max_num_seqs": 9, "logprobs_mode": "raw_logprobs", "enforce_eager": True,
+             "max_num_seqz": 9, "logprob_mode": "raw_logprobs", "_api_process_count": 2}  # fmt: skip
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(folder, edited(("rollout.engine_args", given))))
     found = {one.key.removeprefix("rollout.engine_args."): one for one in caught.value.violations}
     assert found.keys() == given.keys() - {"enforce_eager"}
     assert "no such argument" in found["max_num_batched_token"].rule
-    assert found["max_num_batched_token"].nearest == "max_num_batched_tokens"
-    assert found["max_num_seqs"].nearest == "phases.rollout.max_concurrent"
+    assert found["max_num_batched_token"].nearest == "rollout.engine_args.max_num_batched_tokens"
+    assert found["max_num_seqs"].nearest == found["max_num_seqz"].nearest == "phases.rollout.max_concurrent"
+    assert found["logprob_mode"].nearest == "remove rollout.engine_args.logprob_mode"
+    assert "no such argument" in found["_api_process_count"].rule and "._" not in found["_api_process_count"].nearest
     assert found["logprobs_mode"].nearest == "remove rollout.engine_args.logprobs_mode"
 
 

@@ -1,0 +1,81 @@
+"""What a run on CPUs cannot do, and what vLLM's engines need there.
+
+`check` asks these rules where the recipe says `device.kind: cpu`, whatever machine it runs on; the start of a run asks them
+where its machine has no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.models import ModelShape
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.violation import Violation
+
+Violations = Iterator[Violation]
+
+# Of `weight_sync.transport`: those whose buckets lie on GPUs.
+DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
+# The smallest block of the KV cache that vLLM's attention for CPUs takes without a warning.
+CPU_BLOCK = 32
+
+
+def is_for_cpus(recipe: Recipe) -> bool:
+    """Whether the recipe says so; without `device` only the start of a run knows."""
+    return recipe.device is not None and recipe.device.kind == "cpu"
+
+
+def without_gpus(recipe: Recipe) -> Violations:
+    """Features of a run with engines that need GPUs."""
+    rollout, transport = recipe.rollout, recipe.weight_sync.transport
+    if rollout.replay is not None:
+        return  # no engine runs, and nothing is synced
+    if transport in DEVICE_TRANSPORTS:
+        yield Violation("weight_sync.transport", transport, "weights travel between GPUs, and the run is on CPUs", "auto")
+    if rollout.quantization is not None:
+        rule = "vLLM multiplies FP8 blocks on GPUs, and the run is on CPUs"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "null")
+    if rollout.layout.cuts_tokens:
+        # vLLM's build for CPUs (0.32) was off by 2 in its log-probabilities, before any sync. Experts that are cut are
+        # right, and so are stages.
+        rule = "over tensor and data-parallel ranks it gives wrong numbers in vLLM's build for CPUs, and the run is on CPUs"
+        yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")
+
+
+def engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Arguments that break the engines of the actor's model."""
+    if recipe.rollout.replay is None:
+        needed = engine_choices(shape, recipe.actor.router_replay)[1]
+        yield from refused_engine_args(recipe.rollout.engine_args, needed)
+
+
+def refused_engine_args(given: Mapping[str, Any], needed: Mapping[str, Any]) -> Violations:
+    """The recipe's engine arguments that differ from those that engines on CPUs need."""
+    for name, value in needed.items():
+        if name in given and given[name] != value:
+            key = f"rollout.engine_args.{name}"
+            yield Violation(key, given[name], f"engines on CPUs need {json.dumps(value)}", f"remove {key}")
+
+
+def engine_choices(shape: ModelShape, record_routing: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """vLLM's arguments (0.32) for engines on CPUs: those that the recipe may change, and those that engines need.
+
+    Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
+    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary
+    kernel for CPUs takes the stride between heads for that between tokens; latent attention hands it a part of each head,
+    and all positions but the first come out wrong. So there it is torch that rotates.
+    """
+    chosen: dict[str, Any] = {"enforce_eager": True}
+    # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32, "CPU Generator
+    # does not use offset") and which ends the engine. So prompts are never cut.
+    needed: dict[str, Any] = {"enable_chunked_prefill": False}
+    if shape.latent is None:
+        chosen["block_size"] = CPU_BLOCK
+    else:
+        needed["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if record_routing:
+        # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
+        needed["enable_prefix_caching"] = False
+    return chosen, needed
