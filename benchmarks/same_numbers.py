@@ -3,11 +3,11 @@
     python benchmarks/same_numbers.py --record PATH [--only WORD ...]
     python benchmarks/same_numbers.py [--check [PATH]] [--tolerance 1e-8] [--only WORD ...] [--json PATH]
 
-For a refactoring: record before it, check after each step. Each recipe of `recipes/` trains three steps in fp32 on at most two
-CPU ranks, with a tiny random model of the same family. Algorithm, phases, roles, LoRA, recompute, offload, router replay and
-environment stay as they are shipped. `reduced` and `CHANGES` say what does not: sizes, layouts, learning rates of large
-models. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed, with right and wrong
-answers, truncated completions, and log-probabilities near those of the model.
+For a refactoring: record before it, check after each step. Each recipe of `recipes/` trains three steps in fp32 on at most
+two CPU ranks, with a tiny random model of the same family. Algorithm, phases, roles, LoRA, recompute, offload, router replay
+and environment stay as they are shipped. `reduced` and `CHANGES` say what does not: sizes, layouts, learning rates of large
+models. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed, with right and
+wrong answers, truncated completions, and log-probabilities near those of the model.
 
 The runs start by the command line alone (`TRAIN`), and the script imports nothing of the package, so that modules can move.
 It writes the replay files itself (`write_dump`), and knows that an epoch of prompts is
@@ -471,9 +471,10 @@ def main() -> int:
         print(f"same numbers: {len(rows)} recipes, {count} numbers recorded, {failed} recipes failed")
         return 1 if failed else 0
     differing = sum(len(row["differing"]) for row in rows)
+    count, largest = sum(row["compared"] for row in rows), max(row["largest"] for row in rows)
     print(
-        f"same numbers: {len(rows)} recipes, {failed} failed; {sum(row['compared'] for row in rows)} numbers, {differing} differ "
-        f"(largest relative difference {max(row['largest'] for row in rows):.2g}, tolerance {arguments.tolerance:g})"
+        f"same numbers: {len(rows)} recipes, {failed} failed; {count} numbers, {differing} differ "
+        f"(largest relative difference {largest:.2g}, tolerance {arguments.tolerance:g})"
     )
     return 1 if failed or differing else 0
 
