@@ -141,7 +141,7 @@ def pad_to_the_longest() -> None:
 
 
 def run_rank(schedule: str, recipe: str) -> int:
-    """One trainer rank, as `megarl/train.py` is one."""
+    """One trainer rank, as `megarl/__main__.py` is one."""
     from megarl.cluster.preemption import ASKED
 
     ASKED.watch()

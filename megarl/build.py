@@ -1,4 +1,7 @@
-"""The run of one trainer rank: builds the parts, takes the steps, saves and resumes; `megarl/train.py` starts it."""
+"""Builds the typed parts of a run from its recipe, on every trainer rank, and starts the trainer.
+
+`megarl/__main__.py` calls `main`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 
 # Every rank would print them, and none is the user's to mend but those about the options of a TransformerConfig.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -30,15 +35,13 @@ from megarl.cluster.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.cluster.doctor_machine import check_precision  # noqa: E402
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage  # noqa: E402
 from megarl.cluster.peers import watch_peers  # noqa: E402
-from megarl.cluster.preemption import ASKED, Abandoned, LeaveNow, Preemption  # noqa: E402
+from megarl.cluster.preemption import ASKED, LeaveNow, Preemption  # noqa: E402
 from megarl.cluster.ray_cluster import ClusterError, join_cluster  # noqa: E402
 from megarl.cluster.watchdog_limits import Limits  # noqa: E402
-from megarl.cluster.watched import Watch, watched  # noqa: E402
+from megarl.cluster.watched import watched  # noqa: E402
 from megarl.cluster.watchers import nodes_beside, watched_nodes  # noqa: E402
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
-from megarl.ledger import Ledger  # noqa: E402
-from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megarl.megatron.collectives import timed_waits  # noqa: E402
 from megarl.megatron.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
 from megarl.megatron.model import has_own_attention, spec_name  # noqa: E402
@@ -68,9 +71,9 @@ from megarl.telemetry import PhaseClock, ProgressLine, starts, work  # noqa: E40
 from megarl.telemetry.clock import recording  # noqa: E402
 from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
 from megarl.telemetry.devices import Devices  # noqa: E402
-from megarl.telemetry.disk import DiskFull, describe_full, is_full, no_room, size_bytes  # noqa: E402
+from megarl.telemetry.disk import describe_full, is_full  # noqa: E402
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted  # noqa: E402
-from megarl.telemetry.records import Records, recorded  # noqa: E402
+from megarl.telemetry.records import recorded  # noqa: E402
 from megarl.telemetry.refusals import refusals  # noqa: E402
 from megarl.telemetry.run_directory import (  # noqa: E402
     Resume,
@@ -79,9 +82,10 @@ from megarl.telemetry.run_directory import (  # noqa: E402
     latest_checkpoint,
     step_of,
 )
+from megarl.telemetry.run_writer import RunWriter  # noqa: E402
 from megarl.telemetry.samples import SampleTable  # noqa: E402
 from megarl.telemetry.step_figures import StepFigures  # noqa: E402
-from megarl.trainer import Parts, Pipeline  # noqa: E402
+from megarl.trainer import RunParts, Trainer  # noqa: E402
 from megarl.weight_sync.manifest import SyncError  # noqa: E402
 from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
 from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS  # noqa: E402
@@ -138,13 +142,20 @@ def train(recipe: Recipe, resume: Resume) -> None:
             _bind(recipe, stage, rank)
             ASKED.watch_again()
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
-        pipeline = Pipeline(recipe, rank, parts, clock, preemption.boundary)
+        trainer = Trainer(recipe, rank, parts, clock, preemption.boundary)
         shapes = {role: engine.shape for role, engine in parts.engines.items()}
         each = int(os.environ["LOCAL_WORLD_SIZE"])
         devices = Devices.of(recipe.trainer.ranks, each, stage.engines, shared=platform.num_devices is None)
         measures = StepFigures(recipe, shapes, devices, platform.peak_tflops)
         with watch.deadlines(clock.place_of):
-            run_steps(pipeline, recipe, directory, checkpoint, progress, preemption, settled, measures, records, watch)
+            if checkpoint is not None:
+                done = preemption.saved = trainer.load(checkpoint)
+                progress.resumed(done)
+            with clock.phase("weight_sync"):
+                start_metrics = trainer.sync(trainer.version)
+            resumed = None if checkpoint is None else done
+            writer = RunWriter(recipe, directory, rank, resumed, gather_to_all, progress, records, measures)
+            trainer.run(done, start_metrics, directory, writer, preemption, watch, settled)
     if rank == 0:
         starts.record_end(directory.path, starts.COMPLETE, f"all {recipe.run.steps} steps")
 
@@ -233,174 +244,157 @@ def check_functions(recipe: Recipe) -> None:
     load_policy_loss(recipe.algorithm.policy_loss)
 
 
+class RoleBuilder:
+    """Builds roles: what all of them share comes from the recipe once."""
+
+    def __init__(self, recipe: Recipe, places: Mapping[str, Place]) -> None:
+        self._recipe, self._places = recipe, places
+        compiles = recipe.trainer.compile
+        self._engine = partial(
+            Engine,
+            precision=recipe.trainer.precision,
+            fp8=recipe.trainer.fp8,
+            megatron=recipe.trainer.megatron,
+            initial_loss_scale=recipe.trainer.initial_loss_scale,
+            temperature=recipe.rollout.temperature,
+            compile_timeout_s=recipe.trainer.compile_timeout_s if compiles else None,
+            seed=recipe.run.seed,
+            max_sequence_tokens=recipe.max_sequence_tokens,
+        )
+
+    def _build(self, role: str, path: str, **more: Any) -> Engine:
+        directory = model_directory(path)
+        return self._engine(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
+
+    def actor(self) -> Engine:
+        recipe, section = self._recipe, self._recipe.actor
+        return self._build(
+            "actor",
+            recipe.model.path,
+            optimizer=section.optimizer,
+            lora=section.lora,
+            steps=recipe.run.steps - recipe.critic_warmup_steps,
+            memory=section.memory,
+            frozen=section.freeze,
+            router_replay=section.router_replay,
+            updates_per_step=recipe.updates_per_batch,
+        )
+
+    def reference(self, actor: Engine) -> Engine | None:
+        """Build the reference; the actor itself if the reference is the base model without its adapters."""
+        recipe = self._recipe
+        if "reference" not in self._places or recipe.reference_is_base:
+            return actor if "reference" in self._places else None
+        memory = recipe.reference.memory if recipe.reference is not None else None
+        follows = recipe.refresh_every is not None
+        return self._build("reference", recipe.path("reference"), memory=memory, follows=follows)
+
+    def critic(self) -> Engine | None:
+        recipe, section = self._recipe, self._recipe.critic
+        if section is None:
+            return None
+        schedule = recipe.schedule("critic_update")
+        assert schedule.mini_batch is not None
+        return self._build(
+            "critic",
+            recipe.path("critic"),
+            optimizer=section.optimizer,
+            steps=recipe.run.steps,
+            memory=section.memory,
+            frozen=section.freeze,
+            updates_per_step=recipe.num_sequences // schedule.mini_batch * schedule.epochs,
+        )
+
+    def reward_model(self) -> Engine | None:
+        recipe = self._recipe
+        return None if recipe.reward_model is None else self._build("reward_model", recipe.path("reward_model"))
+
+
 def build_parts(
-    recipe: Recipe, places: dict[str, Place], control: Any, run: RunDirectory, stage: Stage, stack: ExitStack
-) -> Parts:
-    """Engines on every rank; prompts, rollouts and rewards on rank 0. Collective.
+    recipe: Recipe,
+    places: Mapping[str, Place],
+    control: dist.ProcessGroup,
+    run: RunDirectory,
+    stage: Stage,
+    stack: ExitStack,
+) -> RunParts:
+    """Build the roles on every rank; prompts, rollouts and rewards on rank 0. Collective.
 
     What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
     """
-    directory = model_directory(recipe.model.path)
-    shape = ModelShape.from_directory(directory)
-    engine = partial(
-        Engine,
-        precision=recipe.trainer.precision,
-        fp8=recipe.trainer.fp8,
-        megatron=recipe.trainer.megatron,
-        initial_loss_scale=recipe.trainer.initial_loss_scale,
-        temperature=recipe.rollout.temperature,
-        compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
-        seed=recipe.run.seed,
-        max_sequence_tokens=recipe.max_sequence_tokens,
-    )
-    place = places["actor"]
-    actor = engine("actor", shape, directory, place, optimizer=recipe.actor.optimizer, lora=recipe.actor.lora,
-                   steps=recipe.run.steps - recipe.critic_warmup_steps,
-                   memory=recipe.actor.memory, frozen=recipe.actor.freeze, router_replay=recipe.actor.router_replay,
-                   updates_per_step=recipe.updates_per_batch)  # fmt: skip
-    reference: Engine | None = None
-    if "reference" in places and recipe.reference_is_base:
-        reference = actor
-    elif "reference" in places:
-        near = model_directory(recipe.path("reference"))
-        memory = recipe.reference.memory if recipe.reference is not None else None
-        reference = engine("reference", ModelShape.from_directory(near), near, places["reference"], memory=memory,
-                           follows=recipe.refresh_every is not None)  # fmt: skip
-    critic = None
-    if recipe.critic is not None:
-        values = model_directory(recipe.path("critic"))
-        cut = recipe.schedule("critic_update")
-        assert cut.mini_batch is not None
-        critic = engine("critic", ModelShape.from_directory(values), values, places["critic"],
-                        optimizer=recipe.critic.optimizer, steps=recipe.run.steps, memory=recipe.critic.memory,
-                        frozen=recipe.critic.freeze,
-                        updates_per_step=recipe.num_sequences // cut.mini_batch * cut.epochs)  # fmt: skip
-    reward_model = None
-    if recipe.reward_model is not None:
-        judge = model_directory(recipe.path("reward_model"))
-        reward_model = engine("reward_model", ModelShape.from_directory(judge), judge, places["reward_model"])
+    roles, place = RoleBuilder(recipe, places), places["actor"]
+    actor = roles.actor()
+    reference, critic, reward_model = roles.reference(actor), roles.critic(), roles.reward_model()
     replayed = recipe.rollout.replay is not None
-    if takes_turns(recipe) and not replayed:  # before all ranks meet below, and rank 0 then starts the engines
+    sleeps = takes_turns(recipe) and not replayed
+    if sleeps:  # before all ranks meet below, and rank 0 then starts the engines
         platform.release_memory()
     weights = None
     if not replayed:
-        section, group = recipe.weight_sync, control if place.layout.ranks > 1 else None
-        bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
-        settings = SyncSettings(DTYPES[recipe.rollout_precision], recipe.rollout.layout, recipe.rollout.engines,
-                                section.bucket_bytes or BUCKET_BYTES[bucket_in], section.timeout_s, section.mode,
-                                stage.transport, os.environ["MASTER_ADDR"], section.wire, section.verify,
-                                recipe.rollout.quantization, recipe.actor.lora is not None)  # fmt: skip
-        if section.mode == "checkpoint" and place.rank == 0:
-            logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
-        weights = WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
+        weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
-    prompts = rollouts = rewards = dump = samples = held_out = None
+    parts = RunParts(
+        actor, reference, critic, reward_model, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps
+    )
     if place.rank == 0:
-        tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
-        # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-        check_services(recipe.verifiers)
-        judged = partial(check_answer, load_terms(recipe.verifiers))
-        stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=shape.vocab, judge=judged)
-        prompts = stream(recipe.data)
-        if prompts.num_dropped:
-            print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
-        if recipe.evaluation is not None:
-            held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), prompts)
-        stops = stop_token_ids(str(directory), tokenizer, shape.vocab)
-        rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed,
-                             os.environ.get("MEGARL_RAY_ADDRESS"), stage.engines, _bound_ranks())  # fmt: skip
-        stack.callback(rollouts.shutdown)
-        rollouts.start()
-        rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replayed)
-        stack.callback(rewards.close)
-        if recipe.run.dump_rollouts:
-            dump = partial(dump_rollout, run.rollouts)
-        if recipe.telemetry.samples_per_step:
-            samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
-    address = broadcast_from_first(None if rollouts is None else rollouts.address)
+        build_first_rank(parts, recipe, run, stage, stack)
+    address = broadcast_from_first(None if parts.rollouts is None else parts.rollouts.address)
     if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
-    return Parts(
-        actor, reference, critic, reward_model, prompts, rollouts, rewards, weights, dump, samples, held_out,
-        refreshes=recipe.refresh_every is not None, engines_sleep=takes_turns(recipe) and not replayed,
-    )  # fmt: skip
+    return parts
 
 
-def run_steps(
-    pipeline: Pipeline,
-    recipe: Recipe,
-    run: RunDirectory,
-    checkpoint: Path | None,
-    progress: ProgressLine,
-    preemption: Preemption,
-    settled: DeviceSync,
-    measures: StepFigures,
-    records: Records,
-    watch: Watch,
-) -> None:
-    """From the first step, or from behind the checkpoint, to the last. Raises Preempted where the run is told to leave."""
-    clock, moving = pipeline.clock, pipeline.parts.moving
-    done = 0
-    if checkpoint is not None:
-        with clock.phase("load_checkpoint"):
-            state = load_checkpoint(checkpoint, moving)
-            pipeline.restore(state)
-            done = preemption.saved = state["step"]
-        progress.resumed(done)
-    with clock.phase("weight_sync"):
-        pipeline.sync(pipeline.version)
-    ledger = Ledger(recipe, run, pipeline, progress, records, measures, None if checkpoint is None else done)
+def build_weight_sync(recipe: Recipe, place: Place, group: dist.ProcessGroup | None, stage: Stage) -> WeightSync:
+    """Build the trainer's end of the weight sync. Collective."""
+    section = recipe.weight_sync
+    bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
+    settings = SyncSettings(
+        dtype=DTYPES[recipe.rollout_precision],
+        rollout=recipe.rollout.layout,
+        num_engines=recipe.rollout.engines,
+        bucket_bytes=section.bucket_bytes or BUCKET_BYTES[bucket_in],
+        timeout_s=section.timeout_s,
+        mode=section.mode,
+        transport=stage.transport,
+        host=os.environ["MASTER_ADDR"],
+        wire=section.wire,
+        verify=section.verify,
+        quantization=recipe.rollout.quantization,
+        merges=recipe.actor.lora is not None,
+    )
+    if section.mode == "checkpoint" and place.rank == 0:
+        logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
+    shape = ModelShape.from_directory(model_directory(recipe.model.path))
+    return WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
 
-    def save(state: dict[str, Any]) -> None:
-        with clock.phase("checkpoint"):  # counted in the next step's line
-            saved = latest_checkpoint(run.checkpoints)
-            try:
-                save_checkpoint(run.checkpoints, state["step"], moving, state)
-            except BaseException as error:  # torch's own is no Exception
-                if is_full(error) and not isinstance(error, DiskFull):
-                    raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(saved)) from error
-                raise
-        preemption.saved = state["step"]
 
-    def is_unsaved() -> bool:
-        return done > 0 and preemption.saved != done
-
-    def leave(state: dict[str, Any] | None) -> Preempted:
-        """With that `state` of the done steps saved, unless they are or it is none any more."""
-        if is_unsaved() and state is not None:
-            save(state)
-        return preemption.left(done, recipe.run.steps, str(run.checkpoints))
-
-    if done == 0 and recipe.evaluates_after(0):
-        ledger.evaluated(0, pipeline.evaluate(0, preemption.agreed))
-    ledger.started(clock.take(), {f"start_{name}": value for name, value in pipeline.figures.items()})
-    for number in range(done + 1, recipe.run.steps + 1):
-        watch.begin(number)
-        with clock.phase("agree"):  # a rank that comes late to a step is waited for here
-            told = preemption.agreed()
-        if told:
-            raise leave(pipeline.state(done) if is_unsaved() else None)
-        preemption.begin(number)
-        settled.begin(number)
-        before = pipeline.state(done) if preemption.abandons else None
-        try:
-            with ledger.profiled(number):
-                figures = pipeline.step(number)
-        except Abandoned as left:
-            assert before is not None, "it was to be kept"
-            raise leave(None if left.moved else before) from None
-        done = number
-        engines = pipeline.parts.rollouts.take_times() if pipeline.rank == 0 else []  # of the step, not of an evaluation
-        if recipe.evaluates_after(number):
-            figures |= ledger.evaluated(number, pipeline.evaluate(number, preemption.agreed))
-        figures |= pipeline.take_resyncs()
-        times = clock.take()
-        with clock.phase("metrics"):  # counted in the next step's line
-            ledger.step(number, times, engines, figures)
-        every = recipe.run.checkpoint_every
-        if number == recipe.run.steps or (every and number % every == 0):
-            save(pipeline.state(number))
-    ledger.close(clock.take())
+def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: Stage, stack: ExitStack) -> None:
+    """Start prompts, engines, reward workers and records, which rank 0 alone has, and put them into `parts`."""
+    directory = model_directory(recipe.model.path)
+    tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
+    # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
+    check_services(recipe.verifiers)
+    judge = partial(check_answer, load_terms(recipe.verifiers))
+    num_tokens = ModelShape.from_directory(directory).vocab
+    stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=num_tokens, judge=judge)
+    parts.prompts = stream(recipe.data)
+    if parts.prompts.num_dropped:
+        print(f"data: {parts.prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+    if recipe.evaluation is not None:
+        held_out = stream(held_out_data(recipe), key="evaluation.prompts")
+        parts.held_out = HeldOut(recipe, held_out, parts.prompts)
+    stops = stop_token_ids(str(directory), tokenizer, num_tokens)
+    ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
+    parts.rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, _bound_ranks())
+    stack.callback(parts.rollouts.shutdown)
+    parts.rollouts.start()
+    replayed = recipe.rollout.replay is not None
+    parts.rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replayed)
+    stack.callback(parts.rewards.close)
+    if recipe.run.dump_rollouts:
+        parts.dump = partial(dump_rollout, run.rollouts)
+    if recipe.telemetry.samples_per_step:
+        parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
 
 
 def _longest_engine_wait_s(recipe: Recipe) -> float:
@@ -423,7 +417,7 @@ def main(arguments: list[str]) -> int:
     resume = [options[word] for word in arguments if word in options]
     words = [word for word in arguments if word not in options]
     if not words or len(resume) > 1 or "LOCAL_RANK" not in os.environ:
-        usage = "torchrun --nproc-per-node RANKS -m megarl.train RECIPE [key=value ...] [--resume | --resume-if-saved]"
+        usage = "torchrun --nproc-per-node RANKS -m megarl RECIPE [key=value ...] [--resume | --resume-if-saved]"
         print(f"usage: {usage}", file=sys.stderr)
         return BAD_INPUT
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":

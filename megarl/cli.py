@@ -322,7 +322,7 @@ def doctor(
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:
     """The command of one machine: torchrun, with the exit status of its ranks."""
     launcher = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "megarl.train", recipe, *overrides, *([resume.value] if resume.value else [])]
+    return [*launcher, "-m", "megarl", recipe, *overrides, *([resume.value] if resume.value else [])]
 
 
 def _leave(number: int, frame: object) -> None:

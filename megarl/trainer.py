@@ -1,4 +1,4 @@
-"""One step of a run, top to bottom. The same loop serves GRPO and PPO, one update a batch or many."""
+"""The step of a run, top to bottom, and the loop over steps. One loop serves GRPO and PPO, one update a batch or many."""
 
 from __future__ import annotations
 
@@ -6,330 +6,400 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.algorithm.estimate import Scored, estimate, explained_variance
-from megarl.algorithm.kl import adapted, kl
-from megarl.algorithm.overlong import overlong_penalties
-from megarl.data.sample import Sample
+from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
+from megarl.algorithm.estimate import greedy_baselines, step_advantages
+from megarl.cluster.preemption import Abandoned, Preemption
+from megarl.cluster.watched import Watch
+from megarl.data.prompts import PromptStream
+from megarl.data.sample import Prompt, Sample
 from megarl.megatron.batch import Batch
+from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.megatron.finite_guard import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import Engine, Update, share_results
-from megarl.megatron.step_metrics import add_scores, rollout_figures, schedule_figures, update_figures
+from megarl.megatron.step_metrics import schedule_metrics, update_metrics
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.recipe.algorithm_sections import OverlongSection
-from megarl.reward.workers import add_episodes
-from megarl.rollout.dynamic_sampling import Rounds
-from megarl.rollout.evaluation import Judged
-from megarl.schedule import Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.rollout.batch import RolloutBatch, refuse_overlong
+from megarl.rollout.dynamic_sampling import SampledRounds
+from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
+from megarl.rollout.metrics import rollout_metrics
+from megarl.rollout.pool import EnginePool, ReplayPool
+from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import span
+from megarl.telemetry.device_sync import DeviceSync
+from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
+from megarl.telemetry.exit_status import Preempted
+from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
+from megarl.telemetry.run_writer import RunWriter
+from megarl.telemetry.samples import SampleTable
 from megarl.telemetry.step_figures import Sizes
+from megarl.weight_sync.publish import WeightSync
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
+MiniBatches = tuple[MiniBatch, ...]
 logger = logging.getLogger(__name__)
-# Of a weight sync, what is not added up over several: the last one's are kept.
-NOT_ADDED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
+# Weight-sync metrics that are not summed when a step syncs several times; the last value wins.
+NOT_SUMMED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
+# Forward phases in their order: the result of the role's forward pass, and the name of the batch's field for it.
+FORWARD_PHASES = {
+    "actor_logprob": ("logprobs", "logprobs"),
+    "reference_logprob": ("logprobs", "reference_logprobs"),
+    "critic_value": ("values", "values"),
+}
 
 
 @dataclass
-class Parts:
-    """What a step works with. Rollouts, rewards and prompts live on rank 0 and are None elsewhere."""
+class RunParts:
+    """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts live on rank 0, None elsewhere."""
 
     actor: Engine
-    reference: Engine | None  # the actor itself, where it is the base model without its adapters
+    reference: Engine | None  # the actor itself, if the reference is the base model without adapters
     critic: Engine | None
     reward_model: Engine | None
-    prompts: Any
-    rollouts: Any
-    rewards: Any
-    weights: Any  # None where rollouts are replayed: nobody takes new weights
-    dump: Any  # called with (step, rollouts) on rank 0 to keep them; None to keep none
-    samples: Any  # the SampleTable of rank 0; None to write none
-    held_out: Any = None  # the HeldOut of rank 0; None to evaluate nothing
+    weights: WeightSync | None  # None if rollouts are replayed: nobody takes new weights
+    prompts: PromptStream | None = None
+    rollouts: EnginePool | ReplayPool | None = None
+    rewards: RewardWorkers | None = None
+    dump: Callable[[int, RolloutBatch], Any] | None = None  # keeps the rollouts of a step; None to keep none
+    samples: SampleTable | None = None
+    held_out: HeldOut | None = None
     refreshes: bool = False  # the reference takes the actor's weights from time to time
     engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
 
     @property
     def engines(self) -> dict[str, Engine]:
         """Roles that run."""
-        engines = {
-            "actor": self.actor,
-            "reference": self.reference,
-            "critic": self.critic,
-            "reward_model": self.reward_model,
-        }
-        return {role: engine for role, engine in engines.items() if engine is not None}
+        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        return {name: role for name, role in roles.items() if role is not None}
 
     @property
     def moving(self) -> dict[str, Engine]:
         """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
-        engines = {role: engine for role, engine in self.engines.items() if role == engine.role}
         return {
-            role: engine
-            for role, engine in engines.items()
-            if engine.optimizer is not None or (role == "reference" and self.refreshes)
+            name: role
+            for name, role in self.engines.items()
+            if name == role.role and (role.optimizer is not None or (name == "reference" and self.refreshes))
         }
 
 
 @dataclass(frozen=True)
-class Resync:
-    """Said by rank 0 in place of a rollout that is not complete: these engines need the weights once more."""
+class Restarted:
+    """What rank 0 broadcasts in place of a rollout that is not complete: these engines need the weights once more."""
 
     engines: tuple[int, ...]
 
 
-class Pipeline:
-    """Runs steps. `version` counts weight syncs; it and the prompt position are what a resume needs besides the roles."""
+class Trainer:
+    """Runs steps. `version` counts weight syncs; besides the roles, a resume needs it, the position in the prompts, the
+    random state and the KL coefficient."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        rank: int,
-        parts: Parts,
-        clock: PhaseClock,
-        boundary: Callable[[str], None] = lambda _: None,
+        self, recipe: Recipe, rank: int, parts: RunParts, clock: PhaseClock, boundary: Callable[[str], None] = lambda _: None
     ) -> None:
         """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
-        self.costs = {role: sequence_cost(engine.shape) for role, engine in parts.engines.items()}
-        self.algorithm = recipe.algorithm  # with the KL coefficient of this step
+        self.costs = {name: sequence_cost(role.shape) for name, role in parts.engines.items()}
+        self.kl = KLControl(recipe.algorithm)
+        self.drift = RatioDrift(recipe.algorithm.max_ratio_drift, warns=rank == 0)
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0
-        self.figures: Figures = {}
-        self.resyncs: Figures = {}  # of engines that were started again, since they were last taken
         self.sizes = Sizes((), (), ())  # of the last step
-        self.warned_of_drift = False
+        self.restart_metrics: Metrics = {}  # syncs to restarted engines, since these metrics were last taken
 
-    def step(self, number: int) -> Figures:
-        """One step: rollouts in, updated and synchronised weights out. Returns its figures, the same on every rank."""
-        self.number, self.figures = number, {}
-        runs = self.recipe.warmup_phases if self._warms_up(number) else self.recipe.running_phases
-        rounds = Rounds(self.recipe)
+    def step(self, number: int) -> Metrics:
+        """Run one step: rollouts in, updated and synchronised weights out. Returns its metrics, the same on every rank."""
+        self.number = number
+        warms_up = number <= self.recipe.critic_warmup_steps
+        phases = self.recipe.warmup_phases if warms_up else self.recipe.running_phases
+        metrics: Metrics = {"critic/warmup": int(warms_up)} if self.recipe.critic_warmup_steps else {}
+
+        rollouts, rewards, prompts, found = self._sample(number)
+        metrics |= found
+        batch, plans, found = self._batch(rollouts, rewards, prompts, phases)
+        metrics |= found
+        if "reward_model" in plans:
+            batch, found = self._reward_model(plans["reward_model"], batch)
+            metrics |= found
+        for phase, (result, field) in FORWARD_PHASES.items():
+            if phase in plans:
+                with self._phase(phase):
+                    results, batch, found = self._forward(plans[phase], batch, result)
+                    batch, metrics = batch.with_fields(**{field: results}), metrics | found
+        with self._phase("advantage"), span("advantages"):
+            batch, found = self._advantages(batch)
+            metrics |= found
+            if self.parts.samples is not None:
+                with span("samples"):
+                    self.parts.samples.write(number, rollouts, rewards, batch)
+        ran: dict[str, Sequence[MiniBatch]] = {phase: plan.mini_batches for phase, plan in plans.items()}
+        if "critic_update" in plans:
+            with self._phase("critic_update"):
+                ran["critic_update"], found = self._update(plans["critic_update"], batch)
+                metrics |= found
+        if "actor_update" in plans:
+            with self._phase("actor_update"):
+                ran["actor_update"], found = self._update(plans["actor_update"], batch)
+                metrics |= (
+                    found | self.drift.check(found.get("actor/ratio_drift_max")) | self.kl.adapt(found.get("actor/kl"))
+                )
+                metrics |= self._refresh_reference(number)
+        metrics |= self._sync_engines("weight_sync" in phases)
+        lengths = rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist()
+        self.sizes = Sizes(*lengths, batch.valid.tolist(), ran)
+        return metrics | self.guard.take_metrics()
+
+    # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
+
+    def _sample(self, number: int) -> tuple[RolloutBatch, RewardResult, list[Prompt] | None, Metrics]:
+        """Run phases rollout and reward: one round, or under `algorithm.dynamic_sampling` as many as it takes.
+
+        Every rank learns lengths and rewards; the prompts of the last round are rank 0's.
+        """
+        rounds = SampledRounds(self.recipe)
         while not rounds.complete:
             with self._phase("rollout"):
                 rollouts, prompts = self._rollout(number)
             with self._phase("reward"):
-                scored = self._score(rollouts, prompts)
-                if self.rank == 0:
-                    self.parts.prompts.learn(prompts, scored.rewards, scored.valid)
-                rounds.add(rollouts, scored)
-        with self._phase("reward"):
-            rollouts, scored, figures = rounds.chosen()
-            self.figures |= figures
-            batch = self._batch(rollouts, scored)
-            if rollouts.greedy is not None:
-                self._compare_with_greedy(batch, rollouts.greedy, self._score(rollouts.greedy, prompts))
-        with self.clock.phase("plan"), span("planning"):
-            plans = {phase: self._plan(phase, batch, number) for phase in ENGINE_PHASES if phase in runs}
-        with self._phase("rollout"):
-            if self.rank == 0:
-                with span("wait_engines"):
-                    self.parts.rollouts.rest()
-            batch.samples = self._samples(rollouts.payload, plans)
-        if self.parts.reward_model is not None:
-            with self._phase("reward_model"):
-                scores = self._forward(self.parts.reward_model, plans["reward_model"], batch, "scores")
-                self.figures |= add_scores(batch, torch.cat(scores).numpy(), self.recipe.reward_model_weight)
-        if "actor_logprob" in runs:
-            with self._phase("actor_logprob"):
-                batch.fields["logprobs"] = self._forward(self.parts.actor, plans["actor_logprob"], batch, "logprobs")
-        if self.parts.reference is not None and "reference_logprob" in runs:
-            with self._phase("reference_logprob"):
-                plan = plans["reference_logprob"]
-                batch.fields["reference_logprobs"] = self._forward(self.parts.reference, plan, batch, "logprobs")
-        if self.parts.critic is not None:
-            with self._phase("critic_value"):
-                batch.fields["values"] = self._forward(self.parts.critic, plans["critic_value"], batch, "values")
-        with self._phase("advantage"), span("advantages"):
-            self._advantages(batch)
-            if self.parts.samples is not None:
-                with span("samples"):
-                    self.parts.samples.write(number, rollouts, scored, batch)
-        if self.parts.critic is not None:
-            with self._phase("critic_update"):
-                self._update(self.parts.critic, plans["critic_update"], batch, ValueObjective)
-        if "actor_update" in runs:
-            with self._phase("actor_update"):
-                self._update(self.parts.actor, plans["actor_update"], batch, PolicyObjective)
-                self._refresh_reference(number)
-        if "weight_sync" in runs:
-            with self._phase("weight_sync"):
-                self.sync(self.version + 1)
-        else:
-            self._keep_actor()
-        return self.figures | self.guard.take_figures()
+                rewards = self._score(rollouts, prompts)
+                if self.parts.prompts is not None:
+                    assert prompts is not None
+                    self.parts.prompts.learn(prompts, rewards.rewards, rewards.valid)
+                rounds.add(rollouts, rewards)
+        chosen, rewards, metrics = rounds.chosen()
+        return chosen, rewards, prompts, metrics
 
-    def evaluate(self, step: int, leaves: Callable[[], bool]) -> Any:
-        """Measure the weights that the engines have on the held-out prompts: an Evaluation on rank 0, None elsewhere. Where
-        the run `leaves`, which is asked on all ranks before each round, None everywhere."""
-        judged, more = Judged(), True
-        with self.clock.phase("evaluation"):
-            while more:
-                if leaves():
-                    return None
-                answer: Any = None
-                if self.rank == 0:
-                    answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self.parts.rewards, step, self._resync)
-                with span("wait_engines"):
-                    while isinstance(answer := broadcast_from_first(answer), Resync):  # while they work, and one was lost
-                        self._bring_again(answer.engines)
-                        answer = None
-                more = answer
-        return self.parts.held_out.result(judged) if self.rank == 0 else None
-
-    # The phases ---------------------------------------------------------------------------------------------------
-
-    def _rollout(self, number: int) -> tuple[Any, Any]:
+    def _rollout(self, number: int) -> tuple[RolloutBatch, list[Prompt] | None]:
         """Rank 0 has the engines complete the next prompts; every rank learns the metadata, rank 0 keeps the prompts."""
-        rollouts = prompts = None
-        if self.rank == 0:
+        rollouts: RolloutBatch | None = None
+        prompts = None
+        section = self.recipe.phases.rollout
+        if self.parts.rollouts is not None and self.parts.prompts is not None:
             with span("data"):
-                prompts = self.parts.prompts.take(self.recipe.phases.rollout.prompts)
+                prompts = self.parts.prompts.take(section.prompts)
             with span("wait_engines"):
-                rollouts = self.parts.rollouts.generate(prompts, number, self._resync)
+                rollouts = self.parts.rollouts.generate(prompts, number, self._sync_restarted_from_first)
             if self.parts.dump is not None:
                 self.parts.dump(number, rollouts)
-        with span("wait_engines"):
-            while isinstance(rollouts := broadcast_from_first(rollouts), Resync):  # while they work, and one was lost
-                self._bring_again(rollouts.engines)
-                rollouts = None
-        sections = self.recipe.phases.rollout
-        planned = (sections.prompts, self.recipe.num_sequences, sections.max_concurrent)
+        rollouts = self._broadcast_from_engines(rollouts)
+        assert rollouts is not None
+        planned = (section.prompts, self.recipe.num_sequences, section.max_concurrent)
         ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
         if ran != planned:
             raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
-        self._refuse_overlong(rollouts)
+        refuse_overlong(rollouts, self.recipe)
         if self.recipe.algorithm.advantage == "remax":
-            beside = 0 if rollouts.greedy is None else len(rollouts.greedy)
-            if beside != sections.prompts:
-                raise PlanMismatch(f"phase rollout: planned {sections.prompts} greedy completions, executed {beside}")
-            self._refuse_overlong(rollouts.greedy)
+            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy)
+            if rollouts.greedy is None or num_greedy != section.prompts:
+                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
+            refuse_overlong(rollouts.greedy, self.recipe)
         return rollouts, prompts
 
-    def _refuse_overlong(self, rollouts: Any) -> None:
-        """A sequence longer than the recipe allows is a fault upstream: named, never cut. Caps were proved without it."""
-        for part, found, key, limit in (
-            ("prompt", rollouts.prompt_lengths, "data.max_prompt_tokens", self.recipe.data.max_prompt_tokens),
-            ("completion", rollouts.completion_lengths, self.recipe.completion_key, self.recipe.max_completion_tokens),
-        ):
-            sample = int(np.argmax(found))
-            if found[sample] > limit:
-                raise ValueError(
-                    f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {found[sample]} "
-                    f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
-                )
-
-    def _score(self, rollouts: Any, prompts: Any) -> Any:
-        """Rank 0 has the completions scored; every rank learns the rewards, and what else was said of them."""
-        scored = None
-        if self.rank == 0:
+    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt] | None) -> RewardResult:
+        """Rank 0 has the completions scored; every rank learns the rewards. Raises ValueError if none could be scored."""
+        rewards: RewardResult | None = None
+        if self.parts.rewards is not None:
+            assert prompts is not None
             with span("wait_rewards"):
-                size = rollouts.executed.group_size
-                scored = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), size)
-                scored = add_episodes(scored, rollouts.episodes)
-            if not scored.valid.any():
-                sample, reason = next(iter(scored.failures.items()))
+                group_size = rollouts.executed.group_size
+                rewards = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
+                rewards = add_episodes(rewards, rollouts.episodes)
+            if not rewards.valid.any():
+                sample, reason = next(iter(rewards.failures.items()))
                 raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
-            for sample, reason in list(scored.failures.items())[:1]:
-                logger.warning("%d rewards masked; sample %d: %s", len(scored.failures), sample, reason)
+            for sample, reason in list(rewards.failures.items())[:1]:
+                logger.warning("%d rewards masked; sample %d: %s", len(rewards.failures), sample, reason)
         with span("wait_rewards"):
-            scored = broadcast_from_first(scored)
+            rewards = broadcast_from_first(rewards)
         count, task = len(rollouts), self.recipe.phases.reward.sequences
         tasks = tuple(min(task, count - first) for first in range(0, count, task))
-        if scored.task_sequences != tasks:
-            raise PlanMismatch(f"phase reward: planned tasks of {tasks} sequences, executed {scored.task_sequences}")
-        return scored
+        if rewards.task_sequences != tasks:
+            raise PlanMismatch(f"phase reward: planned tasks of {tasks} sequences, executed {rewards.task_sequences}")
+        return rewards
 
-    def _batch(self, rollouts: Any, scored: Any) -> Batch:
-        """What the step trains on, with its figures."""
-        self.figures |= rollout_figures(rollouts)
-        self.sizes = Sizes(rollouts.prompt_lengths, rollouts.completion_lengths, scored.valid)
-        batch = Batch(
-            prompt_lengths=rollouts.prompt_lengths,
-            completion_lengths=rollouts.completion_lengths,
-            groups=rollouts.groups,
-            rewards=scored.rewards,
-            valid=scored.valid,
-            truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
-            own_lengths=rollouts.own_lengths,
-        )
-        self.guard.rewards(batch)  # before the figures, which are of what still counts
-        self.figures |= scored.metrics() | {"schedule/reward/sequences": max(scored.task_sequences)}
-        return batch
+    def _batch(
+        self, rollouts: RolloutBatch, rewards: RewardResult, prompts: list[Prompt] | None, phases: Sequence[str]
+    ) -> tuple[Batch, dict[str, Plan], Metrics]:
+        """Make the batch that the step trains on, the plan of each Megatron phase, and fetch the tokens of this rank."""
+        with self._phase("reward"):
+            batch = Batch(
+                prompt_lengths=rollouts.prompt_lengths,
+                completion_lengths=rollouts.completion_lengths,
+                groups=rollouts.groups,
+                rewards=rewards.rewards,
+                valid=rewards.valid,
+                truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
+                own_lengths=rollouts.own_lengths,
+            )
+            batch = self.guard.rewards(batch)
+            metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid).metrics()
+            metrics["schedule/reward/sequences"] = max(rewards.task_sequences)
+            if rollouts.greedy is not None:
+                greedy = self._score(rollouts.greedy, prompts)
+                scored = greedy.valid & np.isfinite(greedy.rewards)
+                baselines, valid = greedy_baselines(greedy.rewards, scored, batch.valid)
+                batch = replace(batch, baselines=baselines, valid=valid)
+                metrics |= {
+                    "rollout/greedy_tokens": int(rollouts.greedy.own_lengths.sum()),
+                    "reward/greedy_mean": float(greedy.rewards[scored].mean()),
+                    "reward/num_greedy_masked": int((~scored).sum()),
+                    "reward/busy_s": metrics["reward/busy_s"] + greedy.busy_s,
+                }
+        with self.clock.phase("plan"), span("planning"):
+            plans = {phase: self._plan(phase, batch) for phase in ENGINE_PHASES if phase in phases}
+        with self._phase("rollout"):
+            if self.parts.rollouts is not None:
+                with span("wait_engines"):
+                    self.parts.rollouts.rest()
+            batch = replace(batch, samples=self._fetch(rollouts.payload, plans))
+        return batch, plans, metrics
 
-    def _compare_with_greedy(self, batch: Batch, greedy: Any, scored: Any) -> None:
-        """The baseline of each sequence: the reward of its prompt's greedy completion, which is in no batch. Without one a
-        sequence does not count."""
-        size, known = self.recipe.algorithm.group_size, scored.valid & np.isfinite(scored.rewards)
-        batch.baselines = np.repeat(np.where(known, scored.rewards, 0.0).astype(np.float32), size)
-        batch.valid = batch.valid & np.repeat(known, size)
-        if not batch.valid.any():
-            raise ValueError("no prompt has both a completion and a greedy completion that could be scored")
-        self.sizes = replace(self.sizes, valid=batch.valid.tolist())
-        self.figures |= {
-            "rollout/greedy_tokens": int(greedy.own_lengths.sum()),
-            "reward/greedy_mean": float(scored.rewards[known].mean()),
-            "reward/num_greedy_masked": int((~known).sum()),
-            "reward/busy_s": self.figures["reward/busy_s"] + scored.busy_s,
-        }
-
-    def _plan(self, phase: str, batch: Batch, number: int) -> Plan:
-        """The plan of one engine phase, from its own section and its role's layout alone; the same on every rank."""
+    def _plan(self, phase: str, batch: Batch) -> Plan:
+        """Plan one phase from its own section and its role's layout alone; the same on every rank."""
         role = ROLE_OF[phase]
         return plan_phase(
             self.recipe.schedule(phase),
             batch.lengths.tolist(),
             self.parts.engines[role].place.layout,
             # A new order of mini-batches in every step, the same one after a resume.
-            seed=self.recipe.run.seed * 1_000_003 + number,
+            seed=self.recipe.run.seed * 1_000_003 + self.number,
             cost=self.costs[role],
             groups=batch.groups.tolist(),
             prompts=batch.prompt_lengths.tolist(),
         )
 
-    def _samples(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
-        """The tokens that this rank needs: roles with unlike layouts run unlike sequences on it."""
+    def _fetch(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
+        """Fetch the tokens that this rank needs: roles with different layouts run different sequences on it."""
         samples: dict[int, Sample] = {}
-        for place in dict.fromkeys(engine.place for engine in self.parts.engines.values()):
-            own = [plan for phase, plan in plans.items() if self.parts.engines[ROLE_OF[phase]].place == place]
-            samples |= distribute_samples(payload, own, place)
+        for place in dict.fromkeys(role.place for role in self.parts.engines.values()):
+            of_place = [plan for phase, plan in plans.items() if self.parts.engines[ROLE_OF[phase]].place == place]
+            samples |= distribute_samples(payload, of_place, place)
         return samples
 
-    def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
+    def _reward_model(self, plan: Plan, batch: Batch) -> tuple[Batch, Metrics]:
+        """Add the reward model's scores to the rewards, which are the verifiers' until then. Masked samples stay masked."""
+        with self._phase("reward_model"):
+            results, batch, metrics = self._forward(plan, batch, "scores")
+            scores = torch.cat(results).numpy()
+            rewards = (batch.rewards + self.recipe.reward_model_weight * scores).astype(np.float32)
+            counted = rewards[batch.valid]
+            return replace(batch, rewards=rewards), metrics | {
+                "reward/model_mean": float(scores[batch.valid].mean()),
+                "reward/mean": float(counted.mean()),
+                "reward/deviation": float(counted.std()),
+            }
+
+    def _forward(self, plan: Plan, batch: Batch, name: str) -> tuple[list[torch.Tensor], Batch, Metrics]:
+        """Run a forward phase; returns result `name` of every sequence, and the batch without samples that gave NaN."""
+        role = self.parts.engines[ROLE_OF[plan.phase]]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
-        _announce(engine, plan)
-        with engine.present():
-            results, executed = engine.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == engine.role)
-        compare(mini_batch, engine.place.data_rank, executed)
-        self._prove(engine.place, plan, batch, [executed])
-        one_each = engine.role == "reward_model"
-        shared = share_results(results.get(name, {}), mini_batch, batch, engine.place, one_each)
-        return self.guard.results(engine, mini_batch, name, shared, batch)
+        _announce(role, plan)
+        with role.present():
+            results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
+        compare(mini_batch, role.place.data_rank, executed)
+        _, metrics = self._prove(role.place, plan, batch, [executed])
+        one_each = role.role == "reward_model"
+        shared = share_results(results.get(name, {}), mini_batch, batch, role.place, one_each)
+        return *self.guard.results(role, mini_batch, name, shared, batch), metrics
+
+    def _advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Every rank computes the advantages of every sequence: the same sum in the same order under every layout."""
+        limit = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}"
+        if self.recipe.environment is not None:
+            limit = f"environment.max_turns = {self.recipe.environment.max_turns}, or {limit}"
+        truncated = np.zeros(len(batch.valid), bool) if batch.truncated is None else batch.truncated
+        advantages, returns, valid, metrics = step_advantages(
+            self.kl.settings,
+            torch.from_numpy(batch.rewards),
+            torch.from_numpy(batch.valid),
+            torch.from_numpy(batch.groups),
+            torch.from_numpy(batch.own_lengths),
+            torch.from_numpy(truncated),
+            batch.fields,
+            None if batch.baselines is None else torch.from_numpy(batch.baselines),
+            self.recipe.max_own_tokens,
+            limit,
+        )
+        learned = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
+        return replace(batch.with_fields(**learned), valid=valid.numpy()), metrics
+
+    def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
+        """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
+        role, settings = self.parts.engines[ROLE_OF[plan.phase]], self.kl.settings
+        objective = PolicyObjective if plan.phase == "actor_update" else ValueObjective
+        updates: list[Update] = []
+        self._agree(plan)
+        _announce(role, plan, passes=2)
+        with role.present(training=True):
+            for number, mini_batch in enumerate(plan.mini_batches):
+                weights = token_weights(batch, mini_batch, settings.aggregation, self.recipe.max_own_tokens)
+                update = role.update(batch, mini_batch, objective(settings, batch, weights))
+                compare(mini_batch, role.place.data_rank, update.executed)
+                self.guard.update(role, number, mini_batch, update)
+                updates.append(update)
+                if plan.phase == "actor_update" and self._stops_early(update, role.place):
+                    role.skip_updates(len(plan.mini_batches) - len(updates))
+                    break
+            self.guard.weights(role, plan.phase)
+        ran, metrics = self._prove(role.place, plan, batch, [update.executed for update in updates])
+        with span("figures"):
+            metrics |= update_metrics(role.role, plan, updates, role.place)
+        if role.router_replay is not None:
+            metrics |= role.router_replay.take_figures()
+        if plan.phase == "actor_update" and settings.early_stop is not None:
+            metrics["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
+        return ran, metrics
+
+    def _stops_early(self, update: Update, place: Place) -> bool:
+        """Say whether `algorithm.early_stop` ends the updates: over the tokens of all ranks, the same on each of them."""
+        if self.kl.settings.early_stop is None or update.refused is not None:
+            return False
+        sums = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
+        total = reduce_scalars(sums, place, "sum")
+        return moved_too_far(self.kl.settings.early_stop, total["moved_kl_sum"], total["tokens"])
+
+    def _refresh_reference(self, number: int) -> Metrics:
+        """After the updates of every `reference.refresh_every`-th step the reference becomes the actor.
+
+        The metric is the step that its weights are of, 0 for those of the start.
+        """
+        every = self.recipe.refresh_every
+        if every is None:
+            return {}
+        if number % every == 0:
+            actor, reference = self.parts.actor, self.parts.reference
+            assert reference is not None and reference is not actor, "the reference has weights of its own"
+            with span("refresh"), actor.present(), reference.present():
+                actor.gather_weights()
+                reference.take_weights(actor)
+        return {"reference/of_step": number // every * every}
 
     def _agree(self, plan: Plan) -> None:
-        """All ranks are about to run this plan: an error with both values instead of ranks that wait for each other."""
+        """Raise PlanMismatch on all ranks unless all are about to run this plan, instead of waiting for each other."""
         turn = Turn(self.number, plan.phase, Summary.of(plan))
         if not same_everywhere(turn.digest):
             refuse_unlike(gather_to_all(turn))
 
-    def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> None:
-        """Every rank compares what every data-parallel rank executed in each mini-batch with the plan, and logs both.
+    def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> tuple[MiniBatches, Metrics]:
+        """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and metrics.
 
         Each rank has compared its own after each mini-batch; this is the proof for metrics.jsonl.
         """
         everywhere = gather_to_all(executed)
         ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
-        # All of them, but where an early stop has skipped the last ones: on every rank as many.
+        # All mini-batches, unless an early stop has skipped the last ones: as many on every rank.
         planned = plan.mini_batches[: len(executed)]
         for data_rank, ran in enumerate(ranks):
             if len(ran) != len(planned):
@@ -340,182 +410,139 @@ class Pipeline:
             for mini_batch, shapes in zip(planned, ran, strict=True):
                 compare(mini_batch, data_rank, shapes)
         cost, lengths, prompts = self.costs[ROLE_OF[plan.phase]], batch.lengths.tolist(), batch.prompt_lengths.tolist()
-        self.figures |= schedule_figures(plan, ranks, lengths, cost, prompts)
-        self.sizes.ran[plan.phase] = planned
+        return planned, schedule_metrics(plan, ranks, lengths, cost, prompts)
 
-    def _advantages(self, batch: Batch) -> None:
-        """Every rank computes them for every sequence: the same sum in the same order under every layout."""
-        settings = self.algorithm
-        added = 0.0 if settings.overlong is None else self._overlong(settings.overlong, batch)  # first: it masks some
-        valid = torch.from_numpy(batch.valid)
-        rewards = torch.where(valid, torch.from_numpy(batch.rewards).float() + added, 0.0)
-        penalties = [torch.zeros(length) for length in batch.own_lengths.tolist()]
-        coefficient = 0.0
-        if settings.kl is not None and settings.kl.place == "reward":
-            coefficient = settings.kl.coefficient
-            pairs = zip(batch.fields["logprobs"], batch.fields["reference_logprobs"], strict=True)
-            penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
-        groups, values = torch.from_numpy(batch.groups), batch.fields.get("values")
-        baselines = None if batch.baselines is None else torch.from_numpy(batch.baselines)
-        found = estimate(Scored(rewards, groups, valid, penalties, values, baselines), coefficient, settings)
-        batch.fields["advantages"] = found.advantages
-        if found.returns is not None:
-            assert values is not None, "returns are what values are compared with"
-            batch.fields["returns"] = found.returns
-            known = [value for value, counts in zip(values, batch.valid, strict=True) if counts]
-            self.figures["critic/value_mean"] = float(torch.cat(known).mean())
-            self.figures["critic/explained_variance"] = explained_variance(values, found.returns, valid)
+    # Weight sync ------------------------------------------------------------------------------------------------------
 
-    def _overlong(self, section: OverlongSection, batch: Batch) -> torch.Tensor:
-        """What is added to the rewards of completions near the limit; those that reached it are masked where the recipe asks
-        for it. Raises ValueError where none is left: an update of nothing would still move weights, by its momentum."""
-        lengths, longest = torch.from_numpy(batch.own_lengths), self.recipe.max_own_tokens
-        penalties = overlong_penalties(lengths, longest, section.buffer, section.penalty).float()
-        self.figures["reward/overlong_penalty_mean"] = float(penalties.mean())
-        if section.mask:
-            assert batch.truncated is not None
-            masked = int((batch.truncated & batch.valid).sum())
-            self.figures["reward/overlong_masked"] = masked
-            batch.valid = batch.valid & ~batch.truncated
-            if not batch.valid.any():
-                limit, turns = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}", self.recipe.environment
-                if turns is not None:
-                    limit = f"environment.max_turns = {turns.max_turns}, or {limit}"
-                raise ValueError(
-                    f"no completion is left to train on: the {masked} that still counted reached {limit}, and "
-                    "algorithm.overlong.mask = true leaves these out; raise that limit, or take algorithm.overlong.buffer "
-                    "in the place of the mask"
-                )
-            self.sizes = replace(self.sizes, valid=batch.valid.tolist())
-        return penalties
-
-    def _refresh_reference(self, number: int) -> None:
-        """Behind the updates of some steps the reference becomes the actor. The figure is the step that its weights are of,
-        0 for those of the start."""
-        every = self.recipe.refresh_every
-        if every is None:
-            return
-        if number % every == 0:
-            actor, reference = self.parts.actor, self.parts.reference
-            assert reference is not None and reference is not actor, "a reference of its own"
-            with span("refresh"), actor.present(), reference.present():
-                actor.gather_weights()
-                reference.take_weights(actor)
-        self.figures["reference/of_step"] = number // every * every
-
-    def _warms_up(self, number: int) -> bool:
-        """Whether a step updates the critic alone."""
-        warmup = self.recipe.critic_warmup_steps
-        if warmup:
-            self.figures["critic/warmup"] = int(number <= warmup)
-        return number <= warmup
-
-    def _keep_actor(self) -> None:
-        """In place of a weight sync, where the actor was not updated: engines go on with the weights they have. Those that
-        have slept have none, and take the same version again."""
-        self.figures["sync/version"] = self.version
-        if self.parts.engines_sleep:
-            with self._phase("weight_sync"):
-                self.sync(self.version)
-
-    def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
-        settings, longest = self.algorithm, self.recipe.max_own_tokens
-        updates = []
-        self._agree(plan)
-        _announce(engine, plan, passes=2)
-        with engine.present(training=True):
-            for number, mini_batch in enumerate(plan.mini_batches):
-                weights = token_weights(batch, mini_batch, settings.aggregation, longest)
-                update = engine.update(batch, mini_batch, objective(settings, batch, weights))
-                compare(mini_batch, engine.place.data_rank, update.executed)
-                self.guard.update(engine, number, mini_batch, update)
-                updates.append(update)
-                if engine.role == "actor" and self._is_beyond_target(update, engine.place):
-                    engine.skip_updates(len(plan.mini_batches) - len(updates))
-                    break
-            self.guard.weights(engine, plan.phase)
-        self._prove(engine.place, plan, batch, [update.executed for update in updates])
-        with span("figures"):
-            self.figures |= update_figures(engine.role, plan, updates, engine.place)
-        if engine.router_replay is not None:
-            self.figures |= engine.router_replay.take_figures()
-        if engine.role == "actor":
-            if settings.early_stop is not None:
-                self.figures["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
-            self._check_drift()
-            self._adapt()
-
-    def _is_beyond_target(self, update: Update, place: Place) -> bool:
-        """Whether the policy, before this update, had moved beyond `algorithm.early_stop` since the step began; over the
-        tokens of all ranks, and the same on each of them."""
-        section = self.algorithm.early_stop
-        if section is None or update.refused is not None:
-            return False
-        own = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
-        total = reduce_scalars(own, place, "sum")
-        return total["moved_kl_sum"] / max(total["tokens"], 1.0) > section.target_kl
-
-    def _check_drift(self) -> None:
-        """Before the first update the policy has not moved, so a ratio other than 1 comes from unlike micro-batches."""
-        if "actor/ratio_drift_max" not in self.figures:  # the first update was refused, or all of it masked
-            return
-        drift, bound = self.figures["actor/ratio_drift_max"], self.recipe.algorithm.max_ratio_drift
-        self.figures["actor/ratio_drift_exceeded"] = int(drift > bound)
-        if drift > bound and self.rank == 0 and not self.warned_of_drift:
-            logger.warning(
-                "before the first update a policy ratio is %.3g away from 1, more than algorithm.max_ratio_drift = %.3g: "
-                "actor_logprob and actor_update cut the batch unlike and their kernels round unlike; make their "
-                "micro-batches more alike in size, or use a finer trainer.precision (said once; see actor/ratio_drift_max)",
-                drift,
-                bound,
-            )
-            self.warned_of_drift = True
-
-    def _adapt(self) -> None:
-        """The KL coefficient of the next step, where it is steered."""
-        section = self.algorithm.kl
-        if section is None or section.adaptive is None or "actor/kl" not in self.figures:  # all were refused, or masked
-            return
-        self.figures["actor/kl_coefficient"] = section.coefficient
-        steering = section.adaptive
-        self._set_coefficient(adapted(section.coefficient, self.figures["actor/kl"], steering.target, steering.rate))
-
-    def _set_coefficient(self, coefficient: float) -> None:
-        assert self.algorithm.kl is not None
-        section = self.algorithm.kl.model_copy(update={"coefficient": coefficient})
-        self.algorithm = self.algorithm.model_copy(update={"kl": section})
-
-    def sync(self, version: int) -> None:
-        """Bring the actor's weights to all engines, as `version`."""
-        if self.parts.weights is not None:
-            self.figures |= self._publish(version, None)
+    def sync(self, version: int) -> Metrics:
+        """Send the actor's weights to all engines, as `version`."""
+        metrics = {} if self.parts.weights is None else self._publish(version, None)
         self.version = version
-        self.figures["sync/version"] = version
+        return metrics | {"sync/version": version}
 
-    def _resync(self, engines: Sequence[int]) -> None:
-        """Rank 0, in a rollout: engines were started again. The other ranks wait for the rollout, and learn of it there."""
-        broadcast_from_first(Resync(tuple(engines)))
-        self._bring_again(engines)
+    def _sync_engines(self, updated: bool) -> Metrics:
+        """Send the actor's new weights. If it was not updated, engines go on with the weights that they have; those that
+        have slept have none, and take the same version again."""
+        if not updated and not self.parts.engines_sleep:
+            return {"sync/version": self.version}
+        with self._phase("weight_sync"):
+            return self.sync(self.version + int(updated))
 
-    def _bring_again(self, engines: Sequence[int]) -> None:
-        """Bring the version that the others have to some engines; what that takes is added up. On all ranks."""
-        found = self._publish(self.version, engines)
-        before = {name: 0 for name in found} | self.resyncs
-        self.resyncs |= {name: value if name in NOT_ADDED else before[name] + value for name, value in found.items()}
-        self.resyncs["sync/count"] = before.get("sync/count", 0) + 1
+    def _broadcast_from_engines(self, result: Any) -> Any:
+        """Give every rank what rank 0 got from the engines; ranks wait here, and sync restarted engines."""
+        with span("wait_engines"):
+            while isinstance(result := broadcast_from_first(result), Restarted):
+                self._sync_restarted(result.engines)
+                result = None
+        return result
 
-    def take_resyncs(self) -> Figures:
-        """`resync/...`: the figures of all syncs to engines that were started again since this was last asked, none if none
-        was; the same on every rank."""
-        taken, self.resyncs = self.resyncs, {}
-        return {f"re{name}": value for name, value in taken.items()}
+    def _sync_restarted_from_first(self, engines: Sequence[int]) -> None:
+        """On rank 0, during a rollout: engines were restarted. The other ranks wait for the rollout and learn it there."""
+        broadcast_from_first(Restarted(tuple(engines)))
+        self._sync_restarted(engines)
 
-    def _publish(self, version: int, engines: Sequence[int] | None) -> Figures:
+    def _sync_restarted(self, engines: Sequence[int]) -> None:
+        """Send the current weights to restarted engines and add up the sync metrics. Collective."""
+        metrics = self._publish(self.version, engines)
+        before = {name: 0 for name in metrics} | self.restart_metrics
+        summed = {name: value if name in NOT_SUMMED else before[name] + value for name, value in metrics.items()}
+        self.restart_metrics |= summed | {"sync/count": before.get("sync/count", 0) + 1}
+
+    def take_restart_metrics(self) -> Metrics:
+        """Return `resync/...`: the metrics of all syncs to restarted engines since the last call; the same on every rank."""
+        metrics, self.restart_metrics = self.restart_metrics, {}
+        return {f"re{name}": value for name, value in metrics.items()}
+
+    def _publish(self, version: int, engines: Sequence[int] | None) -> Metrics:
+        assert self.parts.weights is not None
         with self.parts.actor.present():
             shards = self.parts.actor.shards()
             if self.parts.engines_sleep:  # they wake when every rank has come to the sync, and map what is free by then
                 platform.release_memory()
-            return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)
+            return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
+
+    # Around the step --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int, leaves: Callable[[], bool]) -> Evaluation | None:
+        """Measure the engines' weights on the held-out prompts: an Evaluation on rank 0, None elsewhere.
+
+        None everywhere if the run `leaves`, which is asked on all ranks before each round.
+        """
+        judged, more = Judged(), True
+        with self.clock.phase("evaluation"):
+            while more:
+                if leaves():
+                    return None
+                answer: Any = None
+                if self.parts.held_out is not None:
+                    pool, rewards = self.parts.rollouts, self.parts.rewards
+                    answer = self.parts.held_out.go_on(judged, pool, rewards, step, self._sync_restarted_from_first)
+                more = self._broadcast_from_engines(answer)
+        return None if self.parts.held_out is None else self.parts.held_out.result(judged)
+
+    def run(
+        self,
+        done: int,
+        start_metrics: Metrics,
+        run: RunDirectory,
+        writer: RunWriter,
+        preemption: Preemption,
+        watch: Watch,
+        device_sync: DeviceSync,
+    ) -> None:
+        """Run all steps after step `done`. Raises Preempted if the run is told to leave."""
+        recipe, clock = self.recipe, self.clock
+        if done == 0 and recipe.evaluates_after(0):
+            writer.evaluated(0, self.version, self.evaluate(0, preemption.agreed))
+        writer.started(clock.take(), {f"start_{name}": value for name, value in start_metrics.items()})
+        for number in range(done + 1, recipe.run.steps + 1):
+            watch.begin(number)
+            with clock.phase("agree"):  # a rank that comes late to a step is waited for here
+                leaves = preemption.agreed()
+            if leaves:
+                raise self._leave(done, self.state(done) if 0 < done != preemption.saved else None, run, preemption)
+            preemption.begin(number)
+            device_sync.begin(number)
+            before = self.state(done) if preemption.abandons else None
+            try:
+                with writer.profiled(number):
+                    metrics = self.step(number)
+            except Abandoned as abandoned:
+                assert before is not None, "it is kept if the run may abandon a step"
+                raise self._leave(done, None if abandoned.moved else before, run, preemption) from None
+            done = number
+            # The times of the step, not of an evaluation.
+            engines = [] if self.parts.rollouts is None else self.parts.rollouts.take_times()
+            if recipe.evaluates_after(number):
+                metrics |= writer.evaluated(number, self.version, self.evaluate(number, preemption.agreed))
+            metrics |= self.take_restart_metrics()
+            times = clock.take()
+            with clock.phase("metrics"):  # counted in the next step's line
+                if self.parts.prompts is not None:
+                    metrics |= self.parts.prompts.figures()
+                rows = [] if self.parts.samples is None else self.parts.samples.rows
+                writer.step(number, times, engines, self.sizes, metrics, rows)
+            every = recipe.run.checkpoint_every
+            if number == recipe.run.steps or (every and number % every == 0):
+                self._save(self.state(number), run, preemption)
+        writer.close(clock.take())
+
+    def _save(self, state: dict[str, Any], run: RunDirectory, preemption: Preemption) -> None:
+        with self.clock.phase("checkpoint"):  # counted in the next step's line
+            latest = latest_checkpoint(run.checkpoints)
+            try:
+                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, state)
+            except BaseException as error:  # torch's own is no Exception
+                if is_full(error) and not isinstance(error, DiskFull):
+                    raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(latest)) from error
+                raise
+        preemption.saved = state["step"]
+
+    def _leave(self, done: int, state: dict[str, Any] | None, run: RunDirectory, preemption: Preemption) -> Preempted:
+        """Save `state` of the done steps, unless it is saved already or the weights have moved on; say how the run ends."""
+        if state is not None and 0 < done != preemption.saved:
+            self._save(state, run, preemption)
+        return preemption.left(done, self.recipe.run.steps, str(run.checkpoints))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -523,29 +550,30 @@ class Pipeline:
         with self.clock.phase(name):
             yield
 
-    # What a resume needs -------------------------------------------------------------------------------------------
-
     def state(self, number: int) -> dict[str, Any]:
-        """Everything a resume needs besides the roles that move; collective."""
+        """Return everything that a resume after step `number` needs besides the roles that move. Collective."""
         position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.state())
-        section = self.algorithm.kl
-        coefficient = section.coefficient if section is not None and section.adaptive is not None else None
         state = {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
-        return state | {"kl_coefficient": coefficient}
+        return state | {"kl_coefficient": self.kl.coefficient}
+
+    def load(self, checkpoint: Path) -> int:
+        """Load the roles and the state of a checkpoint; returns its step. Collective."""
+        with self.clock.phase("load_checkpoint"):
+            state = load_checkpoint(checkpoint, self.parts.moving)
+            self.restore(state)
+        return int(state["step"])
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue behind the step that `state` was taken after."""
+        """Continue after the step that `state` was taken after."""
         self.version = state["version"]
         torch.set_rng_state(state["random"])
-        steered = self.algorithm.kl is not None and self.algorithm.kl.adaptive is not None
-        # None where the run was not steered so far; checkpoints of older versions do not have it.
-        if steered and state.get("kl_coefficient") is not None:
-            self._set_coefficient(state["kl_coefficient"])
+        if self.kl.coefficient is not None and state["kl_coefficient"] is not None:  # it may be adaptive since the resume
+            self.kl.coefficient = state["kl_coefficient"]
         if self.parts.prompts is not None:
             self.parts.prompts.restore(state["prompts"])
 
 
-def _announce(engine: Engine, plan: Plan, passes: int = 1) -> None:
+def _announce(role: Engine, plan: Plan, passes: int = 1) -> None:
     """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
-    own = sum(len(mini_batch.micro_batches[engine.place.data_rank]) for mini_batch in plan.mini_batches)
-    work.begin("micro-batches", own, passes * len(engine.chunks))
+    count = sum(len(mini_batch.micro_batches[role.place.data_rank]) for mini_batch in plan.mini_batches)
+    work.begin("micro-batches", count, passes * len(role.chunks))

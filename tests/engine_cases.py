@@ -61,10 +61,9 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
 
 def in_groups(batch: Batch, size: int) -> Batch:
     """The batch with every `size` sequences, whose prompts are of one length, as completions of the first one's prompt."""
-    batch.groups = np.arange(len(batch.lengths)) // size
     for number, sample in batch.samples.items():
         batch.samples[number] = replace(sample, prompt_ids=batch.samples[number // size * size].prompt_ids)
-    return batch
+    return replace(batch, groups=np.arange(len(batch.lengths)) // size)
 
 
 def engine(

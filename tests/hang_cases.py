@@ -224,9 +224,9 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
     """Have rank 0 strike the fault's process in the middle of a call to it."""
     from megarl.reward.workers import RewardWorkers
     from megarl.rollout.handle import EngineHandle
-    from megarl.trainer import Pipeline
+    from megarl.trainer import Trainer
 
-    call, score, step, struck = EngineHandle.call, RewardWorkers.score, Pipeline.step, False
+    call, score, step, struck = EngineHandle.call, RewardWorkers.score, Trainer.step, False
     pipeline: Any = None
     method = {"rollout": "result", "weight_sync": "receive"}.get(fault.phase)
 
@@ -253,7 +253,7 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
             strike()
         return score(workers, *arguments)
 
-    Pipeline.step = noting_step  # type: ignore[method-assign,assignment]
+    Trainer.step = noting_step  # type: ignore[method-assign,assignment]
     EngineHandle.call = call_and_strike  # type: ignore[method-assign,assignment]
     RewardWorkers.score = strike_and_score  # type: ignore[method-assign,assignment]
 

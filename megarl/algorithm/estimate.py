@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
+from megarl.algorithm.kl import kl
+from megarl.algorithm.overlong import apply_overlong
 from megarl.algorithm.registry import ADVANTAGE
 from megarl.recipe.algorithm_sections import AlgorithmSection, GroupSection
 from megarl.recipe.own_code import load_marked
@@ -41,6 +44,66 @@ def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> 
     """The advantages by `algorithm.advantage`; `coefficient` is that of the KL term in the reward, 0 without one."""
     found = ADVANTAGES.get(settings.advantage)
     return found(scored, coefficient, settings) if found is not None else _of_user(scored, coefficient, settings)
+
+
+class StepAdvantages(NamedTuple):
+    """What the updates of a step learn from."""
+
+    advantages: list[Tensor]  # [own tokens] a sequence
+    returns: list[Tensor] | None  # [own tokens] a sequence, for the critic
+    valid: Tensor  # [sequences] bool, without what algorithm.overlong masks
+    metrics: dict[str, float]
+
+
+def step_advantages(
+    settings: AlgorithmSection,
+    rewards: Tensor,
+    valid: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    truncated: Tensor,
+    results: Mapping[str, Sequence[Tensor]],
+    baselines: Tensor | None,
+    longest: int,
+    limit: str,
+) -> StepAdvantages:
+    """Compute the advantages of a step from its rewards: overlong penalty and mask, KL penalty, then the estimator.
+
+    rewards, valid, groups, lengths (own tokens), truncated: [sequences]. `results` holds what earlier phases computed, by
+    name, [own tokens] a sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values" with a critic.
+    `baselines` [sequences] are the rewards of greedy completions. `longest` and `limit` as of `apply_overlong`.
+    """
+    metrics: dict[str, float] = {}
+    added: Tensor | float = 0.0
+    if settings.overlong is not None:
+        added, valid, metrics = apply_overlong(settings.overlong, lengths, truncated, valid, longest, limit)
+    rewards = torch.where(valid, rewards.float() + added, 0.0)
+    penalties, coefficient = [torch.zeros(length) for length in lengths.tolist()], 0.0
+    if settings.kl is not None and settings.kl.place == "reward":
+        coefficient = settings.kl.coefficient
+        pairs = zip(results["logprobs"], results["reference_logprobs"], strict=True)
+        penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
+    values = results.get("values")
+    advantages, returns = estimate(Scored(rewards, groups, valid, penalties, values, baselines), coefficient, settings)
+    if returns is not None:
+        assert values is not None, "returns are what values are compared with"
+        counted = [value for value, counts in zip(values, valid.tolist(), strict=True) if counts]
+        metrics["critic/value_mean"] = float(torch.cat(counted).mean())
+        metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
+    return StepAdvantages(advantages, returns, valid, metrics)
+
+
+def greedy_baselines(rewards: np.ndarray, scored: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the baseline of each sequence, and which still count: without a baseline a sequence does not.
+
+    rewards [groups] of the prompts' greedy completions, scored [groups] bool; valid [sequences] bool, by group; returns
+    fp32 and bool [sequences]. Raises ValueError if no sequence is left.
+    """
+    group_size = len(valid) // len(rewards)
+    valid = valid & np.repeat(scored, group_size)
+    if not valid.any():
+        raise ValueError("no prompt has both a completion and a greedy completion that could be scored")
+    return np.repeat(np.where(scored, rewards, 0.0).astype(np.float32), group_size), valid
 
 
 def check_advantage(settings: AlgorithmSection) -> None:

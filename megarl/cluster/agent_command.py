@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     except RecipeError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    # Another module than megarl.train has no recipe, and gets the default.
+    # A module other than megarl has no recipe, and gets the default.
     leaving = Leaving(RunSection.model_fields["grace_s"].default if recipe is None else recipe.run.grace_s)
     run = None if recipe is None else RunDirectory.of(recipe)
     handle_signals(leaving.note)
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _recipe(options: Any) -> Recipe | None:
-    if not options.module or options.training_script != "megarl.train":
+    if not options.module or options.training_script != "megarl":
         return None
     words = [word for word in options.training_script_args if not word.startswith("--")]
     return load_recipe(words[0], words[1:]) if words else None

@@ -147,7 +147,7 @@ def _run_agent(
     if settings.log_dir is not None:
         options += ["--log-dir", str(settings.log_dir / f"node{settings.node_rank}"), "--tee", "3"]
     resume = [] if any(word.startswith("--resume") for word in arguments) else ["--resume-if-saved"]
-    command = [sys.executable, "-m", "megarl.cluster.agent", *options, "-m", "megarl.train", *arguments, *resume]
+    command = [sys.executable, "-m", "megarl.cluster.agent", *options, "-m", "megarl", *arguments, *resume]
     agent = start_tied(command, environment, signal.SIGTERM)
     passed_on: list[int] = []
 

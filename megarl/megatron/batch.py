@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,35 +21,60 @@ from megarl.schedule.schedule import padded
 UNRECORDED, PADDING = -1, -2
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """All sequences of a step: everybody's lengths, this rank's tokens, everybody's per-token results.
+    """All sequences of a step: every sequence's lengths and per-token results, and this rank's tokens.
 
-    `samples` holds the tokens of the sequences that some phase runs on this data-parallel rank. `fields` maps a name
-    ("logprobs", "values", "advantages", ...) to one fp32 tensor [own tokens] a sequence, for every sequence:
-    four bytes a token are cheap to replicate, and every rank then computes advantages and their whitening as the same
-    sum in the same order, whatever the layout.
+    A phase never changes a batch: it returns a new one. `samples` holds the tokens of the sequences that some phase runs on
+    this data-parallel rank. `fields` maps a name ("logprobs", "values", "advantages", ...) to one fp32 tensor [own tokens]
+    of every sequence: four bytes a token are cheap to replicate, and every rank then computes advantages and their whitening
+    as the same sum in the same order, whatever the layout.
 
-    Own tokens are the completion tokens that the policy sampled: all of them, but for an environment's observations in
-    between. The head predicts no others, so that nothing behind it (losses, advantages, KL, entropy, figures) has any
-    others.
+    Own tokens are the completion tokens that the policy sampled, that is, all but an environment's observations. The head
+    predicts no others, so losses, advantages, KL, entropy and metrics have no others.
     """
 
     prompt_lengths: np.ndarray  # [sequences]
     completion_lengths: np.ndarray  # [sequences]
     groups: np.ndarray  # [sequences] explicit group ids
     rewards: np.ndarray  # [sequences] fp32
-    valid: np.ndarray  # [sequences] bool: False where the reward could not be computed
-    truncated: np.ndarray | None = None  # [sequences] bool: True where the completion reached the limit of its length
+    valid: np.ndarray  # [sequences] bool: False if the reward could not be computed
+    truncated: np.ndarray | None = None  # [sequences] bool: True if the completion reached the limit of its length
     baselines: np.ndarray | None = None  # [sequences] fp32: the reward of the prompt's greedy completion
     samples: dict[int, Sample] = field(default_factory=dict)
-    fields: dict[str, list[Tensor]] = field(default_factory=dict)
-    masked: set[int] = field(default_factory=set)  # samples whose results are not finite; their tokens are dummies
+    fields: dict[str, Sequence[Tensor]] = field(default_factory=dict)
+    masked: frozenset[int] = frozenset()  # samples whose results are not finite; their tokens are dummies
     own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens are own ones
 
     def __post_init__(self) -> None:
         if self.own_lengths is None:
-            self.own_lengths = self.completion_lengths
+            object.__setattr__(self, "own_lengths", self.completion_lengths)
+
+    def with_fields(self, **fields: Sequence[Tensor]) -> Batch:
+        """Return this batch with further per-token results."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def without(self, samples: Collection[int]) -> Batch:
+        """Return this batch with `samples` masked: they count for nothing from here on.
+
+        Their places stay, as the plan has them, with dummy tokens: whatever made their results NaN would make the gradients
+        of a whole micro-batch NaN.
+        """
+        valid = self.valid.copy()
+        valid[list(samples)] = False
+        fields = {
+            name: [torch.zeros_like(result) if number in samples else result for number, result in enumerate(results)]
+            for name, results in self.fields.items()
+        }
+        dummies: dict[int, Sample] = {}
+        for number in samples:
+            if (sample := self.samples.get(number)) is not None:
+                zeros = np.zeros_like(sample.completion.token_ids)
+                completion = replace(sample.completion, token_ids=zeros, logprobs=np.zeros_like(sample.completion.logprobs))
+                dummies[number] = replace(sample, prompt_ids=np.zeros_like(sample.prompt_ids), completion=completion)
+        return replace(
+            self, valid=valid, fields=fields, samples={**self.samples, **dummies}, masked=self.masked | frozenset(samples)
+        )
 
     @property
     def lengths(self) -> np.ndarray:

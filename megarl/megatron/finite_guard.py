@@ -1,4 +1,4 @@
-"""What a step does about numbers that are not finite: `run.on_not_finite` ends the run, or leaves out what they would spoil.
+"""What a step does about NaN and infinity: `run.on_not_finite` stops the run, or skips what they would spoil.
 
 Everything here is decided by numbers that all ranks have alike, so that all ranks stop, mask or go on together.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -27,87 +26,81 @@ ADVICE = (
 
 
 class FiniteGuard:
-    """The recipe's policy, and how often a step had need of it."""
+    """The policy of `run.on_not_finite`, and how often a step needed it."""
 
     def __init__(self, policy: Literal["stop", "skip"], rank: int) -> None:
         self._skips, self._rank = policy == "skip", rank
         self._updates = self._samples = 0
 
-    def take_figures(self) -> dict[str, float]:
-        """Updates and samples left out since the last time."""
-        figures: dict[str, float] = {"finite/skipped_updates": self._updates, "finite/masked_samples": self._samples}
+    def take_metrics(self) -> dict[str, float]:
+        """Return how many updates and samples were skipped since the last call."""
+        metrics: dict[str, float] = {"finite/skipped_updates": self._updates, "finite/masked_samples": self._samples}
         self._updates = self._samples = 0
-        return figures
+        return metrics
 
-    def rewards(self, batch: Batch) -> None:
-        """Rewards that are too large for fp32. Raises NotFinite, or masks them."""
+    def rewards(self, batch: Batch) -> Batch:
+        """Mask samples whose reward is too large for fp32. Raises NotFinite if the recipe says stop."""
         wrong = np.flatnonzero(batch.valid & ~np.isfinite(batch.rewards)).tolist()
-        if wrong:
-            first = wrong[0]
-            self._leave_out(
-                f"phase reward: the reward of sample {first} (group {batch.groups[first]}) is {batch.rewards[first]} on "
-                f"rank 0 ({len(wrong)} of {len(batch.rewards)} samples are like this)",
-                wrong,
-                batch,
-            )
+        if not wrong:
+            return batch
+        first = wrong[0]
+        message = (
+            f"phase reward: the reward of sample {first} (group {batch.groups[first]}) is {batch.rewards[first]} on "
+            f"rank 0 ({len(wrong)} of {len(batch.rewards)} samples are like this)"
+        )
+        return self._mask(message, wrong, batch)
 
-    def results(self, engine: Engine, mini_batch: MiniBatch, name: str, found: list[Tensor], batch: Batch) -> list[Tensor]:
-        """A forward phase's results `found`, by sample; 0 for samples that are left out from here on. Raises NotFinite where
-        the recipe says stop, where weights are to blame, or where no sample is left. Collective."""
-        wrong = wrong_samples(found)
-        if wrong:
-            said = describe_results(mini_batch, name, found, wrong, engine.place)
-            with engine.present():
-                self._refuse_weights(engine, said)
-            self._leave_out(said, wrong, batch)
-        return [torch.zeros_like(one) if sample in wrong else one for sample, one in enumerate(found)]
+    def results(
+        self, engine: Engine, mini_batch: MiniBatch, name: str, results: list[Tensor], batch: Batch
+    ) -> tuple[list[Tensor], Batch]:
+        """Mask samples for which a forward phase computed NaN; return its results, 0 for these, and the batch.
+
+        Raises NotFinite if the recipe says stop, if the weights are to blame, or if no sample is left. Collective.
+        """
+        wrong = wrong_samples(results)
+        if not wrong:
+            return results, batch
+        message = describe_results(mini_batch, name, results, wrong, engine.place)
+        with engine.present():
+            self._refuse_weights(engine, message)
+        batch = self._mask(message, wrong, batch)
+        return [torch.zeros_like(result) if sample in wrong else result for sample, result in enumerate(results)], batch
 
     def update(self, engine: Engine, number: int, mini_batch: MiniBatch, update: Update) -> None:
-        """An update of mini-batch `number`, perhaps refused. Raises NotFinite where the recipe says stop, or weights are to
-        blame. Collective; weights are present, as for `weights`."""
+        """Count an update of mini-batch `number` that was refused.
+
+        Raises NotFinite if the recipe says stop, or if the weights are to blame. Collective; weights are present.
+        """
         if update.refused is None:
             return
-        said = f"phase {mini_batch.phase}, mini-batch {number}: {update.refused}"
-        self._refuse_weights(engine, said)
-        self._stop_or_say(f"{said}; no update was taken of it")
+        message = f"phase {mini_batch.phase}, mini-batch {number}: {update.refused}"
+        self._refuse_weights(engine, message)
+        self._stop_or_warn(f"{message}; no update was taken of it")
         self._updates += 1
 
     def weights(self, engine: Engine, phase: str) -> None:
-        """Behind the updates of a phase. Raises NotFinite for weights that are not finite: no later step mends them, so they
-        are neither published nor saved. Collective."""
+        """Raise NotFinite if the updates of a phase left weights that are not finite.
+
+        No later step mends them, so they are neither published nor saved. Collective; weights are present.
+        """
         broken = engine.broken_weights()
         if broken is not None:
             raise NotFinite(f"phase {phase}: its updates left weights that are not finite ({broken}); {ADVICE}")
 
-    def _leave_out(self, said: str, wrong: Sequence[int], batch: Batch) -> None:
+    def _mask(self, message: str, wrong: Sequence[int], batch: Batch) -> Batch:
         if not set(np.flatnonzero(batch.valid).tolist()) - set(wrong):
-            raise NotFinite(f"{said}, and no other sample counts; {ADVICE}")
-        self._stop_or_say(f"{said}; masked")
-        mask(batch, wrong)
+            raise NotFinite(f"{message}, and no other sample counts; {ADVICE}")
+        self._stop_or_warn(f"{message}; masked")
         self._samples += len(wrong)
+        return batch.without(wrong)
 
-    def _refuse_weights(self, engine: Engine, said: str) -> None:
+    def _refuse_weights(self, engine: Engine, message: str) -> None:
         broken = engine.broken_weights()
         if broken is not None:
-            raise NotFinite(f"{said}: the {engine.role}'s weights are broken ({broken}); {ADVICE}")
+            raise NotFinite(f"{message}: the {engine.role}'s weights are broken ({broken}); {ADVICE}")
 
-    def _stop_or_say(self, said: str) -> None:
+    def _stop_or_warn(self, message: str) -> None:
         if not self._skips:
-            raise NotFinite(f"{said}; {ADVICE}")
+            raise NotFinite(f"{message}; {ADVICE}")
         if self._rank == 0:
-            logger.warning("%s", said)
-
-
-def mask(batch: Batch, samples: Sequence[int]) -> None:
-    """Samples that count for nothing from here on. Their places stay, as the plan has them, with dummy tokens: what made
-    their results no numbers would make gradients of a whole micro-batch none."""
-    for number in samples:
-        batch.valid[number] = False
-        batch.masked.add(number)
-        for field in batch.fields.values():
-            field[number] = torch.zeros_like(field[number])
-        sample = batch.samples.get(number)
-        if sample is not None:
-            none = np.zeros_like(sample.completion.token_ids)
-            completion = replace(sample.completion, token_ids=none, logprobs=np.zeros_like(sample.completion.logprobs))
-            batch.samples[number] = replace(sample, prompt_ids=np.zeros_like(sample.prompt_ids), completion=completion)
+            logger.warning("%s", message)

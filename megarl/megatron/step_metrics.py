@@ -1,65 +1,18 @@
-"""The figures of a step, named `area/name`, from what the phases returned."""
+"""The metrics of a phase that a role ran: planned and executed shapes, losses and norms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from megarl.megatron.batch import Batch
 from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import Update
-from megarl.planner.lengths import QUANTILES
 from megarl.schedule import Cost, Executed, Plan, quality
 
 
-def rollout_figures(rollouts: Any) -> dict[str, float]:
-    """Lengths, with observations where there are any, truncation and the sizes the engines ran."""
-    lengths = rollouts.completion_lengths
-    return {
-        "rollout/completion_length_mean": float(lengths.mean()),
-        "rollout/completion_length_max": int(lengths.max()),
-        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
-        "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
-        "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
-        "rollout/version": int(rollouts.last_version.min()),
-        "tokens/prompt": int(rollouts.prompt_lengths.sum()),
-        "tokens/completion": int(lengths.sum()),
-        "schedule/rollout/prompts": rollouts.executed.prompts,
-        "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
-        **({} if rollouts.episodes is None else _episode_figures(rollouts)),
-        **rollouts.metrics,
-    }
-
-
-def _episode_figures(rollouts: Any) -> dict[str, float]:
-    """What became of episodes, and how much of them the policy has not said itself."""
-    observed = int(rollouts.completion_lengths.sum() - rollouts.own_lengths.sum())
-    return {
-        "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
-        "rollout/observation_tokens": observed,
-        "rollout/observation_share": observed / int(rollouts.completion_lengths.sum()),
-        **rollouts.episodes.metrics(),
-    }
-
-
-def add_scores(batch: Batch, scores: np.ndarray, weight: float) -> dict[str, float]:
-    """Add the reward model's scores [sequences] to the rewards, which are the verifiers' until then. Masked samples stay
-    masked. Returns the figures of the sum."""
-    batch.rewards = (batch.rewards + weight * scores).astype(np.float32)
-    counted = batch.rewards[batch.valid]
-    return {
-        "reward/model_mean": float(scores[batch.valid].mean()),
-        "reward/mean": float(counted.mean()),
-        "reward/deviation": float(counted.std()),
-    }
-
-
-def schedule_figures(
+def schedule_metrics(
     plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """Planned against executed shapes of one phase, and what the plan is worth.
+    """Return the planned and executed shapes of one phase, and the quality of its plan.
 
     `ranks` holds what each data-parallel rank executed, a mini-batch at a time. Counts of micro-batches are one rank's (the
     same on all), tokens and slots are summed over the data-parallel ranks.
@@ -67,7 +20,7 @@ def schedule_figures(
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
     executed = [shapes for rank in ranks for shapes in rank]
     worth = quality(plan, lengths, cost, prompts)
-    figures: dict[str, float] = {
+    metrics: dict[str, float] = {
         "planned_micro_batches": len(planned) // plan.layout.data,
         "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
         "planned_tokens": sum(micro.tokens for micro in planned),
@@ -82,11 +35,11 @@ def schedule_figures(
         "bubble_share": worth.bubble_share,
         "efficiency": worth.efficiency,
     }
-    return {f"schedule/{plan.phase}/{name}": value for name, value in figures.items()}
+    return {f"schedule/{plan.phase}/{name}": value for name, value in metrics.items()}
 
 
-def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
-    """Losses and norms of a phase's updates: losses and norms as their mean over the updates, the rest per token. Updates
+def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
+    """Return losses and norms as means over the updates of a phase, and everything else per token. Updates
     that were refused count for none of them: they have no losses. Where all tokens of the others are masked nothing was
     measured but the norms: no figure says 0, and a KL of 0 would steer `algorithm.kl.adaptive`."""
     counts: dict[str, float] = {
@@ -104,24 +57,24 @@ def update_figures(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     total = {key: sum(sums[key] for sums in per_update) for key in per_update[0]}
     tokens = total.pop("tokens")
     taken = [update for update in updates if not update.skipped]
-    figures = counts | {f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1)}
+    metrics = counts | {f"{role}/grad_norm": sum(update.grad_norm for update in taken) / max(len(taken), 1)}
     if not tokens:
-        return figures
-    figures[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
+        return metrics
+    metrics[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
     if plan.phase == "actor_update":
         # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
-        figures["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
-        figures["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
+        metrics["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
+        metrics["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
         if "mismatch_weight_sum" in total:
-            figures["mismatch/weight_max"] = max(one["mismatch_weight_max"] for one in largest)
-            figures["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
-            figures["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
+            metrics["mismatch/weight_max"] = max(one["mismatch_weight_max"] for one in largest)
+            metrics["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
+            metrics["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
         total.pop("ratio_drift_sum")
         # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
         if first_counts and per_update[0]["tokens"]:
-            figures["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
-            figures["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
+            metrics["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
+            metrics["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]
     for key, value in total.items():
         name = key.removesuffix("_sum")
-        figures[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))
-    return figures
+        metrics[f"{role}/{name}"] = value / (tokens if key.endswith("_sum") else len(updates))
+    return metrics

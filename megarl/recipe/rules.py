@@ -508,7 +508,7 @@ def _modules(recipe: Recipe) -> Violations:
         targets["environment.target"] = recipe.environment.target
     for key, target in targets.items():
         outermost = target.split(":")[0].split(".")[0]
-        # From the working directory, as `python -m megarl.train` finds it.
+        # From the working directory, as `python -m megarl` finds it.
         if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
             rule = f"no module {outermost!r} in the working directory or the environment"
             yield Violation(key, target, rule, "the module's directory on PYTHONPATH")

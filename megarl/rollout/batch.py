@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megarl.data.sample import Completion, Sample
+from megarl.recipe import Recipe
 
 
 class Payload(Protocol):
@@ -268,3 +269,17 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
         )
     partial.rename(file)
     return file
+
+
+def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
+    """Raise ValueError for a sequence that is longer than the recipe allows: memory caps were proved without it."""
+    for part, lengths, key, limit in (
+        ("prompt", rollouts.prompt_lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens),
+        ("completion", rollouts.completion_lengths, recipe.completion_key, recipe.max_completion_tokens),
+    ):
+        sample = int(np.argmax(lengths))
+        if lengths[sample] > limit:
+            raise ValueError(
+                f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {lengths[sample]} "
+                f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
+            )

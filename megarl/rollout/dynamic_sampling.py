@@ -17,7 +17,7 @@ from megarl.reward.workers import RewardResult
 from megarl.rollout.batch import RolloutBatch, join_rollouts
 
 
-class Rounds:
+class SampledRounds:
     """Takes a step's rounds, each of `phases.rollout.prompts` groups, and makes a batch of as many of them."""
 
     def __init__(self, recipe: Recipe) -> None:

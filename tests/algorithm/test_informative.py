@@ -17,7 +17,7 @@ from megarl.algorithm.informative import choose_groups, informative_groups
 from megarl.data.sample import Completion, Sample
 from megarl.reward.workers import RewardResult
 from megarl.rollout.batch import RolloutBatch, RolloutExecuted
-from megarl.rollout.dynamic_sampling import Rounds
+from megarl.rollout.dynamic_sampling import SampledRounds
 
 members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())
 
@@ -87,7 +87,7 @@ def settings(max_rounds: int | None, mask: bool = False) -> Any:
 
 
 def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> None:
-    rounds = Rounds(settings(max_rounds=5))
+    rounds = SampledRounds(settings(max_rounds=5))
     rounds.add(*a_round(0, [1.0, 1.0, 0.0, 1.0, math.nan, 1.0]))  # the second group alone
     assert not rounds.complete
     rounds.add(*a_round(1, [0.0, 1.0, 1.0, 0.0, 0.5, 0.0]))  # all three, one too many
@@ -118,7 +118,7 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
 
 
 def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:
-    rounds = Rounds(settings(max_rounds=2))
+    rounds = SampledRounds(settings(max_rounds=2))
     rounds.add(*a_round(0, [1.0, 1.0, 0.0, math.nan, 0.0, 0.0]))
     rounds.add(*a_round(1, [1.0, math.nan, 0.0, 1.0, 1.0, 1.0]))
     assert rounds.complete
@@ -134,13 +134,13 @@ def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:
 def test_completions_that_overlong_masks_give_no_signal() -> None:
     reasons = ["stop", "length", "stop", "stop", "stop", "length"]
     for mask, informative in ((True, 1), (False, 3)):
-        rounds = Rounds(settings(max_rounds=2, mask=mask))
+        rounds = SampledRounds(settings(max_rounds=2, mask=mask))
         rounds.add(*a_round(0, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], reasons))
         assert rounds.complete == (informative == WANTED)
 
 
 def test_without_dynamic_sampling_the_only_round_is_the_batch() -> None:
-    rounds = Rounds(settings(max_rounds=None))
+    rounds = SampledRounds(settings(max_rounds=None))
     assert not rounds.complete
     only = a_round(0, [1.0] * 6)
     rounds.add(*only)

@@ -92,7 +92,7 @@ def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, 
 
 
 def test_nodes_that_come_and_go_are_refused(capsys):
-    assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl.train", "recipe.yaml"]) == BAD_INPUT
+    assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl", "recipe.yaml"]) == BAD_INPUT
     said = capsys.readouterr().err
     assert "--rdzv-backend = c10d" in said and "--nnodes = 2" in said and "--master-addr" in said
 

@@ -197,9 +197,9 @@ def _train_until(recipe, resume, step, phase):
     """`train` on this rank; the last rank gets SIGTERM in a phase of a step. What the run says when it leaves, or None."""
     from megarl import build as run
     from megarl.recipe import load_recipe
-    from megarl.trainer import Pipeline
+    from megarl.trainer import Trainer
 
-    class Signalling(Pipeline):
+    class Signalling(Trainer):
         number = 0
 
         def step(self, number):
@@ -219,7 +219,7 @@ def _train_until(recipe, resume, step, phase):
         with (
             patch.object(preemption, "ASKED", asked),
             patch.object(run, "ASKED", asked),
-            patch.object(run, "Pipeline", Signalling),
+            patch.object(run, "Trainer", Signalling),
         ):
             run.train(load_recipe(recipe), resume)
     except Preempted as left:

@@ -82,14 +82,14 @@ def test_figures_of_a_phase_are_of_the_updates_that_were_taken(monkeypatch: pyte
     def update(loss: float, refused: str | None) -> Update:
         return Update({"loss": loss, "clipped_sum": 0.0, "tokens": 4.0}, 2.0, 0.1, executed, refused=refused)
 
-    found = figures.update_figures("critic", plan, [update(math.nan, "a loss"), update(3.0, None)], None)  # type: ignore[arg-type]
+    found = figures.update_metrics("critic", plan, [update(math.nan, "a loss"), update(3.0, None)], None)  # type: ignore[arg-type]
     assert found["critic/loss"] == 3.0 and found["critic/grad_norm"] == 2.0
     assert found["schedule/critic_update/updates"] == 2 and found["critic/skipped_updates"] == 0
     masked: Any = Update({"loss": 0.0, "clipped_sum": 0.0, "kl_sum": 0.0, "tokens": 0.0}, 0.0, 0.1, executed)
-    of_masked = figures.update_figures("actor", plan, [masked], None)  # type: ignore[arg-type]
+    of_masked = figures.update_metrics("actor", plan, [masked], None)  # type: ignore[arg-type]
     counts = ["skipped_updates", "learning_rate", "grad_norm"]
     assert {key for key in of_masked if key.startswith("actor/")} == {f"actor/{key}" for key in counts}, (
         "nothing was measured"
     )
-    none_left = figures.update_figures("critic", plan, [update(math.nan, "a loss")], None)  # type: ignore[arg-type]
+    none_left = figures.update_metrics("critic", plan, [update(math.nan, "a loss")], None)  # type: ignore[arg-type]
     assert "critic/loss" not in none_left and none_left["schedule/critic_update/updates"] == 1

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megarl.megatron.batch import pack
-from megarl.megatron.finite_guard import mask
 from megarl.models.layout import Layout
 from megarl.schedule import MicroBatch, Schedule, compare, plan_phase
 from tests.engine_cases import engine, in_groups, objective_of, random_batch, start, total_loss
@@ -93,7 +92,7 @@ def test_a_masked_sample_of_a_group_takes_no_prompt_along():
     batch = random_batch(50, [(3, 2), (3, 1)])
     batch.samples[1] = replace(batch.samples[1], prompt_ids=batch.samples[0].prompt_ids)
     prompt = batch.samples[1].prompt_ids
-    mask(batch, [0])
+    batch = batch.without([0])
     packed = pack(batch, MicroBatch((0, 1), 6, 6, (2,)), torch.device("cpu"), Layout())
     assert packed.input_ids[0, :3].tolist() == prompt.tolist() and packed.input_ids[0, 3:5].tolist() == [0, 0]
 

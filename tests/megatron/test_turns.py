@@ -48,7 +48,8 @@ def batch_of(vocab: int, own: list[str]) -> Batch:
         given = batch.samples[index].completion
         made = Completion(given.token_ids, logprobs, "stop", 0, 0, own=mask)
         batch.samples[index] = replace(batch.samples[index], completion=made)
-    batch.own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own))])
+    own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own))])
+    batch = replace(batch, own_lengths=own_lengths)
     advantages = torch.linspace(-1.0, 1.5, len(own))
     batch.fields["advantages"] = [one.expand(int(n)) for one, n in zip(advantages, batch.own_lengths, strict=True)]
     return batch

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from megarl import build as run
-from megarl import ledger
 from megarl import trainer as pipeline
 from megarl.megatron import compiled, offload
 from megarl.planner.placement import PlacementError
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
+from megarl.telemetry import run_writer
 from megarl.weight_sync.choice import choose_transport
 from megarl.weight_sync.ring import HANDLE_BYTES
 from tests.recipe_cases import PPO
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """The platform of a GPU in the place of this machine's, with the stand-in for `torch.cuda`."""
     monkeypatch.setattr(torch, "cuda", cuda_stub)
     platform = Pageable("cuda", "nccl", "local")
-    for module in (ledger, pipeline, run, compiled, offload):
+    for module in (run_writer, pipeline, run, compiled, offload):
         monkeypatch.setattr(module, "platform", platform)
     return platform
 
@@ -89,7 +89,7 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
 ) -> None:
     with cuda_stub.recorded() as calls:
         weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
-        one = object.__new__(pipeline.Pipeline)
+        one = object.__new__(pipeline.Trainer)
         one.parts = SimpleNamespace(actor=Actor(calls), weights=weights, rollouts=None, engines_sleep=engines_sleep)  # type: ignore[assignment]
         one._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
@@ -139,16 +139,15 @@ def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform,
     with cuda_stub.recorded() as calls:
         assert gpu.take_peak_reserved_bytes() == 7
     assert calls == ["reset_peak_memory_stats"], "the next step has a peak of its own"
-    monkeypatch.setattr(ledger, "gather_to_all", lambda own: [own, (own[0], 9), (own[0], 8)])
     lines: list[dict[str, Any]] = []
-    one = object.__new__(ledger.Ledger)
+    one = object.__new__(run_writer.RunWriter)
     writer = SimpleNamespace(write=lambda step, figures: lines.append(figures))
     vars(one).update(
-        _pipeline=SimpleNamespace(parts=SimpleNamespace(prompts=SimpleNamespace(figures=dict), samples=None), sizes=None),
+        _gather=lambda local: [local, (local[0], 9), (local[0], 8)],
         _metrics=writer, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
         _records=SimpleNamespace(figures=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
     )  # fmt: skip
-    one.step(1, SimpleNamespace(by_span=dict), [], {})  # type: ignore[arg-type]
+    one.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
     assert lines == [{"memory/reserved": 9}]
 
 

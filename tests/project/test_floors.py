@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
-    "cli": 3, "trainer": 3, "build": 3, "train": 3, "ledger": 3,
+    "cli": 3, "trainer": 3, "build": 3, "__main__": 3,
     "megatron": 2, "rollout": 2, "weight_sync": 2, "reward": 2, "cluster": 2,
     "models": 1, "data": 1, "telemetry": 1, "platform": 1,
     "recipe": 0, "schedule": 0, "algorithm": 0, "planner": 0,

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megarl.megatron.step_metrics import rollout_figures, schedule_figures
+from megarl.megatron.step_metrics import schedule_metrics
 from megarl.models.layout import Layout
 from megarl.recipe.recipe import PHASES
 from megarl.recipe.sections import ForwardPhaseSection, PhasesSection, UpdatePhaseSection
+from megarl.rollout.metrics import rollout_metrics
 from megarl.schedule import Cost, Executed, Schedule, plan_phase
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "phases.md").read_text(encoding="utf-8")
@@ -58,7 +59,7 @@ def written_figures() -> set[str]:
         executed=SimpleNamespace(prompts=1, max_concurrent=2),
         metrics={},
     )
-    return {*schedule_figures(plan, [[executed]], [30, 40], Cost()), *rollout_figures(rollouts)}
+    return {*schedule_metrics(plan, [[executed]], [30, 40], Cost()), *rollout_metrics(rollouts)}  # type: ignore[arg-type]
 
 
 def test_every_metric_on_the_page_is_written_by_a_run() -> None:

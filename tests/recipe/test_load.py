@@ -188,7 +188,7 @@ print("HEAVY", [name for name in {heavy} if name in sys.modules])
 def test_train_starts_torchrun_with_the_recipe_and_its_overrides() -> None:
     command = train_command("r.yaml", ["run.steps=3"], 4, Resume.ALWAYS)
     assert command[command.index("--nproc-per-node") + 1] == "4"
-    assert command[command.index("megarl.train") :] == ["megarl.train", "r.yaml", "run.steps=3", "--resume"]
+    assert command[command.index("megarl") :] == ["megarl", "r.yaml", "run.steps=3", "--resume"]
     assert "--resume" not in train_command("r.yaml", [], 1, Resume.NEVER)
 
 

@@ -17,21 +17,19 @@ import pytest
 from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
-from megarl.megatron.step_metrics import rollout_figures
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
-from megarl.rollout.dynamic_sampling import Rounds
+from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment_keeper import Reply, Reset, Step
 from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.failure import RolloutError
+from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload
 from megarl.rollout.tool_calls import SHORT_ERROR
-from megarl.telemetry.step_figures import Sizes
-from megarl.trainer import Pipeline
 from tests.rollout_cases import Reference
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
@@ -444,7 +442,7 @@ def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both
 
 def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
     nan, algorithm = np.nan, SimpleNamespace(dynamic_sampling=SimpleNamespace(max_rounds=2), group_size=2, overlong=None)
-    rounds = Rounds(SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=1))))  # type: ignore[arg-type]
+    rounds = SampledRounds(SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=1))))  # type: ignore[arg-type]
     for rewards, malformed in (([1.0, nan], [3, 1]), ([0.0, 1.0], [0, 1])):
         ones, found = np.ones(2, int), np.array(rewards, np.float32)
         facts = replace(facts_of(rewards), malformed=np.array(malformed))
@@ -454,18 +452,6 @@ def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
     rollouts, _, figures = rounds.chosen()
     assert rollouts.episodes is not None and rollouts.episodes.metrics()["rollout/failed_share"] == 0
     assert (figures["rollout/sampled_failed_share"], figures["rollout/sampled_malformed_calls"]) == (0.25, 5)
-
-
-def test_greedy_tokens_are_those_that_were_sampled() -> None:
-    ones = np.ones(2, int)
-    greedy = RolloutBatch(
-        FilePayload(""), ones, ones, ones + 8, ["stop"] * 2, ones, ones, RolloutExecuted(2, 1, 8), own_lengths=ones + 2
-    )
-    scored = RewardResult(np.ones(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
-    step: Any = SimpleNamespace(recipe=SimpleNamespace(algorithm=SimpleNamespace(group_size=1)), sizes=Sizes((), (), ()))
-    step.figures = {"reward/busy_s": 0.0}
-    Pipeline._compare_with_greedy(step, SimpleNamespace(valid=np.ones(2, bool)), greedy, scored)  # type: ignore[arg-type]
-    assert step.figures["rollout/greedy_tokens"] == 6, "speeds count no observations"
 
 
 def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
@@ -480,4 +466,4 @@ def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
     assert joined.own_lengths.tolist() == [4, 5, 12, 13] and joined.completion_lengths.tolist() == [11, 12, 19, 20]
     assert joined.episodes is not None and joined.episodes.rewards.tolist() == [2.0, 3.0, 10.0, 11.0]
     assert joined.episodes.metrics()["rollout/turns_max"] == 4
-    assert rollout_figures(joined)["rollout/own_length_mean"] == 8.5
+    assert rollout_metrics(joined)["rollout/own_length_mean"] == 8.5

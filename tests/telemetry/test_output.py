@@ -92,7 +92,7 @@ def test_every_process_of_a_run_endures_a_full_disk_under_its_errors(module: str
 
 
 def test_a_rank_endures_it_from_before_its_imports_on() -> None:
-    source = (ROOT / "megarl/train.py").read_text("utf-8")
+    source = (ROOT / "megarl/__main__.py").read_text("utf-8")
     assert source.index("endure_output()\n") < source.index("from megarl.build import main")
 
 

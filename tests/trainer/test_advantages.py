@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 import megarl.trainer
+from megarl.algorithm.estimate import greedy_baselines
 from megarl.megatron.batch import Batch
 from megarl.recipe import load_recipe
 from megarl.schedule import MiniBatch
-from megarl.trainer import Pipeline, Sizes
+from megarl.trainer import Trainer
 from tests.runs import tiny_recipe, tiny_run
 
 
@@ -26,12 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Pipeline:
+def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Trainer:
     """One that has a recipe and no engines."""
     recipe = load_recipe(tiny_recipe(folder, "recipe", ppo, 1, 1, 1, 1, **changes))
-    made = Pipeline(recipe, 0, SimpleNamespace(engines={}), None)  # type: ignore[arg-type]
-    made.sizes = Sizes((), (), ())
-    return made
+    return Trainer(recipe, 0, SimpleNamespace(engines={}), None)  # type: ignore[arg-type]
 
 
 def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None = None, **fields: Any) -> Batch:
@@ -48,9 +48,9 @@ def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None
     )
 
 
-def advantages(made: Pipeline, of: Batch) -> list[list[float]]:
-    made._advantages(of)
-    return [one.tolist() for one in of.fields["advantages"]]
+def advantages(made: Trainer, of: Batch) -> tuple[list[list[float]], Batch, dict[str, Any]]:
+    of, metrics = made._advantages(of)
+    return [one.tolist() for one in of.fields["advantages"]], of, metrics
 
 
 def test_long_completions_lose_reward_and_those_at_the_limit_are_masked(folder: Path) -> None:
@@ -58,14 +58,14 @@ def test_long_completions_lose_reward_and_those_at_the_limit_are_masked(folder: 
     overlong = {"mask": True, "buffer": 4, "penalty": 0.5}
     made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong=overlong)
     of = batch([1.0, 1.0, 0.0, 1.0, 0.5, 0.5], [8, 10, 12, 9, 1, 2], [False, False, True, False, False, False])
-    found = advantages(made, of)
+    found, of, metrics = advantages(made, of)
     # Rewards 1, 0.75 and (masked) -0.5: mean 0.875. Rewards 0.875, 0.5, 0.5: mean 0.625.
     wanted = [0.125, -0.125, 0.0, 0.25, -0.125, -0.125]
     assert [row[0] for row in found] == pytest.approx(wanted, abs=1e-6)
     assert [len(row) for row in found] == [8, 10, 12, 9, 1, 2]
-    assert of.valid.tolist() == [True, True, False, True, True, True] == list(made.sizes.valid)
-    assert made.figures["reward/overlong_masked"] == 1
-    assert made.figures["reward/overlong_penalty_mean"] == pytest.approx(-(0.25 + 0.5 + 0.125) / 6)
+    assert of.valid.tolist() == [True, True, False, True, True, True]
+    assert metrics["reward/overlong_masked"] == 1
+    assert metrics["reward/overlong_penalty_mean"] == pytest.approx(-(0.25 + 0.5 + 0.125) / 6)
 
 
 @pytest.mark.parametrize("scored", [[True] * 4, [True, False, False, False]])
@@ -73,23 +73,24 @@ def test_a_step_of_which_the_mask_leaves_nothing_ends_the_run(folder: Path, scor
     """All that could be scored were cut off, one of the others was not."""
     made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": True})
     of = batch([1.0, 1.0, 0.0, 0.0], [12] * 4, [True] * 4 if all(scored) else [True, True, True, False])
-    of.valid = np.array(scored)
+    of = replace(of, valid=np.array(scored))
     said = (
         rf"no completion is left to train on: the {sum(scored)} that still counted reached rollout.max_new_tokens = 12, and "
         r"algorithm.overlong.mask = true leaves these out; raise that limit, or take algorithm.overlong.buffer"
     )
     with pytest.raises(ValueError, match=said):
         made._advantages(of)
-    of.truncated, of.valid = np.array([True, True, False, True]), np.ones(4, bool)
-    made._advantages(of)
+    of = replace(of, truncated=np.array([True, True, False, True]), valid=np.ones(4, bool))
+    of, _ = made._advantages(of)
     assert of.valid.tolist() == [False, False, True, False]
 
 
 def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
     made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": False, "buffer": 4, "penalty": 0.5})
     of = batch([1.0, 1.0, 0.0, 0.0], [8, 12, 1, 1], [False, True, False, False])
-    assert [row[0] for row in advantages(made, of)] == pytest.approx([0.25, -0.25, 0.0, 0.0])
-    assert of.valid.all() and "reward/overlong_masked" not in made.figures
+    found, of, metrics = advantages(made, of)
+    assert [row[0] for row in found] == pytest.approx([0.25, -0.25, 0.0, 0.0])
+    assert of.valid.all() and "reward/overlong_masked" not in metrics
 
 
 def test_kl_in_the_reward_is_that_of_each_token_times_its_coefficient(folder: Path) -> None:
@@ -103,7 +104,7 @@ def test_kl_in_the_reward_is_that_of_each_token_times_its_coefficient(folder: Pa
     logprobs = [torch.tensor(one) for one in ([-1.0, -2.0], [-1.0], [-3.0], [-1.0])]
     reference = [torch.tensor(one) for one in ([-1.3, -2.1], [-0.8], [-3.0], [-1.0])]
     of = batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 1], logprobs=logprobs, reference_logprobs=reference)
-    found = advantages(made, of)
+    found, _, _ = advantages(made, of)
     # 1 - 0.5 * 0.4 = 0.8 and 0 + 0.5 * 0.2 = 0.1: 0.35 from their mean; over the five tokens 0.35, 0.35, -0.35, 0, 0.
     flat = torch.tensor([0.35, 0.35, -0.35, 0.0, 0.0], dtype=torch.float64)
     wanted = (flat - flat.mean()) / flat.std()
@@ -116,22 +117,22 @@ def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> 
     logprobs, reference = ([torch.tensor(one) for one in rows] for rows in (([-1.0, -2.0], [-1.0]), ([-3.0, -1.0], [-1.0])))
     values = [torch.tensor([0.2, 0.4]), torch.tensor([0.1])]
     of = batch([1.0, 0.0], [2, 1], logprobs=logprobs, reference_logprobs=reference, values=values)
-    found = advantages(made, of)
+    found, of, metrics = advantages(made, of)
     last = 1.0 + 0.05 - 0.4
     first = -0.1 + 0.99 * 0.4 - 0.2 + 0.99 * 0.9 * last
     assert [value for row in found for value in row] == pytest.approx([first, last, -0.1], abs=1e-6)
     returns = torch.tensor([first + 0.2, last + 0.4, 0.0], dtype=torch.float64)
-    assert torch.cat(of.fields["returns"]).tolist() == pytest.approx(returns.tolist(), abs=1e-6)
-    assert made.figures["critic/value_mean"] == pytest.approx(0.7 / 3)
+    assert torch.cat(list(of.fields["returns"])).tolist() == pytest.approx(returns.tolist(), abs=1e-6)
+    assert metrics["critic/value_mean"] == pytest.approx(0.7 / 3)
     missed = returns - torch.tensor([0.2, 0.4, 0.1], dtype=torch.float64)
     explained = 1 - missed.var(correction=0) / returns.var(correction=0)
-    assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    assert metrics["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
     # Without a reward the second counts for neither figure, whatever its values are.
     of.valid[1] = False
-    advantages(made, of)
-    assert made.figures["critic/value_mean"] == pytest.approx(0.6 / 2)
+    _, _, metrics = advantages(made, of)
+    assert metrics["critic/value_mean"] == pytest.approx(0.6 / 2)
     explained = 1 - missed[:2].var(correction=0) / returns[:2].var(correction=0)
-    assert made.figures["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    assert metrics["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
 
 
 def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> None:
@@ -143,21 +144,14 @@ def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> 
         phases__actor_update={"mini_batch": 12, "micro_batch": {"max_tokens": 64}},
     )
     of = batch([1.0, 0.0, 0.5, 1.0, 0.0, 0.5], [1] * 6)
-    greedy = SimpleNamespace(own_lengths=np.array([5, 7]))
-    scored = SimpleNamespace(rewards=np.array([0.25, 0.75]), valid=np.array([True, True]), busy_s=2.0)
-    made.figures["reward/busy_s"] = 1.0
-    made._compare_with_greedy(of, greedy, scored)
-    assert [row[0] for row in advantages(made, of)] == pytest.approx([0.75, -0.25, 0.25, 0.25, -0.75, -0.25])
-    assert (made.figures["reward/greedy_mean"], made.figures["reward/num_greedy_masked"]) == (0.5, 0)
-    assert (made.figures["rollout/greedy_tokens"], made.figures["reward/busy_s"]) == (12, 3.0)
-
-    scored.rewards = np.array([np.nan, 0.75])
-    made._compare_with_greedy(of, greedy, scored)
-    assert of.valid.tolist() == [False] * 3 + [True] * 3 == list(made.sizes.valid)
-    assert (made.figures["reward/greedy_mean"], made.figures["reward/num_greedy_masked"]) == (0.75, 1)
-    scored.valid = np.array([True, False])
+    scored = np.array([True, True])
+    baselines, valid = greedy_baselines(np.array([0.25, 0.75]), scored, of.valid)
+    found, _, _ = advantages(made, replace(of, baselines=baselines, valid=valid))
+    assert [row[0] for row in found] == pytest.approx([0.75, -0.25, 0.25, 0.25, -0.75, -0.25])
+    baselines, valid = greedy_baselines(np.array([np.nan, 0.75]), np.array([False, True]), of.valid)
+    assert valid.tolist() == [False] * 3 + [True] * 3 and np.isfinite(baselines).all()
     with pytest.raises(ValueError, match="no prompt has both a completion and a greedy completion"):
-        made._compare_with_greedy(of, greedy, scored)
+        greedy_baselines(np.array([0.25, 0.75]), np.array([True, False]), valid)
 
 
 def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folder: Path) -> None:
@@ -176,12 +170,14 @@ def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folde
             return SimpleNamespace(executed=())
 
     plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
+    made.parts = SimpleNamespace(engines={"critic": Engine()})  # type: ignore[assignment]
     made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_agree", "_prove"):
-            patch.setattr(made, name, lambda *_: None)
+        patch.setattr(made, "_agree", lambda *_: None)
+        patch.setattr(made, "_prove", lambda *_: ((mini_batch,), {}))
         for name in ("_announce", "compare"):
             patch.setattr(megarl.trainer, name, lambda *_, **__: None)
-        patch.setattr(megarl.trainer, "update_figures", lambda *_: {})
-        made._update(Engine(), plan, of, lambda settings, batch, weights: seen.append(weights))  # type: ignore[arg-type]
+        patch.setattr(megarl.trainer, "update_metrics", lambda *_: {})
+        patch.setattr(megarl.trainer, "ValueObjective", lambda settings, batch, weights: seen.append(weights))
+        made._update(plan, of)  # type: ignore[arg-type]
     assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]

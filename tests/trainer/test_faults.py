@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megarl.cluster.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
-from megarl.trainer import Pipeline
+from megarl.trainer import Trainer
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -63,7 +63,7 @@ def _engine_cores(run):
 def _assert_bound(run):
     """Two ranks with cores of their own, and an engine that takes turns with both of them, where there are two cores."""
     cores, load = sorted(os.sched_getaffinity(0)), NodeLoad(2, 1, (1,), take_turns=True)
-    ranks = [one for one in _processes(run, "megarl.train") if one.ppid() == run.pid]
+    ranks = [one for one in _processes(run, "megarl") if one.ppid() == run.pid]
     assert sorted(one.cpu_affinity() for one in ranks) == [list(rank_cores(cores, load, rank)) or cores for rank in (0, 1)]
     for one in _engine_cores(run):
         assert one.cpu_affinity() == list(engine_cores(cores, load, 0))
@@ -127,18 +127,18 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
 def test_syncs_to_engines_that_were_started_again_are_added_up():
     found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/in_place": 1.0},
                   {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/in_place": 0.0}])  # fmt: skip
-    pipeline: Any = SimpleNamespace(version=3, resyncs={}, _publish=lambda version, engines: next(found))
-    assert Pipeline.take_resyncs(pipeline) == {}
+    pipeline: Any = SimpleNamespace(version=3, restart_metrics={}, _publish=lambda version, engines: next(found))
+    assert Trainer.take_restart_metrics(pipeline) == {}
     for engine in (0, 1):
-        Pipeline._bring_again(pipeline, [engine])
-    assert Pipeline.take_resyncs(pipeline) == {
+        Trainer._sync_restarted(pipeline, [engine])
+    assert Trainer.take_restart_metrics(pipeline) == {
         "resync/count": 2,
         "resync/sent_bytes": 12,
         "resync/total_s": 0.75,
         "resync/bytes_per_s": 28.0,
         "resync/in_place": 0.0,
     }
-    assert Pipeline.take_resyncs(pipeline) == {}, "each sync is in one line"
+    assert Trainer.take_restart_metrics(pipeline) == {}, "each sync is in one line"
 
 
 @pytest.mark.nightly  # in CI what is resumed with an engine was preempted, test_launch_slurm_run.py

@@ -14,7 +14,7 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.finite import NotFinite
-from megarl.megatron.finite_guard import FiniteGuard, mask
+from megarl.megatron.finite_guard import FiniteGuard
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run
 
@@ -43,9 +43,9 @@ def train_with_faults(recipe: str) -> None:
     the second step has an infinite loss."""
     from megarl.megatron.objective import PolicyObjective
     from megarl.megatron.role import Engine
-    from megarl.trainer import Pipeline
+    from megarl.trainer import Trainer
 
-    forward, step, objective, running = Engine.forward, Pipeline.step, PolicyObjective.__call__, [0]
+    forward, step, objective, running = Engine.forward, Trainer.step, PolicyObjective.__call__, [0]
     updates = 0
 
     def noted(pipeline: Any, number: int) -> Any:
@@ -68,7 +68,7 @@ def train_with_faults(recipe: str) -> None:
 
     with (
         mock.patch.object(Engine, "forward", broken),
-        mock.patch.object(Pipeline, "step", noted),
+        mock.patch.object(Trainer, "step", noted),
         mock.patch.object(PolicyObjective, "__call__", infinite),
     ):
         train(recipe)
@@ -89,16 +89,16 @@ def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> 
 
 def train_with_a_broken_weight(recipe: str, before: str) -> str:
     """A weight of the last rank is no number before the second step, or before its checkpoint. What each rank says."""
-    from megarl.trainer import Pipeline
+    from megarl.trainer import Trainer
 
-    function = getattr(Pipeline, before)
+    function = getattr(Trainer, before)
 
     def broken(pipeline: Any, number: int) -> Any:
         if number == 2 and pipeline.rank == 1:
             pipeline.parts.actor.models[-1].decoder.final_layernorm.weight.data[0] = math.nan
         return function(pipeline, number)
 
-    with mock.patch.object(Pipeline, before, broken), pytest.raises(NotFinite) as failure:
+    with mock.patch.object(Trainer, before, broken), pytest.raises(NotFinite) as failure:
         train(recipe)
     return str(failure.value)
 
@@ -136,8 +136,7 @@ def batch_of(count: int) -> Batch:
 
 
 def test_a_masked_sample_keeps_its_place_with_dummy_tokens_and_counts_for_nothing() -> None:
-    batch = batch_of(2)
-    mask(batch, [1])
+    batch = batch_of(2).without([1])
     assert batch.valid.tolist() == [True, False] and batch.masked == {1}
     assert not batch.samples[1].completion.token_ids.any() and not batch.samples[1].prompt_ids.any()
     assert batch.samples[1].num_tokens == 6 and batch.samples[0].completion.token_ids.all()
@@ -155,7 +154,7 @@ def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
             FiniteGuard(policy, 0).rewards(batch)  # type: ignore[arg-type]
     batch, guard = batch_of(2), FiniteGuard("skip", 0)
     batch.rewards[1] = np.inf
-    guard.rewards(batch)
+    batch = guard.rewards(batch)
     assert batch.valid.tolist() == [True, False]
-    assert guard.take_figures() == {"finite/skipped_updates": 0, "finite/masked_samples": 1}
-    assert guard.take_figures()["finite/masked_samples"] == 0, "of one step each"
+    assert guard.take_metrics() == {"finite/skipped_updates": 0, "finite/masked_samples": 1}
+    assert guard.take_metrics()["finite/masked_samples"] == 0, "of one step each"

@@ -129,16 +129,16 @@ def train_with_a_pass_of_its_own(recipe):
     from megarl.build import train as run
     from megarl.recipe import load_recipe
     from megarl.telemetry.run_directory import Resume
-    from megarl.trainer import Pipeline
+    from megarl.trainer import Trainer
 
-    forward = Pipeline._forward
+    forward = Trainer._forward
 
-    def other(pipeline, engine, plan, batch, name):
-        if pipeline.rank == 1 and pipeline.number == 2 and plan.phase == "reference_logprob":
-            return batch.fields["logprobs"]
-        return forward(pipeline, engine, plan, batch, name)
+    def other(trainer, plan, batch, name):
+        if trainer.rank == 1 and trainer.number == 2 and plan.phase == "reference_logprob":
+            return batch.fields["logprobs"], batch, {}
+        return forward(trainer, plan, batch, name)
 
-    with mock.patch.object(Pipeline, "_forward", other), pytest.raises(PlanMismatch) as failure:
+    with mock.patch.object(Trainer, "_forward", other), pytest.raises(PlanMismatch) as failure:
         run(load_recipe(recipe), Resume.NEVER)
     return str(failure.value)
 
@@ -225,19 +225,20 @@ def train_drifting(recipe):
 
     Returns what it warned of.
     """
+    from megarl.algorithm.control import logger
     from megarl.build import train as run
     from megarl.recipe import load_recipe
     from megarl.telemetry.run_directory import Resume
-    from megarl.trainer import Pipeline, logger
+    from megarl.trainer import Trainer
 
-    forward = Pipeline._forward
+    forward = Trainer._forward
 
-    def drifting(pipeline, engine, plan, batch, name):
-        results = forward(pipeline, engine, plan, batch, name)
+    def drifting(trainer, plan, batch, name):
+        results, batch, metrics = forward(trainer, plan, batch, name)
         shifts = [OFFSET if sample < len(results) // 2 else 0.0 for sample in range(len(results))]
-        return [one - shift for one, shift in zip(results, shifts, strict=True)]
+        return [one - shift for one, shift in zip(results, shifts, strict=True)], batch, metrics
 
-    with mock.patch.object(Pipeline, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
+    with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
         run(load_recipe(recipe), Resume.NEVER)
     return [call.args[0] for call in warned.call_args_list]
 

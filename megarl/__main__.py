@@ -1,4 +1,4 @@
-"""One trainer rank: `torchrun ... -m megarl.train RECIPE [key=value ...] [--resume]`; `megarl train` starts them all.
+"""One trainer rank: `torchrun ... -m megarl RECIPE [key=value ...] [--resume]`; `megarl train` starts them all.
 
 Nothing else is here. Saving a checkpoint starts a process a rank that imports this file again (megatron-core 0.16 and 0.19):
 with the trainer in it, that took each of them as long as the start of the run.

@@ -1,0 +1,144 @@
+"""Writes what a rank keeps of a run, step by step: metrics, evaluations, traces, samples, and the progress line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from platform import node as host_name
+from typing import Any, Protocol
+
+from megarl.platform import current as platform
+from megarl.recipe import Recipe
+from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
+from megarl.telemetry.clock import StepTimes
+from megarl.telemetry.engine_trace import EngineTraces, Times
+from megarl.telemetry.records import Records
+from megarl.telemetry.run_directory import RunDirectory
+from megarl.telemetry.sink import Row
+from megarl.telemetry.step_figures import Sizes, StepFigures
+from megarl.telemetry.totals import run_totals, totals_lines
+from megarl.telemetry.trace import TraceWriter, clock_offsets
+
+CLOCK_READINGS = 5
+Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
+
+
+class Evaluation(Protocol):
+    """What held-out prompts gave; `megarl/rollout/evaluation.py` makes it."""
+
+    def figures(self, section: EvaluationSection) -> dict[str, float]: ...
+
+    def said(self, section: EvaluationSection) -> str: ...
+
+    def write(self, file: Path) -> None: ...
+
+
+class EngineReport(Times, Protocol):
+    """What an engine did in a step; `megarl/rollout/pool.py` makes it."""
+
+    @property
+    def busy_s(self) -> float: ...
+
+
+class RunWriter:
+    """Writes the records of one rank; most of them are rank 0's. Opening it drops what a resumed run will do again."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDirectory,
+        rank: int,
+        done: int | None,
+        gather: Gather,
+        progress: ProgressLine,
+        records: Records,
+        measures: StepFigures,
+    ) -> None:
+        """`done` steps are in the checkpoint that the run resumes from, None if it starts. Collective."""
+        self._recipe, self._run, self._gather = recipe, run, gather
+        self._progress, self._records, self._measures = progress, records, measures
+        traced, first = recipe.run.trace != "none", rank == 0
+        self._trace = self._open_trace(rank) if traced else None
+        self._engine_traces = EngineTraces(run.path) if traced else None
+        self._metrics = MetricsWriter(run.metrics) if first else None
+        self._evaluations = MetricsWriter(run.evaluations) if first and recipe.evaluation is not None else None
+        self._start: dict[str, Any] = {}
+        if self._metrics is not None:
+            self._metrics.truncate_after(done or 0)
+        if self._evaluations is not None:
+            last = -1 if done is None else done
+            self._evaluations.truncate_after(last)
+            run.forget_evaluation_tables(last)
+
+    def _open_trace(self, rank: int) -> TraceWriter:
+        """Open this rank's trace file, on rank 0's clock. Collective."""
+        readings = []
+        for _ in range(CLOCK_READINGS):
+            self._gather(None)
+            readings.append(time.time())
+        return TraceWriter(self._run.path, rank, host_name(), clock_offsets(self._gather(readings))[rank])
+
+    def profiled(self, number: int) -> AbstractContextManager[None]:
+        """Profile the step in the body, if the recipe asks for it."""
+        return self._records.step(number)
+
+    def evaluated(self, step: int, version: int, evaluation: Evaluation | None) -> dict[str, Any]:
+        """Write an evaluation after `step`, and return its metrics; on rank 0. None if the run is to leave."""
+        if self._evaluations is None or self._recipe.evaluation is None:
+            return {}
+        if evaluation is None:
+            self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
+            return {}
+        evaluation.write(self._run.evaluation_table(step))
+        self._progress.note(f"after step {step}: {evaluation.said(self._recipe.evaluation)}")
+        metrics = evaluation.figures(self._recipe.evaluation)
+        self._evaluations.write(step, metrics | {"sync/version": version})
+        return metrics
+
+    def started(self, times: StepTimes, metrics: dict[str, Any]) -> None:
+        """Keep what came before the first step, and its metrics, for the line of the first step."""
+        self._start = metrics | {"run/start_s": times.seconds}
+        if self._trace is not None:
+            self._trace.write_part("start", times)
+
+    def step(
+        self,
+        number: int,
+        times: StepTimes,
+        engines: Sequence[EngineReport],
+        sizes: Sizes,
+        metrics: Mapping[str, Any],
+        rows: Sequence[Row],
+    ) -> None:
+        """Write one step; on rank 0 with what the engines did in it, and its sample `rows`. Collective."""
+        everyone = self._gather((times.by_span(), platform.take_peak_reserved_bytes()))
+        ranks, peaks = [spans for spans, _ in everyone], [peak for _, peak in everyone if peak is not None]
+        line: dict[str, Any] = {}
+        if self._metrics is not None:
+            busy_s = [engine.busy_s for engine in engines]
+            metrics = {**metrics, **self._start}
+            metrics |= self._measures.of(times, ranks, sizes, busy_s, metrics)
+            if peaks:
+                metrics["memory/reserved"] = max(peaks)
+            self._start = {}
+            if self._engine_traces is not None:
+                self._engine_traces.write(number, times.start, engines)
+            # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
+            line = self._metrics.write(number, metrics | self._records.figures())
+        self._records.write(number, line, rows)
+        if self._trace is not None:
+            self._trace.write(number, times)
+        self._progress.step(number, metrics)
+
+    def close(self, times: StepTimes) -> None:
+        """Write what came after the last step, and print the run's totals."""
+        if self._trace is not None:
+            self._trace.write_part("end", times)
+        if self._metrics is not None:
+            print("\n".join(totals_lines(run_totals(read_metrics(self._run.metrics)))), flush=True)
+        for file in (self._metrics, self._evaluations, self._trace):
+            if file is not None:
+                file.close()
