@@ -62,7 +62,7 @@ class Batch:
         """
         valid = self.valid.copy()
         valid[list(samples)] = False
-        fields = {
+        fields: dict[str, Sequence[Tensor]] = {
             name: [torch.zeros_like(result) if number in samples else result for number, result in enumerate(results)]
             for name, results in self.fields.items()
         }
