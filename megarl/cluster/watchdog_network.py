@@ -117,32 +117,39 @@ class OtherWatchers:
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send a message to all connected watchers."""
-        for watcher in list(self._watchers.values()):
-            with contextlib.suppress(OSError):  # `receive` learns why
+        for node, watcher in list(self._watchers.items()):
+            try:
                 watcher.connection.send((kind, content))
+            except ConnectionError:
+                continue  # `receive` takes what came before this
+            except OSError as error:
+                self._drop(node, watcher, error)
 
     def receive(self) -> None:
-        """Take the messages that have come, and notice watchers that have ended and machines that are lost."""
+        """Take the messages that have come."""
         for node, watcher in list(self._watchers.items()):
             try:
                 while watcher.connection.poll():
                     kind, watcher.messages[kind] = watcher.connection.recv()
                     watcher.heard_at = time.monotonic()
-                continue
-            except (EOFError, ConnectionError):  # its ranks have ended, or another one takes its place
-                if self._settings.master is not None:
-                    self._joining = threading.Thread(target=self._join, daemon=True)
-                    self._joining.start()
-            except OSError as error:
-                if watcher.has_ranks:
-                    self.lost = (
-                        f"no way to the machine of {watcher.name} for {self._half_s:g} s, half of "
-                        f"trainer.collective_timeout_s = {2 * self._half_s:g} ({error.strerror})"
-                    )
-            watcher.connection.close()
-            watcher.socket.close()
-            if self._watchers[node] is watcher:  # else the one that takes its place is here already
-                del self._watchers[node]
+            except (EOFError, OSError) as error:
+                self._drop(node, watcher, error)
+
+    def _drop(self, node: int, watcher: _Watcher, error: EOFError | OSError) -> None:
+        """Forget a watcher that has ended, or whose machine is lost."""
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+            if watcher.has_ranks:
+                self.lost = (
+                    f"no way to the machine of {watcher.name} for {self._half_s:g} s, half of "
+                    f"trainer.collective_timeout_s = {2 * self._half_s:g} ({error.strerror})"
+                )
+        elif self._settings.master is not None:  # node 0's ranks have ended, or another watcher takes the place of this one
+            self._joining = threading.Thread(target=self._join, daemon=True)
+            self._joining.start()
+        watcher.connection.close()
+        watcher.socket.close()
+        if self._watchers.get(node) is watcher:  # else the one that takes its place is here already
+            del self._watchers[node]
 
     def silent(self) -> list[str]:
         """Return the machines that have left the last question of the kernel unanswered so far."""
