@@ -34,12 +34,17 @@ from megarl.algorithm.policy import load_policy_loss  # noqa: E402
 from megarl.cluster.cores import BIND, bind, node_load, rank_cores  # noqa: E402
 from megarl.cluster.doctor_machine import check_precision  # noqa: E402
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage  # noqa: E402
-from megarl.cluster.peers import watch_peers  # noqa: E402
-from megarl.cluster.preemption import ASKED, LeaveNow, Preemption  # noqa: E402
+from megarl.cluster.preemption import (  # noqa: E402
+    ASKED,
+    LeaveNow,
+    Preemption,
+)
 from megarl.cluster.ray_cluster import ClusterError, join_cluster  # noqa: E402
-from megarl.cluster.watchdog_limits import Limits  # noqa: E402
-from megarl.cluster.watched import watched  # noqa: E402
-from megarl.cluster.watchers import nodes_beside, watched_nodes  # noqa: E402
+from megarl.cluster.watchdog_judge import Deadlines  # noqa: E402
+from megarl.cluster.watched import (  # noqa: E402
+    nodes_without_ranks,
+    watched,
+)
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
 from megarl.megatron.collectives import timed_waits  # noqa: E402
@@ -121,10 +126,9 @@ def train(recipe: Recipe, resume: Resume) -> None:
         trace = recipe.run.trace
         settled = DeviceSync(recipe.telemetry, platform.synchronize)
         waits_s = _longest_engine_wait_s(recipe), _longest_reward_wait_s(recipe)
-        beside = nodes_beside(int(os.environ.get("GROUP_WORLD_SIZE", "1"))) if rank == 0 else []
-        watch = stack.enter_context(
-            watched(Limits.of(recipe), *waits_s, directory.path, places[layouts["actor"]], bool(beside))
-        )
+        nodes = nodes_without_ranks(int(os.environ.get("GROUP_WORLD_SIZE", "1"))) if rank == 0 else []
+        deadlines = Deadlines.of(recipe, *waits_s)
+        watch = stack.enter_context(watched(deadlines, directory.path, places[layouts["actor"]], nodes))
         clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans", on_end=settled,
                            beat=watch.beat)  # fmt: skip
         stack.enter_context(recording(clock))
@@ -132,11 +136,9 @@ def train(recipe: Recipe, resume: Resume) -> None:
         stack.enter_context(timed_waits(clock))
         done = 0 if checkpoint is None else step_of(checkpoint)
         records = stack.enter_context(recorded(recipe, directory.path, rank, done, clock, platform))
-        stack.enter_context(watch_peers(recipe.trainer.collective_timeout_s, lambda: clock.current))
         with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(found)
-            stack.enter_context(watched_nodes(watch.elsewhere, beside))
             with ASKED.nothing_begun():
                 parts = build_parts(recipe, role_places, control, directory, stage, stack)
             _bind(recipe, stage, rank)

@@ -21,9 +21,8 @@ import megarl
 from megarl.cluster import engine_nodes as nodes
 from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.cluster.watchdog_judge import Deadlines
-from megarl.cluster.watchdog_settings import WatcherSettings
-from megarl.cluster.watcher_wire import OtherWatchers
-from megarl.cluster.watchers import nodes_beside, watched_nodes
+from megarl.cluster.watchdog_network import OtherWatchers, WatcherSettings
+from megarl.cluster.watched import nodes_without_ranks, watch_nodes
 from megarl.models.layout import RolloutLayout
 from megarl.planner.placement import EnginePlace
 from megarl.rollout import handle as handle_module
@@ -86,17 +85,14 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
 
 
 def _watch(node: int) -> None:
-    """A watcher on this node follows that of node 0, and is gone when the run is over."""
+    """A watcher on this node follows that of node 0."""
     server = socket.create_server(("127.0.0.1", 0))
-    limits = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
     address = server.getsockname()
-    settings = WatcherSettings("run", 0, (), limits, 5.0, "token", None, server.detach())
-    first = OtherWatchers(settings)
-    elsewhere = replace(settings, master=address, listener=None)
-    assert nodes_beside(1) == [node]
-    with watched_nodes(elsewhere, nodes_beside(1)):
-        _poll(lambda: node in first._followers)
-    _poll(lambda: not first._followers)
+    settings = WatcherSettings("run", 0, 1, (), Deadlines(*[8.0] * 7), "token", listener=server.detach())
+    master = OtherWatchers(settings)
+    assert nodes_without_ranks(1) == [node]
+    watch_nodes(replace(settings, master=address, listener=None), [node])
+    _poll(lambda: node in master._watchers)
 
 
 def _poll(condition: Callable[[], bool]) -> None:

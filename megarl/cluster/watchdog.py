@@ -1,25 +1,300 @@
-"""`python -m megarl.cluster.watchdog`, started by the first rank of a node with its settings on stdin."""
+"""The process that watches the ranks of a node. It writes the stacks of a run that hangs, says who is at fault, and ends it.
 
+The first rank of a node starts it as `python -m megarl.cluster.watchdog`, with its settings on standard input. Nodes of the
+Ray cluster without trainer ranks have one too, as an actor: engines and reward workers there have stacks as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megarl.cluster.watchdog_settings import WatcherSettings
-from megarl.cluster.watcher import Watcher
+import psutil
+
+from megarl.cluster.processes import end_at_once
+from megarl.cluster.watchdog_judge import ENDED, GONE, RUNNING, STOPPED, HangVerdict, OtherProcess, Standing, judge, overdue
+from megarl.cluster.watchdog_network import OtherWatchers, WatchedRank, WatcherSettings
+from megarl.telemetry import starts
+from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.output import endure_output
+from megarl.telemetry.stacks import busy_call, marked_processes, read_stacks, threads
 
-if __name__ == "__main__":
+POLL_S = 0.5
+# After a pause this long the whole job was stopped, this process too, and silence before it says nothing.
+PAUSE_S = 5.0
+# How long ranks may take to write what they know, and then to end, before they are killed.
+END_S = 2.0
+# How long a disk may take for the stacks.
+FILES_S = 20.0
+# How long the processes that a killed rank leaves may take to end by themselves.
+LEFT_S = 10.0
+# What a watcher writes to the pipe of a rank, one a line: a rank of this node has ended; or, with a folder for its flight
+# recorder, this run hangs; or, with a status, end.
+RANK_ENDED, HANG, EXIT = "rank-ended", "hang", "exit"
+RECORDER = "flight-recorder-"
+
+
+class _Rank:
+    """A rank of this node."""
+
+    def __init__(self, known: WatchedRank) -> None:
+        self.known = known
+        self.process = psutil.Process(known.pid)
+        self.is_reported = False
+        self._page = os.open(f"/proc/{known.pid}/fd/{known.page}", os.O_RDONLY)
+        self._pipe = os.open(f"/proc/{known.pid}/fd/{known.pipe}", os.O_WRONLY | os.O_NONBLOCK)
+
+    @property
+    def state(self) -> str:
+        return state_of(self.process)
+
+    def standing(self, awake_since: float) -> Standing:
+        """Return where the rank stands; it counts as silent since `awake_since` at most."""
+        text, before = os.pread(self._page, 1 << 16, 0), b""
+        while text != before:  # while the rank writes, it is read in part
+            text, before = os.pread(self._page, 1 << 16, 0), text
+        page = json.loads(text.partition(b"\n")[0])
+        silent_s = time.monotonic() - max(page.pop("since"), awake_since)
+        state = ENDED if page.pop("ended") else self.state
+        return Standing(**page, silent_s=silent_s, state=state)
+
+    def tell(self, word: str, content: object = "") -> None:
+        """Write to the rank's pipe; nothing happens where it has ended."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, os.fsencode(f"{word} {content}\n"))
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Where the processes of a node stand, by their stacks: ranks, other processes, and texts by file name."""
+
+    table: list[Standing]
+    processes: list[OtherProcess]
+    texts: dict[str, str]
+
+
+class Watcher:
+    """Watches the ranks of a node."""
+
+    def __init__(self, settings: WatcherSettings) -> None:
+        self._settings = settings
+        self._ranks = [_Rank(known) for known in settings.ranks]
+        self._network = OtherWatchers(settings)
+        self._awake_since = self._looked_at = time.monotonic()
+        self._some_ended = False
+        self._silent: set[str] = set()
+
+    def watch(self) -> None:
+        """Return when all ranks of this node have ended, by themselves or as the run hangs or has lost a machine. Where the
+        node has no rank, return when node 0's watcher has."""
+        network, deadlines = self._network, self._settings.deadlines
+        while True:
+            time.sleep(POLL_S)
+            network.receive()
+            table = self._look()
+            if self._ranks and all(standing.state in (ENDED, GONE) for standing in table):
+                break
+            if not self._ranks and network.is_alone:
+                return
+            if network.lost is not None and self._ranks:
+                _say(f"error on {self._where(table)}: {network.lost}")
+                return self._end_processes(FAILED)
+            silent = set(network.silent())
+            for machine in silent - self._silent:
+                _say(f"on {self._where(table)}: no answer from the machine of {machine}")
+            self._silent = silent
+            if network.judges:
+                # A machine that does not answer may be given up soon; until then its ranks only look as if they hung.
+                if not silent and overdue(table + network.tables(), deadlines, network.some_unknown):
+                    return self._end_hang()
+            elif network.wait_for("dump", 0.0):
+                return self._follow()
+            else:
+                network.send("table", table)
+        if any(standing.state == GONE for standing in table):
+            # vLLM's processes outlive the engine that they belong to, where that was killed.
+            _wait(lambda: not marked_processes(self._settings.token), LEFT_S)
+            end_at_once(self._marked_processes())
+
+    def _look(self) -> list[Standing]:
+        """Return where the ranks of this node stand, and report those that have gone."""
+        now = time.monotonic()
+        if now - self._looked_at > PAUSE_S:
+            self._awake_since = now
+        self._looked_at = now
+        table = [rank.standing(self._awake_since) for rank in self._ranks]
+        for rank, standing in zip(self._ranks, table, strict=True):
+            if standing.state == GONE and not rank.is_reported:
+                rank.is_reported = True
+                _say(standing.accusation)
+        if not self._some_ended and any(standing.state in (ENDED, GONE) for standing in table):
+            self._some_ended = True
+            for rank in self._ranks:
+                rank.tell(RANK_ENDED)
+        return table
+
+    def _where(self, table: list[Standing]) -> str:
+        """Name this node by its first rank, and the phase of that."""
+        if not table:
+            return f"node {self._settings.node}"
+        return f"rank {table[0].rank}, " + ("between two phases" if table[0].phase is None else f"in phase {table[0].phase}")
+
+    def _end_hang(self) -> None:
+        """On the node that judges: collect the stacks of all nodes, decide, and end the run."""
+        self._network.send("dump")
+        dump = self._dump()
+        table, processes = self._network.stacks(self._settings.deadlines.stacks_s)
+        table = sorted(dump.table + table, key=lambda standing: standing.rank)
+        verdict = judge(Path(self._settings.run), table, self._settings.deadlines, dump.processes + processes)
+        self._network.send("end", verdict)
+        self._finish(dump, verdict, speaks=True)
+
+    def _follow(self) -> None:
+        """On another node: node 0 has asked for the stacks, and says then where they go."""
+        dump = self._dump()
+        self._network.send("stacks", (dump.table, dump.processes))
+        verdicts = self._network.wait_for("end", self._settings.deadlines.stacks_s + LEFT_S)
+        if verdicts:
+            self._finish(dump, verdicts[0], speaks=False)
+        elif self._ranks:  # node 0 has gone in the middle of it
+            verdict = judge(Path(self._settings.run), dump.table, self._settings.deadlines, dump.processes)
+            self._finish(dump, verdict, speaks=True)
+
+    def _dump(self) -> Dump:
+        """Ask all processes of this run on this node where they stand."""
+        marked = marked_processes(self._settings.token)
+        stacks = read_stacks({pid: file for pid, (_, file) in marked.items()}, self._settings.deadlines.stacks_s)
+        dump = Dump([], [], {})
+        for rank in self._ranks:
+            standing, text = rank.standing(self._awake_since), stacks.get(rank.known.pid, "")
+            calls = threads(text)
+            if calls and calls[-1]:
+                standing = replace(standing, call=str(calls[-1][0]), waits=calls[-1][0].waits)
+            dump.table.append(standing)
+            title = f"{standing.name}: {standing.where}"
+            dump.texts[f"rank-{standing.rank:05d}.txt"] = _page(title, rank.known.pid, standing.state, text)
+            marked.pop(rank.known.pid, None)
+        for pid, (name, _) in sorted(marked.items()):
+            state, text = state_of(pid), stacks.get(pid, "")
+            busy = busy_call(text)
+            dump.processes.append(OtherProcess(name, pid, state, None if busy is None else str(busy)))
+            dump.texts[f"{name.replace(' ', '-')}-{pid}.txt"] = _page(name, pid, state, text)
+        return dump
+
+    def _finish(self, dump: Dump, verdict: HangVerdict, speaks: bool) -> None:
+        """Write the stacks and end all processes of the run on this node; one node also says why."""
+        texts = dict(dump.texts)
+        if speaks:
+            texts["verdict.txt"] = "\n".join(verdict.lines) + "\n"
+            for line in verdict.lines:
+                _say(line)
+            _say(f"the stacks of all processes go to {verdict.folder}; the ranks end with exit status {HUNG}")
+        # In a thread: a disk that does not answer must not keep a run that hangs.
+        writing = threading.Thread(target=self._write, args=(verdict, texts), daemon=True)
+        writing.start()
+        writing.join(FILES_S)
+        running = [rank for rank in self._ranks if rank.state == RUNNING]
+        for rank in running:
+            rank.tell(HANG, verdict.folder)
+        # No rank ends before all know of the hang: a rank that loses a peer would end as if that had failed.
+        _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.known.rank}.json").exists() for rank in running))
+        self._end_processes(HUNG)
+
+    def _write(self, verdict: HangVerdict, texts: dict[str, str]) -> None:
+        starts.record_end(Path(self._settings.run), starts.HUNG, verdict.lines[0], verdict.rank)
+        try:
+            verdict.folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (verdict.folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            _say(f"{verdict.folder} is not whole: {error}")
+
+    def _end_processes(self, status: int) -> None:
+        """End the ranks of this node with a status, by force where they do not, and then all that they have started."""
+        family = self._marked_processes()
+        for rank in self._ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += rank.process.children(recursive=True)
+            rank.tell(EXIT, status)
+        _wait(lambda: all(rank.state != RUNNING for rank in self._ranks))
+        end_at_once({process for process in family if process.pid != os.getpid()} | {rank.process for rank in self._ranks})
+
+    def _marked_processes(self) -> list[psutil.Process]:
+        processes = []
+        for pid in marked_processes(self._settings.token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        return processes
+
+
+class NodeWatcher:
+    """A Ray actor for a node without ranks."""
+
+    def watch(self, settings: WatcherSettings) -> None:
+        """Watch until the run is over or hangs; then this actor is no more."""
+        import ray  # large, and of no use to the watchers of ranks
+
+        try:
+            Watcher(settings).watch()
+        finally:
+            ray.actor.exit_actor()
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = END_S) -> None:
+    """Return when the condition holds, or after `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and not condition():
+        time.sleep(POLL_S / 10)
+
+
+def state_of(process: psutil.Process | int) -> str:
+    """Return the state of a process, or of the process with an id."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        status = process.status() if process.is_running() else psutil.STATUS_DEAD
+    except psutil.NoSuchProcess:
+        return GONE
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return STOPPED
+    return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else RUNNING
+
+
+def _page(title: str, pid: int, state: str, text: str) -> str:
+    """Return the text of a process's file, with the kernel function that it waits in."""
+    try:
+        function = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8") or "none"
+    except OSError:
+        function = "unknown"
+    reasons = {STOPPED: "it is stopped (SIGSTOP), and can write no stack", GONE: "its process is gone"}
+    body = text or reasons.get(state, "it has written no stack in time") + "\n"
+    return f"{title}\nprocess {pid}, {state}, kernel function {function}\n\n{body}"
+
+
+def _say(line: str) -> None:
+    print(f"watchdog: {line}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
     endure_output()
-    # It ends with the ranks: what ends these must not end it before.
+    # It ends with the ranks: a signal that ends the ranks must not end it before.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
-        watcher = Watcher(WatcherSettings.load(sys.stdin.read()))
-    except (OSError, ValueError) as error:
-        # Mostly the ranks have ended before it was there.
-        print(f"watchdog: cannot look at the ranks of this node ({error}): nobody watches them", file=sys.stderr, flush=True)
-        sys.exit(0)
-    try:
+        watcher = Watcher(pickle.load(sys.stdin.buffer))
+    except (OSError, psutil.NoSuchProcess) as error:  # mostly the ranks have ended before it was there
+        _say(f"cannot look at the ranks of this node ({error}): nobody watches them")
+    else:
         watcher.watch()
-    except BaseException as error:  # whatever ends it: the rank that started it says so, and starts another one
-        watcher.say_last(error)
-        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -3,120 +3,167 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # pydantic would make the watching process larger and slower to start
+    from megarl.recipe import Recipe
 
 RUNNING, STOPPED, GONE, ENDED = "running", "stopped", "gone", "ended"
-# Spans in which a rank waits for other ranks. In those for engines and rewards rank 0 waits for them, and others for it.
-FOR_RANKS = ("wait_ranks", "wait_pipeline", "wait_gradients", "wait_layers", "wait_data")
-FOR_OTHERS = {"wait_engines": "the rollout engines", "wait_rewards": "the reward workers"}
-# How the names of their processes begin.
-NAMES = {"wait_engines": "engine-", "wait_rewards": "reward-worker-"}
+# In these spans a rank waits for other ranks.
+WAITS_FOR_RANKS = ("wait_ranks", "wait_pipeline", "wait_gradients", "wait_layers", "wait_data")
+# In these spans rank 0 waits for engines or reward workers, whose processes have names with this prefix, and the other
+# ranks wait for rank 0.
+WAITS_FOR_PROCESSES = {
+    "wait_engines": ("the rollout engines", "engine-"),
+    "wait_rewards": ("the reward workers", "reward-worker-"),
+}
 FILE_PHASES = ("start", "load_checkpoint", "checkpoint")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands. `silent_s`: since its last beat; `phases`: how many it has begun; `note`: a deadline of its own
-    that has passed; `call`: the innermost one of its main thread, and whether that `waits`, where its stacks are known."""
+    """Where a rank stands."""
 
     rank: int
     place: str = ""
+    """Its place in the actor's layout."""
     step: int = 0
     first: bool = False
+    """Whether the first step of this start is not done yet."""
     phase: str | None = None
     span: str | None = None
     phases: int = 0
-    beats: int = 0
-    silent_s: float = 0.0
-    state: str = RUNNING
+    """How many phases it has begun."""
     note: str = ""
+    """The error message, once a deadline of the rank's own has passed."""
+    silent_s: float = 0.0
+    """Seconds since it last entered or left a phase or a span."""
+    state: str = RUNNING
     call: str | None = None
+    """The innermost call of its main thread, once its stacks are known, and whether that call `waits`."""
     waits: bool = False
 
     @property
     def waits_for_ranks(self) -> bool:
-        """By its span: for other ranks, or for rank 0, which waits for somebody else."""
-        return self.state == RUNNING and (self.span in FOR_RANKS or (self.span in FOR_OTHERS and self.rank != 0))
+        """Whether its span waits for other ranks, or for rank 0, which waits for processes."""
+        span_waits = self.span in WAITS_FOR_RANKS or (self.span in WAITS_FOR_PROCESSES and self.rank != 0)
+        return self.state == RUNNING and span_waits
 
     @property
-    def waits_for_others(self) -> bool:
-        """By its span: for engines or reward workers."""
-        return self.state == RUNNING and self.span in FOR_OTHERS and self.rank == 0
+    def waits_for_processes(self) -> bool:
+        """Whether its span waits for engines or reward workers."""
+        return self.state == RUNNING and self.span in WAITS_FOR_PROCESSES and self.rank == 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
+
+    @property
+    def where(self) -> str:
+        phase = "between two phases" if self.phase is None else f"in phase {self.phase}"
+        return f"step {self.step}, {phase}{self.span_and_call}, silent for {self.silent_s:.1f} s"
+
+    @property
+    def span_and_call(self) -> str:
+        parts = [part for part in (self.span, self.call) if part]
+        return " in " + " at ".join(parts) if parts else ""
+
+    @property
+    def accusation(self) -> str:
+        """The sentence about a rank at fault."""
+        state = {STOPPED: ": its process is stopped (SIGSTOP)", GONE: ": its process is gone"}.get(self.state, "")
+        return f"{self.name} did not arrive: {self.where}{state}"
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that a rank may stand in one place, by the recipe."""
+    """Seconds, by the recipe. The first five say how long a rank may stand in one place."""
 
     first_step_s: float
     step_s: float
     files_s: float
     engines_s: float
-    """The longest that rank 0 may have to wait for engines, with every restart."""
+    """The longest wait of rank 0 for engines, with every restart."""
     rewards_s: float
-    """The same for the rewards of a batch."""
+    """The longest wait of rank 0 for the rewards of a batch."""
+    stacks_s: float
+    collective_s: float
 
-    def of(self, one: Standing) -> tuple[float, str]:
-        """The deadline of where a rank stands, and what it follows from."""
-        step_s, key = (self.first_step_s, "first_step_s") if one.first else (self.step_s, "step_s")
-        if one.phase in FILE_PHASES:
+    @classmethod
+    def of(cls, recipe: Recipe, engines_s: float, rewards_s: float) -> Deadlines:
+        watchdog = recipe.watchdog
+        collective_s = recipe.trainer.collective_timeout_s
+        return cls(*recipe.standing_s, watchdog.files_s, engines_s, rewards_s, watchdog.stacks_s, collective_s)
+
+    def limit(self, standing: Standing) -> tuple[float, str]:
+        """How long a rank may stand where it stands, and the setting that says so."""
+        if standing.phase in FILE_PHASES:
             return self.files_s, f"watchdog.files_s = {self.files_s:g}"
-        own = {"wait_engines": self.engines_s, "wait_rewards": self.rewards_s}.get(one.span or "")
-        if own is not None and one.rank == 0:
-            what = "what engines may take" if one.span == "wait_engines" else "phases.reward.timeout_s of its tasks"
-            return own + step_s, f"{what} = {own:g} and watchdog.{key} = {step_s:g}"
-        return step_s, f"watchdog.{key} = {step_s:g}"
+        key = "first_step_s" if standing.first else "step_s"
+        step_s = self.first_step_s if standing.first else self.step_s
+        rule = f"watchdog.{key} = {step_s:g}"
+        if standing.rank == 0 and standing.span == "wait_engines":
+            return self.engines_s + step_s, f"what engines may take = {self.engines_s:g} and {rule}"
+        if standing.rank == 0 and standing.span == "wait_rewards":
+            return self.rewards_s + step_s, f"phases.reward.timeout_s of its tasks = {self.rewards_s:g} and {rule}"
+        return step_s, rule
 
 
-def overdue(table: Iterable[Standing], deadlines: Deadlines, some_alone: bool = False) -> bool:
-    """Whether the run hangs: some rank that does not wait for another one has been silent for longer than it may, or all
-    wait and none has moved. Ranks that wait for one that is within its deadline are no sign of anything; nor are any that
-    wait where `some_alone` are known, as it may be a rank elsewhere that they wait for."""
-    there = [one for one in table if one.state != ENDED]
-    if any(one.note for one in there):
+def overdue(table: Iterable[Standing], deadlines: Deadlines, some_unknown: bool = False) -> bool:
+    """Return whether the run hangs: a rank that waits for no other rank has passed its limit, or all ranks wait and all
+    have passed it. Ranks that wait for a rank within its limit are no sign of a hang. With `some_unknown`, ranks that wait
+    never are: they may wait for a rank that is not in the table."""
+    present = [standing for standing in table if standing.state != ENDED]
+    if any(standing.note for standing in present):
         return True
-    late = [one.silent_s > deadlines.of(one)[0] for one in there if not one.waits_for_ranks]
-    if late or some_alone:
-        return any(late)
-    return bool(there) and all(one.silent_s > deadlines.of(one)[0] for one in there)
+    late = [standing for standing in present if standing.silent_s > deadlines.limit(standing)[0]]
+    if some_unknown or not all(standing.waits_for_ranks for standing in present):
+        return any(not standing.waits_for_ranks for standing in late)
+    return bool(present) and late == present
 
 
 def culprits(table: Iterable[Standing]) -> list[Standing]:
-    """The ranks at fault, the first of them the likeliest; none where rank 0 waits for engines or rewards that do not come.
+    """Return the ranks at fault, the likeliest first; none where rank 0 waits for engines or rewards that do not come.
 
-    In this order: ranks whose process is gone or stopped; ranks that wait for nobody, by their span and their innermost
-    call, and of these the ones that have begun the fewest phases, the longest silent first; where every rank waits, those
-    that are behind."""
-    there = [one for one in table if one.state != ENDED]
+    First come ranks whose process is gone or stopped, then ranks that wait for nobody, by their span and innermost call.
+    Of these, the ranks that have begun the fewest phases are at fault. Where every rank waits, the rank that is behind is.
+    """
+    present = [standing for standing in table if standing.state != ENDED]
     for state in (GONE, STOPPED):
-        if found := [one for one in there if one.state == state]:
-            return _furthest_behind(found)
-    busy = [one for one in there if not (one.waits_for_ranks or one.waits or (one.waits_for_others and one.call is None))]
+        if ranks := [standing for standing in present if standing.state == state]:
+            return _furthest_behind(ranks)
+    busy = [
+        standing for standing in present
+        if not (standing.waits_for_ranks or standing.waits or (standing.waits_for_processes and standing.call is None))
+    ]  # fmt: skip
     if busy:
         return _furthest_behind(busy)
-    if any(one.waits_for_others for one in there):
+    if any(standing.waits_for_processes for standing in present):
         return []
-    # Collectives inside of a forward, a backward or the optimizer have no span: their ranks wait by their call alone.
-    unlike = [one for one in there if not one.waits_for_ranks]
-    behind = _furthest_behind(there)
-    return [behind[0]] if not unlike or behind[0].phases < max(one.phases for one in there) else _furthest_behind(unlike)[:1]
+    # Collectives inside a forward, a backward or the optimizer have no span: their ranks wait by their call alone.
+    outside_waits = [standing for standing in present if not standing.waits_for_ranks]
+    behind = _furthest_behind(present)
+    if not outside_waits or behind[0].phases < max(standing.phases for standing in present):
+        return behind[:1]
+    return _furthest_behind(outside_waits)[:1]
 
 
-def _furthest_behind(found: Sequence[Standing]) -> list[Standing]:
-    fewest = min(one.phases for one in found)
-    return sorted((one for one in found if one.phases == fewest), key=lambda one: -one.silent_s)
+def _furthest_behind(ranks: Sequence[Standing]) -> list[Standing]:
+    """Return the ranks that have begun the fewest phases, the longest silent first."""
+    fewest = min(standing.phases for standing in ranks)
+    return sorted((standing for standing in ranks if standing.phases == fewest), key=lambda rank: -rank.silent_s)
 
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """An engine's or a reward worker's process, as it was found."""
+    """A process of an engine or a reward worker. `call`: the innermost call of a thread that does not wait."""
 
     name: str
     pid: int
     state: str
     call: str | None = None
-    """The innermost call of a thread that does not wait."""
 
     def __str__(self) -> str:
         if self.state == STOPPED:
@@ -125,74 +172,37 @@ class OtherProcess:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is said of a hang: `step` and `phase` name its folder."""
+class HangVerdict:
+    """What the watchdog says of a hang; `rank` is None where no rank is at fault. `folder` is for the stacks."""
 
-    step: int
-    phase: str
+    folder: Path
     rank: int | None
-    lines: tuple[str, ...] = field(default=())
+    lines: tuple[str, ...]
 
 
-def judge(table: Sequence[Standing], deadlines: Deadlines, others: Sequence[OtherProcess] = ()) -> Verdict:
-    """Whom to name, and in what words."""
-    found = culprits(table)
-    there = [one for one in table if one.state != ENDED]
-    notes = [f"rank {one.rank}: {one.note}" for one in there if one.note]
-    if found:
-        first = found[0]
-        said = [f"{missed(first)}; {_rule(first, deadlines)}"]
-        said += [f"{missed(one)}, too" for one in found[1:]]
+def judge(run: Path, table: Sequence[Standing], deadlines: Deadlines, processes: Sequence[OtherProcess] = ()) -> HangVerdict:
+    """Decide whom to name, and in which words. The folder does not exist yet."""
+    present = [standing for standing in table if standing.state != ENDED]
+    lines = [f"rank {standing.rank}: {standing.note}" for standing in present if standing.note]
+    wrong = [process for process in processes if process.state == STOPPED]
+    named = culprits(table)
+    if named:
+        first = named[0]
+        lines.append(f"{first.accusation}; it may stand there for {deadlines.limit(first)[1]} s")
+        lines += [f"{standing.accusation}, too" for standing in named[1:]]
     else:
-        first = next(one for one in there if one.waits_for_others)
-        whom = FOR_OTHERS[first.span or ""]
-        said = [f"{whom} did not answer rank 0, {_at(first)}"]
-        if not first.note:  # else their own deadline has passed, which it names
-            said[0] += f"; {_rule(first, deadlines)}"
-    # Those that nobody waits for have nothing to do, and stand somewhere all the same.
-    asked = [] if found else [one for one in others if one.name.startswith(NAMES[first.span or ""])]
-    wrong = [one for one in others if one.state == STOPPED] or [one for one in asked if one.call]
-    said += [str(one) for one in wrong]
-    waited = [f"rank {one.rank} {one.silent_s:.1f} s{_in(one)}" for one in there if one is not first and one not in found]
-    if waited:
-        said.append("others waited: " + ", ".join(waited))
-    rank = first.rank if found else None
-    return Verdict(first.step, first.phase or "between_phases", rank, tuple(notes + said))
-
-
-def missed(one: Standing) -> str:
-    """A rank at fault and where it stands, in words."""
-    state = {STOPPED: ": its process is stopped (SIGSTOP)", GONE: ": its process is gone"}.get(one.state, "")
-    return f"{name_of(one)} did not arrive: {_at(one)}{state}"
-
-
-def where(one: Standing) -> str:
-    """Any rank and where it stands, in words."""
-    return f"{name_of(one)}: {_at(one)}"
-
-
-def name_of(one: Standing) -> str:
-    """A rank with its place in the actor's layout."""
-    return f"rank {one.rank} ({one.place})" if one.place else f"rank {one.rank}"
-
-
-def _at(one: Standing) -> str:
-    phase = "between two phases" if one.phase is None else f"in phase {one.phase}"
-    return f"step {one.step}, {phase}{_in(one)}, silent for {one.silent_s:.1f} s"
-
-
-def _in(one: Standing) -> str:
-    parts = [part for part in (one.span, one.call) if part]
-    return " in " + " at ".join(parts) if parts else ""
-
-
-def _rule(one: Standing, deadlines: Deadlines) -> str:
-    return f"it may stand there for {deadlines.of(one)[1]} s"
-
-
-def folder_of(run: Path, verdict: Verdict) -> Path:
-    """A folder for the stacks, which is not there yet."""
-    number, name = 1, f"hang-{verdict.step}-{verdict.phase}"
+        first = next(standing for standing in present if standing.waits_for_processes)
+        whom, prefix = WAITS_FOR_PROCESSES[first.span or ""]
+        rule = "" if first.note else f"; it may stand there for {deadlines.limit(first)[1]} s"  # the note has its own rule
+        lines.append(f"{whom} did not answer rank 0, {first.where}{rule}")
+        # Processes that nobody waits for have nothing to do, and stand somewhere all the same.
+        wrong = wrong or [process for process in processes if process.name.startswith(prefix) and process.call]
+    lines += [str(process) for process in wrong]
+    waiting = [standing for standing in present if standing is not first and standing not in named]
+    if waiting:
+        words = [f"rank {standing.rank} {standing.silent_s:.1f} s{standing.span_and_call}" for standing in waiting]
+        lines.append("others waited: " + ", ".join(words))
+    number, name = 1, f"hang-{first.step}-{first.phase or 'between_phases'}"
     while (folder := run / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
-    return folder
+    return HangVerdict(folder, first.rank if named else None, tuple(lines))

@@ -1,5 +1,7 @@
 """Whether a run hangs and who is at fault, from where all ranks stand."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,14 +13,15 @@ from megarl.cluster.watchdog_judge import (
     Deadlines,
     OtherProcess,
     Standing,
-    Verdict,
     culprits,
-    folder_of,
     judge,
     overdue,
 )
 
-DEADLINES = Deadlines(first_step_s=100.0, step_s=10.0, files_s=1000.0, engines_s=300.0, rewards_s=60.0)
+DEADLINES = Deadlines(
+    first_step_s=100.0, step_s=10.0, files_s=1000.0, engines_s=300.0, rewards_s=60.0, stacks_s=5.0, collective_s=20.0
+)
+RUN = Path("run")
 
 
 def at(rank, span=None, silent_s=0.0, phase="actor_update", phases=7, **more):
@@ -94,7 +97,7 @@ def test_one_stuck_rank_among_any_that_wait_is_the_one_that_is_named(spans, data
     waiting = [at(rank + (rank >= stuck), span, data.draw(st.floats(0, 1e6)), phases=7) for rank, span in enumerate(spans)]
     table = sorted([*waiting, at(stuck, "forward", silent_s)], key=lambda one: one.rank)
     assert overdue(table, DEADLINES)
-    verdict = judge(table, DEADLINES)
+    verdict = judge(RUN, table, DEADLINES)
     assert verdict.rank == stuck
     assert verdict.lines[0].startswith(f"rank {stuck} did not arrive: step 2, in phase actor_update in forward")
     assert all(f"rank {one.rank} {one.silent_s:.1f} s in {one.span}" in verdict.lines[-1] for one in waiting)
@@ -102,13 +105,12 @@ def test_one_stuck_rank_among_any_that_wait_is_the_one_that_is_named(spans, data
 
 def test_a_verdict_names_call_state_and_deadline():
     stopped = at(1, "backward", 12.34, state=STOPPED, place="pipeline stage 1 of 2")
-    verdict = judge([at(0, "wait_pipeline", 12.1, call="recv (p2p.py:3)", waits=True), stopped], DEADLINES)
+    verdict = judge(RUN, [at(0, "wait_pipeline", 12.1, call="recv (p2p.py:3)", waits=True), stopped], DEADLINES)
     assert verdict.lines == (
         "rank 1 (pipeline stage 1 of 2) did not arrive: step 2, in phase actor_update in backward, silent for 12.3 s: its "
         "process is stopped (SIGSTOP); it may stand there for watchdog.step_s = 10 s",
         "others waited: rank 0 12.1 s in wait_pipeline at recv (p2p.py:3)",
     )
-    assert (verdict.step, verdict.phase) == (2, "actor_update")
 
 
 def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
@@ -117,16 +119,16 @@ def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
         at(1, "wait_ranks", 20, "rollout"),
     ]
     others = [OtherProcess("engine-0", 7, "running"), OtherProcess("engine-0", 8, STOPPED)]
-    verdict = judge(table, DEADLINES, others)
+    verdict = judge(RUN, table, DEADLINES, others)
     assert verdict.rank is None
     assert verdict.lines[0] == "rank 0: rollout engine 0: 4 of 4 groups"
     assert verdict.lines[1].startswith("the rollout engines did not answer rank 0, step 2, in phase rollout")
     assert verdict.lines[2] == "engine-0 (process 8) is stopped (SIGSTOP)"
     others = [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)"), OtherProcess("engine-1", 8, "running")]
-    assert judge(table, DEADLINES, others).lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
+    assert judge(RUN, table, DEADLINES, others).lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
     # A rank at fault is what its engines wait for.
     table[1] = at(1, "send", 20, "rollout", state=STOPPED)
-    assert not any("engine-0 (" in line for line in judge(table, DEADLINES, others).lines)
+    assert not any("engine-0 (" in line for line in judge(RUN, table, DEADLINES, others).lines)
 
 
 def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_says_so():
@@ -136,8 +138,8 @@ def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_sa
     )
     table = [said, at(1, "wait_engines", 180, "rollout")]
     assert overdue(table, DEADLINES)
-    verdict = judge(table, DEADLINES, [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)")])
-    assert verdict.rank is None and verdict.phase == "rollout"
+    verdict = judge(RUN, table, DEADLINES, [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)")])
+    assert verdict.rank is None and verdict.folder.name == "hang-2-rollout"
     assert verdict.lines[0] == "rank 0: rollout engine 0: no answer"
     assert verdict.lines[1].startswith("the rollout engines did not answer rank 0") and "may stand" not in verdict.lines[1]
     assert verdict.lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
@@ -145,13 +147,12 @@ def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_sa
 
 def test_ranks_that_wait_are_no_sign_of_anything_where_rank_0_is_not_known():
     waiting = [at(rank, "wait_engines", 1000, "rollout") for rank in (4, 5)]
-    assert overdue(waiting, DEADLINES) and not overdue(waiting, DEADLINES, some_alone=True)
-    assert overdue([*waiting, at(6, "forward", 1000)], DEADLINES, some_alone=True)
+    assert overdue(waiting, DEADLINES) and not overdue(waiting, DEADLINES, some_unknown=True)
+    assert overdue([*waiting, at(6, "forward", 1000)], DEADLINES, some_unknown=True)
 
 
 def test_no_folder_is_written_twice(tmp_path):
-    verdict = Verdict(3, "rollout", 0)
-    first = folder_of(tmp_path, verdict)
-    assert first.name == "hang-3-rollout"
-    first.mkdir()
-    assert folder_of(tmp_path, verdict).name == "hang-3-rollout-2"
+    table = [at(0, "forward", 20, phase="rollout")]
+    (tmp_path / "hang-2-rollout").mkdir()
+    assert judge(tmp_path, table, DEADLINES).folder == tmp_path / "hang-2-rollout-2"
+    assert judge(tmp_path, [at(0, None, 20, phase=None)], DEADLINES).folder == tmp_path / "hang-2-between_phases"

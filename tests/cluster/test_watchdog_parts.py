@@ -1,28 +1,24 @@
-"""Parts of the watchdog: pages of beats, stacks of other processes, deadlines of a recipe, watchers of several nodes."""
+"""Parts of the watchdog: what a rank says, stacks of other processes, deadlines of a recipe, the watching process."""
 
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from megarl.cluster import watched
 from megarl.cluster.agent_verdict import judge as judge_ends
-from megarl.cluster.beats import Beats, BeatsReader
-from megarl.cluster.watchdog_judge import Deadlines, OtherProcess, Standing, Verdict
-from megarl.cluster.watchdog_limits import Limits
-from megarl.cluster.watchdog_settings import ENDING, WatchedRank, WatcherSettings
+from megarl.cluster.watchdog import RANK_ENDED, _Rank
+from megarl.cluster.watchdog_judge import ENDED, Deadlines
+from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
-from megarl.cluster.watcher import Watcher
-from megarl.cluster.watcher_wire import OtherWatchers
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout.failure import EngineSilent
 from megarl.telemetry import PhaseClock, starts
@@ -50,27 +46,38 @@ nap()
 """
 
 
-def test_another_process_reads_where_a_clock_stands():
-    beats = Beats()
-    reader = BeatsReader(os.getpid(), beats.file)
-    clock = PhaseClock(beat=beats.beat)
-    beats.begin(4, first=False)
-    assert (reader.read().step, reader.read().first, reader.read().phase, reader.read().phases) == (4, False, None, 0)
+@pytest.fixture
+def watch():
+    watch = Watch("word", 0, "", 0.1)
+    yield watch
+    watch.close()
+
+
+def test_the_watcher_reads_where_a_clock_stands():
+    watch = Watch("word", 3, "tensor rank 1 of 2", 0.1)
+    rank = _Rank(watch.known)
+
+    def stands():
+        standing = rank.standing(0.0)
+        return standing.step, standing.phase, standing.span, standing.phases
+
+    clock = PhaseClock(beat=watch.beat)
+    assert rank.standing(0.0).name == "rank 3 (tensor rank 1 of 2)" and stands() == (0, None, None, 0)
+    watch.begin(4)
+    assert stands() == (4, None, None, 0) and rank.standing(0.0).first
+    watch.begin(5)
+    assert stands() == (5, None, None, 0) and not rank.standing(0.0).first
     with clock.phase("actor_update"):
-        assert (reader.read().phase, reader.read().span, reader.read().beats) == ("actor_update", None, 1)
+        assert stands() == (5, "actor_update", None, 1)
         with clock.span("forward"):
-            assert (reader.read().phase, reader.read().span) == ("actor_update", "forward")
-        before = reader.read()
-        assert (before.span, before.beats, before.phases) == (None, 3, 1)
+            assert stands() == (5, "actor_update", "forward", 1)
+        assert stands() == (5, "actor_update", None, 1)
     with pytest.raises(RuntimeError), clock.phase("weight_sync"), clock.span("send"):
         raise RuntimeError
-    assert (reader.read().phase, reader.read().phases) == (None, 2)
-    assert reader.read().since >= before.since
-    beats.note("no answer of rollout engine 0 " * 200)
-    assert reader.read().note.startswith("no answer of rollout engine 0")
-    beats.end()
-    beats.close()
-    assert reader.read().ended, "what a process wrote last stays readable"
+    assert stands() == (5, None, None, 2)
+    assert rank.standing(0.0).silent_s >= rank.standing(time.monotonic()).silent_s
+    watch.close()
+    assert rank.standing(0.0).state == ENDED, "what a process wrote last stays readable"
 
 
 @pytest.fixture
@@ -146,11 +153,13 @@ def recipe_with(tmp_path, monkeypatch):
 
 
 def test_deadlines_follow_from_that_of_a_collective(recipe_with):
-    assert Limits.of(recipe_with({}, collective_timeout_s=600.0)) == Limits(480.0, 300.0, 1800.0, 5.0)
-    given = Limits.of(recipe_with({"first_step_s": 100.0, "files_s": 5.0}, collective_timeout_s=600.0))
-    assert given == Limits(100.0, 100.0, 5.0, 5.0)
-    compiling = recipe_with({}, collective_timeout_s=600.0, compile=True, compile_timeout_s=580.0)
-    assert Limits.of(compiling) == Limits(590.0, 590.0, 1800.0, 5.0)
+    def deadlines(watchdog, **trainer):
+        return Deadlines.of(recipe_with(watchdog, collective_timeout_s=600.0, **trainer), 7.0, 8.0)
+
+    assert deadlines({}) == Deadlines(480.0, 300.0, 1800.0, 7.0, 8.0, 5.0, 600.0)
+    assert deadlines({"first_step_s": 100.0, "files_s": 5.0}) == Deadlines(100.0, 100.0, 5.0, 7.0, 8.0, 5.0, 600.0)
+    compiling = deadlines({}, compile=True, compile_timeout_s=580.0)
+    assert (compiling.first_step_s, compiling.step_s) == (590.0, 590.0)
 
 
 @pytest.mark.parametrize(
@@ -190,43 +199,32 @@ def _poll(condition):
         time.sleep(0.02)
 
 
-def test_a_watcher_that_ends_too_early_is_said_with_its_last_words_and_replaced(capfd):
-    beats = Beats()
-    beats.begin(1, False)
-    ear, mouth = os.pipe()
-    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
-    ranks = (WatchedRank(0, "", os.getpid(), beats.file, mouth),)
-    settings = WatcherSettings("run", 0, ranks, replace(long, step_s=cast(float, "soon")), 5.0, "word")
-    said = ""
+def test_a_watcher_that_ends_too_early_is_replaced_and_says_why(capfd, watch):
+    watch.begin(1)
+    long = Deadlines(*[1e6] * 7)
+    broken = replace(long, first_step_s=cast(float, "soon"))
+    settings = WatcherSettings("run", 0, 1, (watch.known,), broken, "word")
+    text = ""
 
     def times(pattern):
-        nonlocal said
-        said += capfd.readouterr().err
-        return len(re.findall(pattern, said))
+        nonlocal text
+        text += capfd.readouterr().err
+        return len(re.findall(pattern, text))
 
     early = r"watchdog: its process \d+ on node 0 "
     WatcherProcess(settings)
     _poll(lambda: times("nobody watches the ranks of this node from here on"))
-    assert times(early + r"ended with exit status 1, with the words: Traceback") == MOST_WATCHERS
+    assert times(early + "ended with exit status 1") == MOST_WATCHERS
     assert times("another one takes its place") == MOST_WATCHERS - 1
-    assert "ValueError: Unknown format code 'g' for object of type 'str'" in said
+    assert times("ValueError: Unknown format code 'g' for object of type 'str'") == MOST_WATCHERS
 
     watcher = WatcherProcess(replace(settings, deadlines=long))
     watcher._process.kill()
     _poll(lambda: times(early + "was killed by SIGKILL; another one takes its place"))
-    watcher.may_end()
-    beats.end()
+    watcher.may_end = True
+    watch._write(ended=True)
     watcher.wait()
-    beats.close()
-    for file in (ear, mouth):
-        os.close(file)
-
-
-@pytest.fixture
-def watch():
-    watch = Watch("word", 0, 0.1)
-    yield watch
-    watch.close()
+    assert watcher._process.returncode == 0
 
 
 def place_of(error):
@@ -246,17 +244,16 @@ def place_of(error):
 def test_a_rank_that_has_passed_a_deadline_tells_the_watcher_which(watch, monkeypatch, error, noted):
     for name in ("END_S", "LOST_S"):
         monkeypatch.setattr(watched, name, 0.0)
-    reader = BeatsReader(os.getpid(), watch.beats.file)
     with pytest.raises(type(error)), watch.deadlines(place_of):
         raise error
-    beat = reader.read()
-    assert beat.note == (str(error) if noted else "")
-    assert not noted or (beat.phase, beat.span) == place_of(error)
+    standing = _Rank(watch.known).standing(0.0)
+    assert standing.note == (str(error) if noted else "")
+    assert not noted or (standing.phase, standing.span) == place_of(error)
 
 
-def test_a_rank_that_has_lost_a_peer_waits_to_be_told_of_a_hang_until_a_rank_has_ended(watch, monkeypatch):
+def test_a_rank_that_has_lost_a_peer_waits_to_hear_of_a_hang_until_a_rank_has_ended(watch, monkeypatch):
     monkeypatch.setattr(watched, "LOST_S", DEADLINE_S)
-    begun, reader = time.monotonic(), BeatsReader(os.getpid(), watch.beats.file)
+    begun, rank = time.monotonic(), _Rank(watch.known)
 
     def leave():
         with suppress(RuntimeError), watch.deadlines(place_of):
@@ -264,70 +261,8 @@ def test_a_rank_that_has_lost_a_peer_waits_to_be_told_of_a_hang_until_a_rank_has
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    _poll(lambda: reader.read().phase == "actor_update")
+    _poll(lambda: rank.standing(0.0).phase == "actor_update")
     assert leaving.is_alive()
-    os.write(watch.mouth, ENDING)
+    rank.tell(RANK_ENDED)
     leaving.join()
     assert time.monotonic() - begun < DEADLINE_S
-
-
-def test_watchers_of_other_nodes_tell_node_0_and_obey_it():
-    server = socket.create_server(("127.0.0.1", 0))
-    address = server.getsockname()
-    deadlines = Deadlines(1.0, 1.0, 1.0, 1.0, 1.0)
-    ranks = (WatchedRank(0, "", 1, 2, 3),)
-    settings = WatcherSettings("run", 0, ranks, deadlines, 5.0, "word", None, server.detach(), num_nodes=2)
-    assert WatcherSettings.load(settings.dump()) == settings
-    first = OtherWatchers(settings)
-    stranger = OtherWatchers(replace(settings, node=1, master=address, listener=None, token="other"))
-    stranger.tell([Standing(9)])
-    second = OtherWatchers(replace(settings, node=1, master=address, listener=None))
-    assert first.judges and not second.judges
-    second.tell([Standing(1, silent_s=3.0)])
-    _poll(lambda: first.tables())
-    (known,) = first.tables()
-    assert replace(known, silent_s=3.0) == Standing(1, silent_s=3.0)
-    _poll(lambda: first.tables()[0].silent_s > known.silent_s > 3.0)  # a watcher that says nothing more has not moved
-    first.order({"do": "dump"})
-    assert second.wait_for_orders(DEADLINE_S) == [{"do": "dump"}]
-    threading.Timer(0.1, second.say_dumped, ([Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")])).start()
-    assert first.dumped(DEADLINE_S) == ([Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")])
-    _poll(lambda: stranger.judges)  # it was sent away
-    assert stranger.is_alone and not first.is_alone and not second.is_alone
-    another = OtherWatchers(replace(settings, listener=socket.create_server(("127.0.0.1", 0)).detach(), replaces=True))
-    assert another.is_alone, "the others have lost the one that it is in place of, and judge over their own ranks"
-
-
-def test_a_node_without_ranks_gives_its_stacks_and_ends_what_it_holds_when_node_0_says_so(sleeper, tmp_path):
-    server = socket.create_server(("127.0.0.1", 0))
-    address = server.getsockname()
-    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
-    settings = WatcherSettings(str(tmp_path), 0, (), long, DEADLINE_S, f"{os.getpid():x}", None, server.detach())
-    first = OtherWatchers(settings)
-    follower = Watcher(replace(settings, node=3, master=address, listener=None))
-    watching = threading.Thread(target=follower.watch, daemon=True)
-    watching.start()
-    _poll(lambda: 3 in first._followers)
-    assert first.tables() == [] and watching.is_alive(), "a node without ranks is never late"
-    first.order({"do": "dump"})
-    _, (found,) = first.dumped(DEADLINE_S)
-    assert (found.name, found.pid, found.state) == ("engine-0", sleeper.pid, "running") and "nap" in str(found.call)
-    verdict = Verdict(2, "rollout", None, ("engine-0 hangs",))
-    first.order({"do": "end", "folder": str(tmp_path / "hang"), "verdict": asdict(verdict)})
-    watching.join(DEADLINE_S)
-    assert not watching.is_alive() and marked_processes(f"{os.getpid():x}") == {}
-    assert [file.name for file in (tmp_path / "hang").iterdir()] == [f"engine-0-{sleeper.pid}.txt"]
-    assert "in nap" in (tmp_path / "hang" / f"engine-0-{sleeper.pid}.txt").read_text()
-
-
-def test_a_watcher_of_a_node_without_ranks_ends_with_node_0s(sleeper):
-    server = socket.create_server(("127.0.0.1", 0))
-    long = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6)
-    follower = Watcher(WatcherSettings("run", 3, (), long, 5.0, f"{os.getpid():x}", server.getsockname()))
-    connection, _ = server.accept()
-    watching = threading.Thread(target=follower.watch, daemon=True)
-    watching.start()
-    connection.close()
-    watching.join(DEADLINE_S)
-    assert not watching.is_alive() and sleeper.poll() is None, "it harms nobody"
-    server.close()

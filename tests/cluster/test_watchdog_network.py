@@ -1,0 +1,214 @@
+"""Watchers of several nodes: they follow node 0's, and notice machines that cannot be reached any more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster import watchdog
+from megarl.cluster.watchdog import Watcher
+from megarl.cluster.watchdog_judge import Deadlines, HangVerdict, OtherProcess, Standing
+from megarl.cluster.watchdog_network import OtherWatchers, WatchedRank, WatcherSettings
+from megarl.cluster.watched import Watch
+from megarl.telemetry.exit_status import FAILED
+from megarl.telemetry.stacks import MARK, marked_processes
+from tests.networks import Network, two_networks
+
+WAIT_S = 60.0
+COLLECTIVE_S = 8.0  # the kernels ask each second
+LONG = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6, 5.0, COLLECTIVE_S)
+TOKEN = f"{os.getpid():x}"
+SLEEPER = """
+import time
+from megarl.telemetry.stacks import mark_from_environment
+mark_from_environment()
+def nap():
+    print("ready", flush=True)
+    time.sleep(600)
+nap()
+"""
+
+
+def poll(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def master_settings(ranks: tuple[WatchedRank, ...] = (), host: str = "127.0.0.1") -> tuple[WatcherSettings, Any]:
+    """Settings of node 0's watcher, and its address."""
+    server = socket.create_server((host, 0))
+    address = server.getsockname()
+    return WatcherSettings("run", 0, 2, ranks, LONG, TOKEN, listener=server.detach()), address
+
+
+def test_watchers_of_other_nodes_tell_node_0_and_follow_it() -> None:
+    settings, address = master_settings((WatchedRank(0, 1, 2, 3),))
+    follower_settings = replace(settings, node=1, master=address, listener=None, ranks=(WatchedRank(1, 1, 2, 3),))
+    master = OtherWatchers(settings)
+    assert master.judges and master.some_unknown
+    stranger = OtherWatchers(replace(follower_settings, token="other"))
+    poll(lambda: stranger.is_alone)  # it was sent away
+    assert stranger.judges and stranger.some_unknown
+    follower = OtherWatchers(follower_settings)
+    poll(lambda: not follower.judges and not master.some_unknown)
+    follower.send("table", [Standing(1, silent_s=3.0)])
+
+    def tables() -> list[Standing]:
+        master.receive()
+        return master.tables()
+
+    poll(tables)
+    (known,) = tables()
+    assert replace(known, silent_s=3.0) == Standing(1, silent_s=3.0)
+    poll(lambda: tables()[0].silent_s > known.silent_s > 3.0)  # a watcher that says nothing more has not moved
+    master.send("dump")
+    assert follower.wait_for("dump", WAIT_S) == [None]
+    stacks = [Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")]
+    threading.Timer(0.1, follower.send, ("stacks", stacks)).start()
+    assert master.stacks(WAIT_S) == stacks
+    assert master.silent() == follower.silent() == []
+
+    # The watcher of node 0 is killed, and another one takes its place at the same address.
+    (master_socket,) = [watcher.socket for watcher in master._watchers.values()]
+    master_socket.shutdown(socket.SHUT_RDWR)
+
+    def is_lost() -> bool:
+        follower.receive()
+        return follower.judges
+
+    poll(is_lost)
+    assert follower.some_unknown
+    poll(lambda: not follower.judges)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {MARK: f"{TOKEN}/engine-0"}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_node_without_ranks_gives_its_stacks_and_ends_its_processes_when_node_0_says_so(
+    sleeper: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    settings, address = master_settings()
+    master = OtherWatchers(settings)
+    follower = Watcher(replace(settings, node=3, master=address, listener=None))
+    watching = threading.Thread(target=follower.watch, daemon=True)
+    watching.start()
+    poll(lambda: 3 in master._watchers)
+    assert master.tables() == [] and watching.is_alive(), "a node without ranks is never late"
+    master.send("dump")
+    _, (process,) = master.stacks(WAIT_S)
+    assert (process.name, process.pid, process.state) == ("engine-0", sleeper.pid, "running") and "nap" in str(process.call)
+    master.send("end", HangVerdict(tmp_path / "hang", None, ("engine-0 hangs",)))
+    watching.join(WAIT_S)
+    assert not watching.is_alive() and marked_processes(TOKEN) == {}
+    assert [file.name for file in (tmp_path / "hang").iterdir()] == [f"engine-0-{sleeper.pid}.txt"]
+    assert "in nap" in (tmp_path / "hang" / f"engine-0-{sleeper.pid}.txt").read_text()
+
+
+def test_a_watcher_of_a_node_without_ranks_ends_with_node_0s(sleeper: subprocess.Popen[str]) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    follower = Watcher(WatcherSettings("run", 3, 1, (), LONG, TOKEN, server.getsockname()))
+    connection, _ = server.accept()
+    watching = threading.Thread(target=follower.watch, daemon=True)
+    watching.start()
+    server.close()
+    connection.close()
+    watching.join(WAIT_S)
+    assert not watching.is_alive() and sleeper.poll() is None, "it harms nobody"
+
+
+def stay(rank: int, known: Any) -> None:
+    """A rank that stays in a phase."""
+    watch = Watch("token", rank, "", 5.0)
+    watch.beat("rollout", None)
+    known.put(watch.known)
+    time.sleep(2 * WAIT_S)
+
+
+def in_network(network: Network, make: Callable[[], Any]) -> Any:
+    """What `make` returns in a thread that has entered a network."""
+    made: queue.Queue[Any] = queue.Queue()
+
+    def run() -> None:
+        network.enter()
+        made.put(make())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return made.get_nowait()
+
+
+@pytest.mark.hang
+def test_a_cut_cable_ends_the_ranks_of_both_nodes_and_each_names_phase_and_peer(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "end_at_once", lambda processes: None)  # it would take their statuses from this test
+    context = multiprocessing.get_context("fork")
+    queues = [context.SimpleQueue() for _ in range(2)]
+    processes = [context.Process(target=stay, args=(rank, known)) for rank, known in enumerate(queues)]
+    with two_networks() as (near, far):
+        try:
+            for process in processes:
+                process.start()
+            ranks = [known.get() for known in queues]
+            settings, address = in_network(near, lambda: master_settings((ranks[0],), near.address))
+            master = in_network(near, lambda: Watcher(settings))
+            follower_settings = replace(settings, node=1, ranks=(ranks[1],), master=address, listener=None)
+            follower = in_network(far, lambda: Watcher(follower_settings))
+            for watcher in (master, follower):
+                threading.Thread(target=watcher.watch, daemon=True).start()
+            poll(lambda: master._network.tables() and follower._network._watchers)
+            far.switch("down")
+            for process in processes:
+                process.join(WAIT_S)
+            assert [process.exitcode for process in processes] == [FAILED, FAILED]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    text = capfd.readouterr().err
+    for rank, (peer, address) in enumerate(((1, "10.231.7.2"), (0, "10.231.7.1"))):
+        machine = f"the machine of rank {peer} at {address}"
+        assert f"watchdog: on rank {rank}, in phase rollout: no answer from {machine}\n" in text
+        line = f"watchdog: error on rank {rank}, in phase rollout: no way to {machine} for 4 s, half of "
+        assert re.search(re.escape(line) + r"trainer.collective_timeout_s = 8 \(.+\)", text), text
+
+
+def test_a_watcher_that_ends_takes_nobody_with_it() -> None:
+    settings, address = master_settings((WatchedRank(0, 1, 2, 3),))
+    master = OtherWatchers(settings)
+    follower = OtherWatchers(replace(settings, node=1, master=address, listener=None))
+    poll(lambda: master._watchers and follower._watchers)
+    (watcher,) = follower._watchers.values()
+    watcher.socket.shutdown(socket.SHUT_RDWR)
+
+    def is_gone() -> bool:
+        master.receive()
+        return not master._watchers
+
+    poll(is_gone)
+    assert master.lost is None and not master.some_unknown
