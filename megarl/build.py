@@ -109,7 +109,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     if rank == 0:
         starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
         if platform.num_devices is None and (slow := check_precision(recipe.trainer.precision)).fix:
-            print(f"{slow.found}; {slow.fix}", file=sys.stderr)
+            print(f"{slow.message}; {slow.fix}", file=sys.stderr)
     with ExitStack() as stack:
         if rank == 0:
             stack.callback(directory.unlock)
