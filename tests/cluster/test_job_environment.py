@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.doctor_checks import Severity, check_home, check_temporary_directory
-from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _own_folder, adapt_environment, short_name
+from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _private_folder, adapt_environment, short_name
 from megarl.cluster.node_settings import read_node_settings
 
 # What Ray adds to its directory; its own limit is the kernel's.
@@ -121,12 +121,12 @@ def test_a_home_that_may_not_be_searched(inside: str) -> None:
 
 def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    assert _own_folder(folder) == folder == _own_folder(folder)
+    assert _private_folder(folder) == folder == _private_folder(folder)
     folder.chmod(0o777)
-    assert _own_folder(folder) != folder
+    assert _private_folder(folder) != folder
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    found = _own_folder(folder)
+    found = _private_folder(folder)
     assert found != folder and found.stat().st_mode & 0o777 == 0o700
 
 
