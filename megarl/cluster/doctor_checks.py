@@ -21,16 +21,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megarl.cluster.job_environment import (
-    LONGEST_TEMPORARY,
-    SHORT_TEMPORARY,
-    can_write,
-    home_directory,
-    is_too_long,
-    lacks_ray_token,
-    nearest_existing,
-    temporary_directory,
-)
+from megarl.cluster import job_environment
 from megarl.reward.sandbox import refusal
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -280,7 +271,7 @@ def _check_memory() -> Finding:
 
 def check_writable(check: str, directory: Path) -> Finding:
     """Check that a directory, or its nearest existing parent, takes files and has space."""
-    place = nearest_existing(directory)
+    place = job_environment.nearest_existing(directory)
     if not place.is_dir():
         return fail(check, f"{place} is a file", f"remove it, or choose another place than {directory}")
     try:
@@ -295,26 +286,28 @@ def check_writable(check: str, directory: Path) -> Finding:
 
 def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
     """Check that the temporary directory takes files, and that its path is short enough for Ray's sockets."""
-    finding = check_writable("temporary directory", Path(temporary_directory(environment)))
-    sockets = environment.get("RAY_TMPDIR") or temporary_directory(environment)
-    if finding.severity == Severity.FAIL or not is_too_long(sockets):
+    finding = check_writable("temporary directory", Path(job_environment.temporary_directory(environment)))
+    sockets = environment.get("RAY_TMPDIR") or job_environment.temporary_directory(environment)
+    if finding.severity == Severity.FAIL or not job_environment.is_too_long(sockets):
         return finding
-    message = f"{sockets} has {len(os.fsencode(sockets))} bytes; Ray's sockets need a path of at most {LONGEST_TEMPORARY}"
+    message = (
+        f"{sockets} has {len(os.fsencode(sockets))} bytes; Ray's sockets need at most {job_environment.LONGEST_TEMPORARY}"
+    )
     if "RAY_TMPDIR" in environment:
         return fail(finding.check, message, "set RAY_TMPDIR to a shorter path, or unset it")
-    if not can_write(Path(SHORT_TEMPORARY)):
-        return fail(finding.check, message, f"set TMPDIR to a shorter path: {SHORT_TEMPORARY} takes no link")
-    message += f": a run reaches it by a short link in {SHORT_TEMPORARY}"
+    if not job_environment.can_write(Path(job_environment.SHORT_TEMPORARY)):
+        return fail(finding.check, message, f"set TMPDIR to a shorter path: {job_environment.SHORT_TEMPORARY} takes no link")
+    message += f": a run reaches it by a short link in {job_environment.SHORT_TEMPORARY}"
     return warn(finding.check, message, "set TMPDIR to a shorter path to do without the link")
 
 
 def check_home(environment: MutableMapping[str, str]) -> Finding:
     """Check that the home directory takes files; a run otherwise moves its caches."""
-    home = home_directory(environment)
-    if can_write(home):
+    home = job_environment.home_directory(environment)
+    if job_environment.can_write(home):
         return ok("home directory", str(home))
-    message = f"{home} takes no file: caches of vLLM and others go to {temporary_directory(environment)}"
-    if lacks_ray_token(environment):
+    message = f"{home} takes no file: caches of vLLM and others go to {job_environment.temporary_directory(environment)}"
+    if job_environment.lacks_ray_token(environment):
         message += ", and a run on one node makes its own token for Ray"
     fix = "set HOME to a directory that can be written; on several nodes without one, set the same RAY_AUTH_TOKEN on all"
     return warn("home directory", message, fix)
@@ -324,17 +317,6 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
     """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
     yield _check_host_name(socket.gethostname())
     yield from _check_chosen_interfaces(environment)
-    cards, interfaces = Path("/sys/class/infiniband"), Path("/sys/class/net")
-    card_names = sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
-    states = {path.name: (path / "operstate").read_text(encoding="utf-8").strip() for path in sorted(interfaces.iterdir())
-              if path.name != "lo"}  # fmt: skip
-    interfaces_up = [name for name, state in states.items() if state != "down"]
-    if card_names:
-        yield ok("interconnect", f"InfiniBand or RoCE: {', '.join(card_names)}")
-    elif interfaces_up:
-        yield ok("interconnect", f"Ethernet: {', '.join(interfaces_up)}")
-    else:
-        yield warn("interconnect", "no interface but the loopback is up", "fine on one node; with more, bring one up")
     for program, port in ports.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -388,11 +370,7 @@ def check_ray(address: str) -> Iterator[Finding]:
         fix = f"start it there: ray start --head --port {port or 6379}; or correct --ray, HOST:PORT of the head"
         yield fail("ray head", f"{address} does not answer: {error}", fix)
         return
-    ray = shutil.which("ray")
-    if ray is None:
-        yield warn("ray head", f"{address} answers; no `ray` on PATH to ask it", "run from megarl's environment")
-        return
-    error_line = _command_error([ray, "health-check", "--address", address])
+    error_line = _command_error([sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address])
     if error_line is None:
         yield ok("ray head", f"{address} is healthy")
     else:
@@ -421,8 +399,6 @@ def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> 
     """Run a command and return the last line that it printed; None where it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s)
-    except FileNotFoundError:
-        return f"no program {command[0]!r}"
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout_s:.0f} s"
     lines = (done.stdout + done.stderr).strip().splitlines()
