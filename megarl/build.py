@@ -32,7 +32,7 @@ logging.getLogger("megatron.core.transformer.transformer_config").setLevel(loggi
 from megarl.algorithm.estimate import check_advantage  # noqa: E402
 from megarl.algorithm.policy import load_policy_loss  # noqa: E402
 from megarl.cluster.cores import BIND, bind, node_load, rank_cores  # noqa: E402
-from megarl.cluster.doctor_machine import check_precision  # noqa: E402
+from megarl.cluster.doctor_checks import check_precision  # noqa: E402
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage  # noqa: E402
 from megarl.cluster.preemption import (  # noqa: E402
     ASKED,
@@ -118,7 +118,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     if rank == 0:
         starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
         if platform.num_devices is None and (slow := check_precision(recipe.trainer.precision)).fix:
-            print(f"{slow.found}; {slow.fix}", file=sys.stderr)
+            print(f"{slow.message}; {slow.fix}", file=sys.stderr)
     with ExitStack() as stack:
         if rank == 0:
             stack.callback(directory.unlock)

@@ -289,34 +289,34 @@ def doctor(
 ) -> None:
     """Examine this node, and with --nodes all of a job: what would stop a run, and what to do about it. Exit status 1 for
     a node that is not fit."""
-    from megarl.cluster.doctor import Question, examine
-    from megarl.cluster.doctor_finding import Verdict
+    from megarl.cluster.doctor import DoctorOptions, examine
+    from megarl.cluster.doctor_checks import Severity
 
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         _fail(f"--master = {master!r}: must be HOST:PORT, as node0:29500")
     if node_rank >= nodes:
         _fail(f"--node-rank = {node_rank}: must be below --nodes = {nodes}")
-    question = Question(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
+    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
-        question = replace(
-            question,
+        options = replace(
+            options,
             run_dir=Path(loaded.run.dir),
             model=loaded.model.path,
             precision=loaded.trainer.precision,
             code=any(part.kind == "code" for part in loaded.reward),
         )
     findings = []
-    for finding in examine(question):
+    for finding in examine(options):
         findings.append(finding)
         if not as_json:
-            color = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}[finding.verdict]
-            line = f"[{color}]{finding.verdict:4}[/{color}] {escape(finding.check)}: {escape(finding.found)}"
+            color = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "red"}[finding.severity]
+            line = f"[{color}]{finding.severity:4}[/{color}] {escape(finding.check)}: {escape(finding.message)}"
             _console().print(line + (f"\n     -> {escape(finding.fix)}" if finding.fix else ""), soft_wrap=True)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    raise typer.Exit(1 if any(finding.verdict == Verdict.FAIL for finding in findings) else 0)
+    raise typer.Exit(1 if any(finding.severity == Severity.FAIL for finding in findings) else 0)
 
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:

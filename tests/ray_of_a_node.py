@@ -15,8 +15,7 @@ import ray
 from megarl.cluster.node_settings import read_node_settings
 from megarl.cluster.preemption import SIGNALS, keep_holding_signals
 from megarl.cluster.processes import Orphans, adopt_orphans, end_descendants
-from megarl.cluster.ray_cluster import join_cluster, stop_cluster
-from megarl.cluster.ray_node import ray_address, start_ray
+from megarl.cluster.ray_cluster import join_cluster, start_node_daemons, stop_cluster
 
 DEADLINE_S = 240.0
 
@@ -40,8 +39,8 @@ def main(port: str) -> None:
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True) as directory:
         try:
-            daemons = psutil.Process(start_ray(settings, Path(directory)).pid)
-            join_cluster(ray_address(settings))
+            daemons = psutil.Process(start_node_daemons(settings, Path(directory)).pid)
+            join_cluster(settings.ray_address)
             actor = ray.remote(WithChild).options(num_cpus=0).remote()
             engine = psutil.Process(ray.get(actor.start.remote(), timeout=DEADLINE_S))
             of_engine = engine.children()

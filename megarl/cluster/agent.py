@@ -1,4 +1,9 @@
-"""`python -m megarl.cluster.agent`. Signals wait from here on until a handler takes them: the imports take seconds."""
+"""`python -m megarl.cluster.agent`: torchrun's command line and agent, with the exit status of its ranks.
+
+It passes the signals of a preemption on to the ranks, gives them `run.grace_s` to leave, and says why they ended.
+"""
+
+from __future__ import annotations
 
 import os
 import sys
@@ -6,12 +11,266 @@ import sys
 if __name__ == "__main__":
     from megarl.cluster.preemption import hold_signals
 
-    hold_signals()
+    hold_signals()  # the imports below take seconds
     from megarl.cluster.job_environment import adapt_environment
     from megarl.telemetry.output import endure_output
 
     endure_output()
     adapt_environment(os.environ)
-    from megarl.cluster.agent_command import main
 
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api as launcher
+
+from megarl.cluster.agent_nodes import OtherNodes, Outcome
+from megarl.cluster.preemption import SIGNALS, handle_signals, take_held_signals
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.sections import RunSection
+from megarl.telemetry import starts
+from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
+from megarl.telemetry.run_directory import RunDirectory
+
+# SIGTERM would ask a rank to save first.
+STOP = signal.SIGINT
+# Ranks that refuse bad input end together, but a rank that waits for a refusing rank never ends.
+REFUSAL_S = 10.0
+# Ranks mostly notice by themselves that ranks of another node failed, and say more about it than the agent can.
+STRAGGLER_S = 15.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the ranks and return their exit status; BAD_INPUT for a bad recipe, or for nodes that come and go."""
+    options = torchrun.parse_args(arguments)
+    if options.rdzv_backend != "static" and not options.standalone and options.nnodes not in ("1", "1:1"):
+        print(
+            f"--rdzv-backend = {options.rdzv_backend}: works on one node only (--nnodes = {options.nnodes}), because each "
+            "agent counts its own restarts; name the nodes' master: --master-addr HOST --node-rank N",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    # A module other than megarl has no recipe.
+    run, grace_s = None, float(RunSection.model_fields["grace_s"].default)
+    words = [word for word in options.training_script_args if not word.startswith("--")]
+    if options.module and options.training_script == "megarl" and words:
+        try:
+            recipe = load_recipe(words[0], words[1:])
+        except RecipeError as error:
+            print(error, file=sys.stderr)
+            return BAD_INPUT
+        run, grace_s = RunDirectory.of(recipe), recipe.run.grace_s
+    signals = ReceivedSignals(grace_s)
+    handle_signals(signals.note)
+    handled = {number.name for number in SIGNALS}
+    options.signals_to_handle = ",".join(name for name in options.signals_to_handle.split(",") if name not in handled)
+    agents: list[Agent] = []
+
+    def make_agent(*arguments: Any, **settings: Any) -> Agent:
+        agents.append(Agent(signals, run, *arguments, **settings))
+        return agents[0]
+
+    # torch's launcher makes the agent itself, and takes no class for it (2.13).
+    launcher.LocalElasticAgent = make_agent  # type: ignore[assignment,misc]
+    # torch logs a rank that asks for a requeue as a failure; the outcome is printed below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        take_held_signals()  # that came during the imports
+        torchrun.run(options)
+    except ChildFailedError:
+        outcome = agents[0].outcome
+        print(f"megarl.cluster.agent: {outcome.sentence} (exit status {outcome.status})", file=sys.stderr, flush=True)
+        return outcome.status
+    except SignalException as error:
+        print(f"megarl.cluster.agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        return REQUEUE if error.sigval in SIGNALS else FAILED
+    finally:
+        for agent in agents:
+            agent.close()
+    return COMPLETE
+
+
+@dataclass
+class ReceivedSignals:
+    """The signals so far. The handler notes them, and the agent passes them on at its next look at the ranks."""
+
+    grace_s: float
+    can_pass_on: bool = False
+    since: float | None = None
+    numbers: list[int] = field(default_factory=list)
+    num_passed_on: int = 0
+
+    def note(self, number: int, frame: Any) -> None:
+        """Note a signal. Before there are ranks, end the wait for the other nodes."""
+        self.since = self.since or time.monotonic()
+        self.numbers.append(number)
+        if not self.can_pass_on:
+            raise SignalException(f"{signal.Signals(number).name} before the ranks were started", signal.Signals(number))
+
+    def is_overdue(self) -> bool:
+        """Return whether the ranks have used up their time to leave."""
+        return self.since is not None and time.monotonic() - self.since > self.grace_s
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent of one node. It watches the ranks by their exit codes, and agrees with the agents of other nodes."""
+
+    def __init__(self, signals: ReceivedSignals, run: RunDirectory | None, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._signals, self._run = signals, run
+        self._previous_end = 0 if run is None else starts.ended_at(run.path)
+        self._refused_since: float | None = None
+        self._alone_since: float | None = None  # when ranks of another node failed without a restart
+        self._others: OtherNodes | None = None
+        self.outcome = Outcome(FAILED, "no rank was started")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        handler = worker_group.spec.rdzv_handler
+        num_nodes, host, port = worker_group.group_world_size, worker_group.master_addr, worker_group.master_port
+        if self._others is None and num_nodes is not None and num_nodes > 1 and handler.get_backend() == "static":
+            assert host is not None and port is not None
+            is_first = worker_group.group_rank == 0
+            self._others = OtherNodes.connect(host, port, handler.get_run_id(), num_nodes, is_first)
+        self._signals.can_pass_on = True  # from here on the handler must not raise: a started rank would be lost
+        self._refused_since = None
+        return dict(super()._start_workers(worker_group))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the ranks. torch's look ends all ranks when one has failed, so it runs only when that is right."""
+        for number in self._signals.numbers[self._signals.num_passed_on :]:
+            self._signals.num_passed_on += 1
+            for process in self._processes():
+                if process.poll() is None:
+                    process.send_signal(number)
+        codes = {worker.global_rank: process.poll() for worker, process in
+                 zip(worker_group.workers, self._processes(), strict=True)}  # fmt: skip
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        running = codes.keys() - ended.keys()
+        is_overdue = self._signals.is_overdue()
+        start = worker_group.spec.max_restarts - self._remaining_restarts
+        if running:
+            remote = self._remote_outcome(start)
+            failed = {code for code in ended.values() if code}
+            if remote is None and not is_overdue and (not failed or self._will_follow(failed)):
+                return RunResult(state=WorkerState.HEALTHY)
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP, self._shutdown_timeout)
+            if remote is not None:
+                self._publish(start, Outcome(remote.status, f"on another node {remote.sentence}", restarts=remote.restarts))
+                # torch's launcher needs the failures of a node that has failed (2.13).
+                failures = {rank: ProcessFailure(rank, process.pid, process.poll() or 0, "")
+                            for rank, process in enumerate(self._processes())}  # fmt: skip
+                return RunResult(state=WorkerState.FAILED, failures=failures)
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            can_resume = self._run is not None and self._run.can_go_on
+            hang = None if self._run is None else starts.said_of_hang(self._run.path, self._previous_end)
+            outcome = judge(ended, running if is_overdue else (), self._signals.numbers, can_resume, hang)
+            if outcome.status != FAILED or self._signals.numbers:
+                self._remaining_restarts = 0
+            if self._run is not None and outcome.status in (FAILED, REQUEUE):
+                how = starts.REQUEUED if outcome.status == REQUEUE else starts.FAILED
+                starts.record_end(self._run.path, how, outcome.sentence, outcome.rank, outcome.signal)
+            self._publish(start, replace(outcome, restarts=self._remaining_restarts > 0))
+        elif result.state == WorkerState.SUCCEEDED:
+            self._publish(start, Outcome(COMPLETE, "complete"))
+        return result
+
+    def _remote_outcome(self, start: int) -> Outcome | None:
+        """Return why ranks of another node ended, once this node's ranks must end for that reason."""
+        outcome = None if self._others is None else self._others.agreed(start)
+        if outcome is None or (outcome.restarts and not self._signals.numbers):
+            return outcome
+        self._remaining_restarts = 0  # ranks that start again would wait for that node's ranks
+        if not outcome.ends_job or self._signals.numbers:
+            return None
+        self._alone_since = self._alone_since or time.monotonic()
+        return outcome if time.monotonic() - self._alone_since > STRAGGLER_S else None
+
+    def _publish(self, start: int, outcome: Outcome) -> None:
+        """Keep the outcome of this node's ranks, and agree with the other nodes whether all start again or end."""
+        self.outcome = outcome
+        if self._others is None:
+            return
+        if not self._others.publish(start, outcome).restarts:
+            self._remaining_restarts = 0
+        elif not outcome.restarts:  # the others start again, and this node does not: their next start must end too
+            self._others.publish(start + 1, outcome)
+
+    def _will_follow(self, failed: set[int]) -> bool:
+        """Return whether the running ranks are about to end like those with the exit codes `failed`."""
+        if all(code == REQUEUE or abs(code) in self._signals.numbers for code in failed):
+            self._signals.since = self._signals.since or time.monotonic()
+            return True
+        if BAD_INPUT not in failed:
+            return False
+        self._refused_since = self._refused_since or time.monotonic()
+        return time.monotonic() - self._refused_since < REFUSAL_S
+
+    def _processes(self) -> list[Any]:
+        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        return [handlers[rank].proc for rank in sorted(handlers)]
+
+    def close(self) -> None:
+        """Leave the other nodes' agents."""
+        if self._others is not None:
+            self._others.close()
+
+    def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
+        super()._shutdown(death_sig, timeout)
+        # Each rank leads a process group: end what the ranks left behind.
+        for process in self._processes() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def judge(
+    ended: Mapping[int, int],
+    killed: Collection[int],
+    signals: Collection[int],
+    can_resume: bool,
+    hang: str | None = None,
+) -> Outcome:
+    """Return what the ends of a node's ranks mean.
+
+    `ended`: Python's exit code by rank, of the ranks that ended before the agent stopped any. `killed`: the ranks that did
+    not leave in time. `signals`: the signals passed on. `can_resume`: there is a checkpoint, or no step yet. `hang`: the
+    watchdog's message, where the run directory of this node has it.
+    """
+    if hang is not None or HUNG in ended.values():
+        return Outcome(HUNG, hang or "the watchdog has ended the run; the first node's output says why")
+    # Before a rank has its handler it dies of the signal, or Ray's handler turns the signal into an exit status.
+    left = {rank for rank, code in ended.items() if abs(code) in signals}
+    codes = {rank: code for rank, code in sorted(ended.items()) if rank not in left}
+    for rank, code in codes.items():
+        if code < 0:
+            name = signal.Signals(-code).name
+            return Outcome(FAILED, f"rank {rank} was killed by {name}", rank, name)
+    refused = [rank for rank, code in codes.items() if code == BAD_INPUT]
+    failed = [rank for rank, code in codes.items() if code not in (COMPLETE, REQUEUE)]
+    for rank in (refused or failed)[:1]:
+        status = BAD_INPUT if refused else FAILED
+        return Outcome(status, f"rank {rank} ended with exit status {codes[rank]}", rank)
+    if killed:
+        names = ", ".join(map(str, sorted(killed)))
+        saved = "the last checkpoint is intact" if can_resume else "there is no checkpoint to resume from"
+        sentence = f"ranks {names} did not leave within run.grace_s and were killed; {saved}"
+        return Outcome(REQUEUE if can_resume else FAILED, sentence, min(killed), signal.SIGKILL.name)
+    if left:
+        return Outcome(REQUEUE, f"ranks {', '.join(map(str, sorted(left)))} left before they had begun")
+    if REQUEUE in codes.values():
+        return Outcome(REQUEUE, "the ranks ask to be started again")
+    return Outcome(COMPLETE, "complete")
+
+
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,31 +1,48 @@
-"""Ray for one run: a small local cluster, or the one the launcher made."""
+"""Ray for one run: a local cluster that a rank starts, or the launcher's, whose head on node 0 the other nodes join."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
+import signal
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.authentication import authentication_token_setup as authentication
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
+from megarl.cluster.node_settings import NodeError, NodeSettings
+from megarl.cluster.processes import start_tied
+from megarl.recipe import Recipe
 from megarl.rollout.failure import RolloutError
 
-# Warns in every process that Ray's token authentication is on, which is as it should be.
+# Ray warns in every process that token authentication is on, which is intended.
 logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 NAMESPACE = "megarl"
 OBJECT_STORE_BYTES = 256 << 20
-# A launcher gives each node of a job one of its own; what is to run there asks for a little of it.
+# The launcher gives each node of a job a resource with its number; an actor that must run there asks for a small share.
 NODE_RESOURCE = "megarl_node_"
 NODE_SHARE = 0.001
 # Ray itself tries a dead address for minutes, and then ends the process.
-REACH_S = 10.0
-
-# What torchrun says about a trainer rank. vLLM would take it for its own in any process that inherits it.
+CONNECT_TIMEOUT_S = 10.0
+GCS_TIMEOUT_S = 2.0
+POLL_S = 0.5
+# How long after a collective's deadline a rank may report, before Ray ends it without a message.
+LAST_WORDS_S = 60.0
+JOIN_OPTIONS: dict[str, Any] = {
+    "namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False,
+}  # fmt: skip
+# torchrun's variables of a trainer rank. vLLM would read them in any process that inherits them.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -39,88 +56,80 @@ class ClusterError(ValueError):
 
 
 def start_cluster(address: str | None = None) -> str:
-    """Start Ray on this machine, or join the cluster at `address`; the address other processes join by."""
+    """Start Ray on this machine, or join the cluster at `address`; return the address by which other processes join."""
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
     if address is not None:
         return join_cluster(address)
+    before = dict(os.environ)
+    for_daemons = daemon_environment(before)
     try:
-        with _without_torchrun():
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
+        # Ray's daemons inherit the environment of this process.
+        for name in before.keys() - for_daemons.keys():
+            del os.environ[name]
+        os.environ.update(for_daemons)
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **JOIN_OPTIONS)
     except OSError as error:  # no place for its token or its sockets
         raise ClusterError(
             f"Ray does not start on this machine: {error}; start the run with megarl train, which gives Ray other places, "
             "or set HOME to a directory that can be written, and TMPDIR to a short one"
         ) from error
+    finally:
+        for name in for_daemons.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
     return ray.get_runtime_context().gcs_address
 
 
 def join_cluster(address: str) -> str:
-    """Connect this process (a trainer rank) to a running cluster; returns its address. Raises ClusterError where nobody
-    listens there, or where other versions of Ray or Python do."""
-    if not ray.is_initialized():
-        _reach(address)
-        # A cluster that a rank started asks for this machine's token, and with an address given Ray shows it none by itself
-        # (2.60); it has no public call that says so after its import.
-        authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        try:
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
-        except (RuntimeError, ConnectionError, ValueError) as error:
-            ray.shutdown()
-            raise ClusterError(
-                f"the Ray cluster at {address} does not take this process: {' '.join(str(error).split())}; end that Ray on "
-                f"every node (ray stop) and start the job again, or give another MEGARL_RAY_ADDRESS"
-            ) from error
-    return address
-
-
-def _reach(address: str) -> None:
+    """Connect this process (a trainer rank) to a running cluster and return its address. Raises ClusterError where no Ray
+    listens there, or where its version of Ray or Python differs."""
+    if ray.is_initialized():
+        return address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(f"MEGARL_RAY_ADDRESS = {address} is not HOST:PORT, as in 10.0.0.1:6379")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ClusterError(
-            f"no Ray answers at {address} within {REACH_S:g} s ({error}): start its head there (launch/node.sh does), or "
-            f"give another MEGARL_RAY_ADDRESS; without one a run on a single node starts its own"
+            f"no Ray answers at {address} within {CONNECT_TIMEOUT_S:g} s ({error}): start its head there (launch/node.sh "
+            "does), or give another MEGARL_RAY_ADDRESS; without one a run on a single node starts its own"
         ) from error
+    # A cluster that a rank started asks for this machine's token, and Ray sends none to an explicit address (2.60). It has
+    # no public call to load the token after its import.
+    authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, **JOIN_OPTIONS)
+    except (RuntimeError, ConnectionError, ValueError) as error:
+        ray.shutdown()
+        raise ClusterError(
+            f"the Ray cluster at {address} does not take this process: {' '.join(str(error).split())}; end that Ray on "
+            f"every node (ray stop) and start the job again, or give another MEGARL_RAY_ADDRESS"
+        ) from error
+    return address
+
+
+def stop_cluster() -> None:
+    """Leave the cluster, and end it if this process started it."""
+    if ray.is_initialized():
+        ray.shutdown()
 
 
 def numbered_nodes() -> dict[int, dict[str, Any]]:
-    """The cluster's living nodes that a launcher gave numbers, by these, as `ray.nodes` has them."""
-    found = {}
+    """Return the living nodes that a launcher numbered, by number, as `ray.nodes` describes them."""
+    nodes = {}
     for node in ray.nodes():
         for name in node["Resources"] if node["Alive"] else ():
             number = name.removeprefix(NODE_RESOURCE)
             if number != name and number.isdigit():
-                found[int(number)] = node
-    return found
-
-
-def own_node() -> int | None:
-    """The number of the node that this process is on; None where nodes have none."""
-    own = ray.get_runtime_context().get_node_id()
-    return next((number for number, node in numbered_nodes().items() if node["NodeID"] == own), None)
+                nodes[int(number)] = node
+    return nodes
 
 
 def node_share(node: int) -> dict[str, float]:
-    """The resources that put an actor or a task on a node of the job; none where nodes have no numbers, as in a Ray of this
-    machine alone. Raises RolloutError where the node is gone."""
+    """Return the resources that put an actor or a task on a node of the job; none where nodes have no numbers, as in a Ray
+    of this machine alone. Raises RolloutError where the node is gone."""
     alive = numbered_nodes()
     if not alive:
         return {}
@@ -129,32 +138,96 @@ def node_share(node: int) -> dict[str, float]:
     return {f"{NODE_RESOURCE}{node}": NODE_SHARE}
 
 
-def stop_cluster() -> None:
-    """Leave the cluster, and end it where this process started it."""
-    if ray.is_initialized():
-        ray.shutdown()
-
-
 def daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What Ray's daemons, and all workers they start, are to find in their environment, from that of a trainer rank or of a
-    launcher."""
-    # Ray gives workers the lowest priority but four; engines starve wherever anything else runs on the machine
-    # (starting one took 110 s in place of 20 beside busy neighbours).
+    """Return the environment for Ray's daemons and their workers, from that of a trainer rank or a launcher."""
+    # By default Ray gives workers a low priority, and engines starve beside other programs: one took 110 s to start in
+    # place of 20 s.
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return settings | {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
 
 
-@contextmanager
-def _without_torchrun() -> Iterator[None]:
-    """The environment of the daemons for as long as they are started from this process."""
-    kept = dict(os.environ)
-    wanted = daemon_environment(kept)
-    for name in kept.keys() - wanted.keys():
-        del os.environ[name]
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name in wanted.keys() - kept.keys():
-            os.environ.pop(name, None)
-        os.environ.update(kept)
+def reconnect_environment(recipe: Recipe) -> dict[str, str]:
+    """Return the variables that keep processes alive while they cannot reach Ray's head.
+
+    By default Ray ends drivers, raylets and workers after a minute, and does not say in which phase; megarl's deadlines must
+    come first.
+    """
+    timeout_s = math.ceil(recipe.trainer.collective_timeout_s + LAST_WORDS_S)
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(timeout_s)}
+
+
+def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes]:
+    """Start this node's daemons with `ray start --block` and wait until all nodes of the job have joined.
+
+    Raises NodeError that names the nodes that did not join in time.
+    """
+    end = time.monotonic() + settings.join_timeout_s
+    while settings.node_rank and (error := settings.head_error()) is not None:
+        if time.monotonic() > end:
+            raise NodeError(
+                f"Ray's head at {settings.master}:{settings.ray_port} did not answer within JOIN_TIMEOUT_S = "
+                f"{settings.join_timeout_s:g}: {error}"
+            )
+        time.sleep(POLL_S)
+    _wait_for_token(settings, end)
+    # Two nodes of a job, or nodes of two jobs, may share a machine and its address: only the head's port is fixed.
+    options = ["--node-ip-address", settings.address, "--temp-dir", str(directory)]
+    options += ["--resources", json.dumps({f"{NODE_RESOURCE}{settings.node_rank}": 1})]
+    options += ["--num-cpus", str(len(os.sched_getaffinity(0)))]  # the cores that Slurm granted
+    options += ["--object-store-memory", str(OBJECT_STORE_BYTES), "--disable-usage-stats", "--include-log-monitor=false"]
+    options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    if settings.node_rank:
+        options += ["--address", settings.ray_address]
+    else:
+        with socket.socket() as probe:  # for a server that is unused but cannot be left out, and refuses 0 (Ray 2.60)
+            probe.bind(("", 0))
+            options += ["--ray-client-server-port", str(probe.getsockname()[1])]
+        options += ["--head", "--port", str(settings.ray_port), "--include-dashboard=false", "--no-monitor"]
+    log = directory / "ray-start.log"
+    with log.open("wb") as output:
+        # Killed with this process, and the daemons with it. Signals are blocked: the engines must live until the ranks have
+        # saved.
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
+        process = start_tied(command, daemon_environment(os.environ), signal.SIGKILL, output, block_signals=True)
+    _wait_for_nodes(settings, process, log, end)
+    return process
+
+
+def _wait_for_token(settings: NodeSettings, end: float) -> None:
+    """Wait for the token that Ray demands of who joins: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token (2.60).
+
+    Node 0 makes the file, which other nodes may see later. RAY_AUTH_MODE=disabled needs none. Raises NodeError at `end`.
+    """
+    while authentication.enable_token_auth_by_default():
+        try:
+            authentication.ensure_token_if_auth_enabled(create_token_if_missing=settings.node_rank == 0)
+            return
+        except (RuntimeError, OSError, ray.exceptions.AuthenticationError) as error:
+            if time.monotonic() > end or isinstance(error, OSError):  # OSError: node 0 cannot save its new token
+                raise NodeError(
+                    "no token for Ray here within JOIN_TIMEOUT_S: give all nodes the ~/.ray/auth_token of node 0, or set "
+                    f"the same RAY_AUTH_TOKEN ({error})"
+                ) from error
+        time.sleep(POLL_S)
+        authentication.AuthenticationTokenLoader.instance().reset_cache()  # it caches that there was no token
+
+
+def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], log: Path, end: float) -> None:
+    """Wait on every node, so that no node starts ranks that would wait for the others in vain."""
+    wanted = {f"{NODE_RESOURCE}{number}" for number in range(settings.num_nodes)}
+    present: set[str] = set()
+    head_message = ""
+    while not wanted <= present:
+        if process.poll() is not None:
+            text = log.read_text(encoding="utf-8", errors="replace").strip()[-3000:]
+            raise NodeError(f"`ray start` ended with status {process.returncode}:\n{text}")
+        if time.monotonic() > end:
+            late = ", ".join(sorted(wanted - present))
+            raise NodeError(f"Ray: {late} did not join within JOIN_TIMEOUT_S = {settings.join_timeout_s:g}{head_message}")
+        time.sleep(POLL_S)
+        if settings.head_error() is None:
+            try:
+                nodes = GcsClient(address=settings.ray_address).get_all_node_info(timeout=GCS_TIMEOUT_S).values()
+                present = {name for node in nodes if node.state == GcsNodeInfo.ALIVE for name in node.resources_total}
+            except (ray.exceptions.RayError, RuntimeError) as error:  # the head is slow, or about to end
+                head_message = f"; the head's last answer: {error}"

@@ -1,4 +1,4 @@
-"""The sbatch file of launch/slurm that fits a recipe, its settings filled in. No torch: `megarl launch` is quick."""
+"""Fill in the sbatch file of launch/slurm that fits a recipe. No torch: `megarl launch` is quick."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
 from megarl.recipe.recipe import Recipe
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
-# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and all of them behind days.
+# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
-# What sbatch and a shell both read as one word, with nothing to quote.
+# sbatch and a shell both read it as one word, without quotes.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job that holds a run: trainer ranks on the first nodes, and engines there too or on the others."""
+    """A job for a run: trainer ranks on the first nodes, and engines on the same nodes or on further ones."""
 
     needed: NodesNeeded
     devices_per_node: int  # GPUs to ask for on each node; 0 on CPUs
@@ -35,33 +35,33 @@ class SlurmJob:
 
     @property
     def file(self) -> Path:
-        """The shipped file, from the checkout."""
+        """The sbatch file in the checkout."""
         kind = "separate" if self.needed.rollout_nodes else "colocated" if self.num_nodes > 1 else "one_node"
         return FILES / f"{kind}.sbatch"
 
 
-def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, most_nodes: int | None) -> SlurmJob:
-    """The smallest job for a recipe on nodes of `devices_per_node` GPUs, or of CPUs where that is 0; `ranks_per_node` ranks
-    on each of the trainer's, or as many as fit. Raises PlacementError, with the arithmetic, where none fits or where it has
-    more nodes than `most_nodes`."""
+def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, max_nodes: int | None) -> SlurmJob:
+    """Return the smallest job for a recipe on nodes with `devices_per_node` GPUs, or CPUs only where that is 0.
+
+    Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic where no job fits,
+    or where the job needs more than `max_nodes` nodes.
+    """
     if ranks_per_node is not None:
         needed = nodes_with(recipe, devices_per_node, ranks_per_node)
     elif devices_per_node == 0:
-        raise PlacementError(
-            "--devices-per-node = 0: on CPUs nothing else says how many ranks a node takes; --ranks-per-node 2"
-        )
+        raise PlacementError("--devices-per-node = 0: on CPUs say how many ranks a node takes: --ranks-per-node 2")
     else:
         needed = nodes_needed(recipe, devices_per_node)
     job = SlurmJob(needed, devices_per_node)
-    if most_nodes is not None and job.num_nodes > most_nodes:
+    if max_nodes is not None and job.num_nodes > max_nodes:
         raise PlacementError(
-            f"{describe(recipe, job)}, and --nodes = {most_nodes} is fewer: allow more, or lower the recipe's"
+            f"{describe(recipe, job)}, and --nodes = {max_nodes} is fewer: allow more nodes, or lower the recipe's numbers"
         )
     return job
 
 
 def describe(recipe: Recipe, job: SlurmJob) -> str:
-    """The arithmetic of a job in one line."""
+    """Return the arithmetic of a job in one line."""
     needed, rollout = job.needed, recipe.rollout
     text = (
         f"trainer.ranks = {recipe.trainer.ranks}, {needed.ranks_per_node} on a node: {count(needed.trainer_nodes, 'node')}"
@@ -73,17 +73,19 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
 
 
 def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The text of the job's sbatch file with options of sbatch, variables, and the arguments of the run in place of its own.
-    Raises ValueError for an option that is no single word, and outside a checkout."""
+    """Return the text of the job's sbatch file with sbatch's options, the variables, and the run's arguments filled in.
+
+    Raises ValueError for an option that is not a single word, and outside a checkout.
+    """
     if not job.file.is_file():
         raise ValueError(f"{job.file} is missing: jobs start from a checkout of megarl, not from an installed package alone")
     text = job.file.read_text(encoding="utf-8")
-    given = {"nodes": str(job.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
-    for name, value in given.items():
+    options = {"nodes": str(job.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
+    for name, value in options.items():
         if not _WORD.fullmatch(value):
             raise ValueError(f"--{name} = {value!r}: must be one word of letters, digits and .,:@/+=%-")
         text = _replace(rf"^##?SBATCH --{name}=.*$", f"#SBATCH --{name}={value}", text)
-    # Paths in a recipe, and the run directory, are looked up from there, by this command and by the job.
+    # This command and the job both look up relative paths of a recipe, and the run directory, from the checkout.
     if Path.cwd() != CHECKOUT:
         raise ValueError(f"a job starts in {CHECKOUT}, and this is {Path.cwd()}: call megarl launch there")
     values = {
@@ -93,14 +95,14 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
         **variables,
     }
     for name, value in values.items():
-        # Not a default any more: what was computed goes before what happens to be in the environment.
+        # No default any more: the computed value takes precedence over the environment.
         text = _replace(rf'^: "\$\{{{name}:=[^}}]*\}}"', f"{name}={shlex.quote(value)}", text)
     return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
 
 
 def check_time(recipe: Recipe, text: str) -> None:
-    """Raises ValueError where a filled file's time limit leaves a start no time to train: its signal comes before the end,
-    and ranks then have `run.grace_s` to leave."""
+    """Raises ValueError where the time limit leaves a start no time to train: Slurm sends its signal before the end, and
+    ranks then have `run.grace_s` to leave."""
     limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
     limit_s = time_limit_s(limit)
     if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
@@ -112,39 +114,38 @@ def check_time(recipe: Recipe, text: str) -> None:
 
 
 def time_limit_s(limit: str) -> int | None:
-    """Seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for what is none."""
+    """Return the seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for a malformed limit."""
     if limit.upper() in ("UNLIMITED", "INFINITE", "0"):
         return None
     match = _TIME.fullmatch(limit)
     if match is None:
         ways = "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]"
         raise ValueError(f"--time = {limit!r}: must be {ways}, as 24:00:00")
-    days, first, *more = match.groups()
-    numbers = [int(number) for number in (first, *more) if number is not None]
-    if days is not None:  # what comes first are hours
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
-        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
-    # One number are minutes, two minutes and seconds.
-    hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *(numbers + [0])[:2]]
-    return hours * 3600 + minutes * 60 + seconds
+    days, *texts = match.groups()
+    numbers = [int(text) for text in texts if text is not None]
+    if days is None and len(numbers) < 3:  # minutes, or minutes and seconds
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (numbers + [0, 0])[:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def submit_job(text: str) -> int:
-    """Hand a file's text to sbatch, which prints the job's number; its exit status. Raises ValueError where it is absent."""
+    """Submit a file's text with sbatch, which prints the job's number, and return its exit status. Raises ValueError where
+    there is no sbatch."""
     if shutil.which("sbatch") is None:
         raise ValueError(
-            "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is"
+            "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"
         )
     return subprocess.run(["sbatch"], input=text, encoding="utf-8", check=False).returncode
 
 
 def _setting(name: str, text: str) -> str:
-    found = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
-    assert len(found) == 1, f"--{name} is {len(found)} times in the sbatch file, and belongs there once"
-    return str(found[0])
+    values = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
+    assert len(values) == 1, f"--{name} is {len(values)} times in the sbatch file, and belongs there once"
+    return str(values[0])
 
 
 def _replace(pattern: str, new: str, text: str) -> str:
-    text, times = re.subn(pattern, lambda _: new, text, flags=re.MULTILINE)
-    assert times == 1, f"{pattern} is {times} times in the sbatch file, and belongs there once"
+    text, count = re.subn(pattern, lambda _: new, text, flags=re.MULTILINE)
+    assert count == 1, f"{pattern} is {count} times in the sbatch file, and belongs there once"
     return text

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from megarl.cluster.agent_command import main
-from megarl.cluster.agent_nodes import NO_ANSWER, End, OtherNodes
-from megarl.cluster.agent_verdict import judge
+from megarl.cluster.agent import judge, main
+from megarl.cluster.agent_nodes import STORE_GONE, OtherNodes, Outcome
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from tests.ports import unused_port
 from tests.ranks import run_ranks
@@ -27,7 +26,7 @@ TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-    ("ended", "killed", "asked", "can_resume", "status", "words"),
+    ("ended", "killed", "signals", "can_resume", "status", "words"),
     [
         ({0: 0, 1: 0}, (), (), False, COMPLETE, "complete"),
         ({0: 75, 1: 75}, (), (USR1,), True, REQUEUE, "started again"),
@@ -42,12 +41,12 @@ TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
         ({0: 15}, (), (TERM,), False, REQUEUE, "ranks 0 left before"),
         ({0: -TERM}, (), (USR1,), False, FAILED, "rank 0 was killed by SIGTERM"),
         ({}, (0, 1), (TERM,), True, REQUEUE, "ranks 0, 1 did not leave within run.grace_s"),
-        ({0: 75}, (1,), (TERM,), False, FAILED, "no checkpoint to go on from"),
+        ({0: 75}, (1,), (TERM,), False, FAILED, "no checkpoint to resume from"),
     ],
 )
-def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, killed, asked, can_resume, status, words):
-    verdict = judge(ended, killed, asked, can_resume)
-    assert verdict.status == status and words in verdict.sentence, verdict
+def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, killed, signals, can_resume, status, words):
+    outcome = judge(ended, killed, signals, can_resume)
+    assert outcome.status == status and words in outcome.sentence, outcome
 
 
 @contextmanager
@@ -122,30 +121,40 @@ def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
 
 def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():
     store = HashStore()
-    one, other = OtherNodes(store, store), OtherNodes(store, store)
-    assert one.heard(0) is None
-    killed, followed = (
-        End(True, FAILED, "rank 3 was killed by SIGKILL"),
-        End(True, FAILED, "rank 0 ended with exit status 1"),
-    )
-    assert one.tell(0, killed) == other.tell(0, followed) == killed
-    over = End(False, FAILED, "rank 1 ended with exit status 1")
-    assert other.tell(1, over) == over
-    other.wait_until_heard(1, 2)
+    first, second = OtherNodes(store, 2, keeps_store=True), OtherNodes(store, 2, keeps_store=False)
+    assert first.agreed(0) is None
+    killed = Outcome(FAILED, "rank 3 was killed by SIGKILL", restarts=True)
+    followed = Outcome(FAILED, "rank 0 ended with exit status 1", restarts=True)
+    assert first.publish(0, killed) == second.publish(0, followed) == killed
+    over = Outcome(FAILED, "rank 1 ended with exit status 1")
+    assert second.publish(1, over) == over
     end = time.monotonic() + DEADLINE_S
-    while one.heard(1) is None and time.monotonic() < end:
+    while first.agreed(1) is None and time.monotonic() < end:
         time.sleep(0.01)
-    assert (one.heard(0), one.heard(1), one.heard(2)) == (killed, over, None)
-    one.close()
-    other.close()
+    assert (first.agreed(0), first.agreed(1), first.agreed(2)) == (killed, over, None)
+    first.close()
+    second.close()
+
+
+def test_node_0_keeps_the_store_until_the_others_have_read_the_end(monkeypatch):
+    monkeypatch.setattr("megarl.cluster.agent_nodes.LINGER_S", DEADLINE_S)
+    store, over = HashStore(), Outcome(FAILED, "rank 1 ended with exit status 1")
+    first = OtherNodes(store, 2, keeps_store=True)
+    first.publish(0, over)
+    assert first._thread.is_alive()
+    second = OtherNodes(store, 2, keeps_store=False)
+    assert second.publish(0, Outcome(FAILED, "later")) == over
+    first.close()
+    assert not first._thread.is_alive()
+    second.close()
 
 
 def test_no_node_starts_ranks_again_without_the_store_of_node_0():
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
-    others = OtherNodes.of(client, "127.0.0.1", server.port, "job")
+    others = OtherNodes.connect("127.0.0.1", server.port, "job", 2, keeps_store=False)
     del server
-    assert others.tell(0, End(True, FAILED, "rank 3 was killed by SIGKILL")) == NO_ANSWER
+    assert others.publish(0, Outcome(FAILED, "rank 3 was killed by SIGKILL", restarts=True)) == STORE_GONE
+    others.close()
 
 
 def _start_twice(port):

@@ -102,7 +102,7 @@ def test_a_process_is_bound_with_the_threads_that_it_has_and_what_it_starts() ->
     code = f"""
 import os, subprocess, threading
 from pathlib import Path
-from megarl.cores import bind
+from megarl.cluster.cores import bind
 end = threading.Event()
 threading.Thread(target=end.wait).start()
 bind([{core}])
@@ -120,7 +120,7 @@ def test_an_engine_binds_itself_to_its_cores_of_its_node() -> None:
 import os
 from types import SimpleNamespace
 import torch
-from megarl.cores import NodeLoad, engine_cores
+from megarl.cluster.cores import NodeLoad, engine_cores
 from megarl.models.layout import RolloutLayout
 from megarl.rollout.engine import RolloutEngine
 

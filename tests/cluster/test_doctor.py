@@ -12,31 +12,38 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Question, examine
-from megarl.cluster.doctor_finding import Finding, Verdict
-from megarl.cluster.doctor_machine import check_machine, check_precision
-from megarl.cluster.doctor_network import check_network, check_ray, check_slurm
-from megarl.cluster.doctor_nodes import Node, compare_nodes, shared_versions
-from megarl.cluster.doctor_packages import check_packages
+from megarl.cluster.doctor import NodeReport, compare_nodes, examine
+from megarl.cluster.doctor_checks import (
+    DoctorOptions,
+    Finding,
+    Severity,
+    check_machine,
+    check_network,
+    check_packages,
+    check_precision,
+    check_ray,
+    check_slurm,
+)
 from tests.ports import unused_port
 
 NOON = 1_800_000_000.0
 VERSIONS = {"megarl": "0.1.0", "torch": "2.13.0"}
 
 
-def finding(findings: Iterator[Finding] | list[Finding], check: str) -> Finding:
-    (one,) = [one for one in findings if one.check == check]
-    return one
+def finding_of(findings: Iterator[Finding] | list[Finding], check: str) -> Finding:
+    (finding,) = [finding for finding in findings if finding.check == check]
+    return finding
 
 
 def assert_fails(findings: Iterator[Finding] | list[Finding], check: str, *texts: str) -> None:
-    one = finding(findings, check)
-    assert one.verdict == Verdict.FAIL and one.fix
-    assert all(text in f"{one.found} {one.fix}" for text in texts), one
+    finding = finding_of(findings, check)
+    assert finding.severity == Severity.FAIL and finding.fix
+    assert all(text in f"{finding.message} {finding.fix}" for text in texts), finding
 
 
 @pytest.fixture
@@ -54,14 +61,14 @@ def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple
     command = f"{before}{sys.executable} -m megarl.cli doctor --json {' '.join(arguments)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout.startswith("["), done.stderr
-    return done.returncode, [Finding(**one) for one in json.loads(done.stdout)]
+    return done.returncode, [Finding(**row) for row in json.loads(done.stdout)]
 
 
 def test_a_node_without_faults_is_fit() -> None:
     code, findings = doctor("recipes/quickstart.yaml", "--master", f"127.0.0.1:{unused_port()}")
-    assert code == 0 and not [one for one in findings if one.verdict == Verdict.FAIL]
+    assert code == 0 and not [finding for finding in findings if finding.severity == Severity.FAIL]
     assert {"packages", "torch build", "shared memory", "open files", "clock", "model", "precision"} <= {
-        one.check for one in findings
+        finding.check for finding in findings
     }
 
 
@@ -78,8 +85,8 @@ def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
     assert code == 1
     assert_fails(findings, "torch build", "CUDA 12.8", "CPU build")
     assert_fails(findings, "torchvision", "nms does not exist", "pip uninstall torchvision")
-    ray = finding(findings, "package ray")
-    assert ray.verdict == Verdict.WARN and ray.found == "1.0" and "==2.60.0" in ray.fix
+    ray = finding_of(findings, "package ray")
+    assert ray.severity == Severity.WARN and ray.message == "1.0" and "==2.60.0" in ray.fix
 
 
 def test_few_open_files_are_allowed() -> None:
@@ -96,8 +103,8 @@ def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slo
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
     found = check_precision(precision, facts)
-    assert found.verdict == (Verdict.WARN if slow else Verdict.OK)
-    assert not slow or "trainer.precision = bf16" in found.found and "trainer.precision=fp32" in found.fix
+    assert found.severity == (Severity.WARN if slow else Severity.OK)
+    assert not slow or "trainer.precision = bf16" in found.message and "trainer.precision=fp32" in found.fix
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +144,7 @@ def test_a_port_in_use(listener: socket.socket) -> None:
 def test_an_interface_that_is_not_there() -> None:
     assert_fails(check_network({}, {"GLOO_SOCKET_IFNAME": "ib7"}), "GLOO_SOCKET_IFNAME", "ib7", "lo", "export")
     findings = list(check_network({}, {"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
-    assert {finding(findings, f"{name}_SOCKET_IFNAME").verdict for name in ("NCCL", "GLOO")} == {Verdict.OK}
+    assert {finding_of(findings, f"{name}_SOCKET_IFNAME").severity for name in ("NCCL", "GLOO")} == {Severity.OK}
 
 
 def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +153,8 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_proxy_that_would_take_ray_s_messages() -> None:
-    one = finding(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
-    assert one.verdict == Verdict.WARN and "no_proxy" in one.fix
+    one = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
+    assert one.severity == Severity.WARN and "no_proxy" in one.fix
 
 
 def test_no_head_of_ray_and_something_else_in_its_place(listener: socket.socket) -> None:
@@ -176,95 +183,91 @@ def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_container_without_programs_of_slurm_is_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [one.verdict for one in check_slurm({"SLURM_JOB_ID": "1"})] == [Verdict.OK, Verdict.OK]
+    assert [one.severity for one in check_slurm({"SLURM_JOB_ID": "1"})] == [Severity.OK, Severity.OK]
 
 
 def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:
-    question = Question(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", unused_port()))
-    assert_fails(examine(question), "model", "no config.json", "copy it to each")
+    options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", unused_port()))
+    assert_fails(examine(options), "model", "no config.json", "copy it to each")
 
 
-def meet(nodes: list[Node], num_nodes: int, timeout_s: float, skews: dict[int, float] | None = None) -> list[list[Finding]]:
-    """What each of some nodes finds; `skews` are how far their clocks are ahead. These stand still: how long an answer takes
-    on a busy machine is no difference of clocks."""
-    master, answers = ("127.0.0.1", unused_port()), {}
+def compare(
+    reports: list[NodeReport],
+    num_nodes: int,
+    timeout_s: float,
+    ahead_s: dict[int, float] | None = None,
+    run_dirs: dict[int, Path] | None = None,
+) -> list[list[Finding]]:
+    """The findings of each node. The clocks stand still, `ahead_s` ahead: a slow answer on a busy machine is no clock
+    difference."""
+    master, findings = ("127.0.0.1", unused_port()), {}
 
-    def run(node: Node) -> None:
-        ahead = (skews or {}).get(node.rank, 0.0)
-        answers[node.rank] = compare_nodes(node, num_nodes, master, timeout_s, lambda: NOON + ahead)
+    def run(report: NodeReport) -> None:
+        ahead, run_dir = (ahead_s or {}).get(report.rank, 0.0), (run_dirs or {}).get(report.rank)
+        findings[report.rank] = compare_nodes(report, num_nodes, master, timeout_s, run_dir, lambda: NOON + ahead)
 
-    threads = [threading.Thread(target=run, args=(node,)) for node in nodes]
+    threads = [threading.Thread(target=run, args=(report,)) for report in reports]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(240)
-    return [answers[node.rank] for node in nodes]
+    return [findings[report.rank] for report in reports]
 
 
-def test_nodes_that_agree_say_so_on_each() -> None:
-    first, second = meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS)], 2, 60.0)
-    assert first == second and {one.verdict for one in first} == {Verdict.OK}
+A, B, C = (NodeReport(rank, "abc"[rank], VERSIONS) for rank in range(3))
 
 
-def test_another_version_and_another_time_on_a_node() -> None:
-    other = Node(1, "b", {**VERSIONS, "torch": "2.12.0"})
-    for findings in meet([Node(0, "a", VERSIONS), other, Node(2, "c", VERSIONS)], 3, 60.0, {2: -90.0}):
+def test_nodes_that_agree_get_the_same_findings() -> None:
+    first, second = compare([A, B], 2, 60.0)
+    assert first == second and {finding.severity for finding in first} == {Severity.OK}
+
+
+def test_another_version_another_time_and_a_fault_of_one_node_fail_all_nodes() -> None:
+    """A node that went on would wait for the others."""
+    other = replace(B, versions={**VERSIONS, "torch": "2.12.0"}, failures=["shared memory: full"])
+    for findings in compare([A, other, C], 3, 60.0, {2: -90.0}):
         assert_fails(findings, "same torch", "a has 2.13.0", "b 2.12.0", "container image")
         assert_fails(findings, "same time", "c is -90.0 s from a", "chrony")
-
-
-def test_what_makes_one_node_unfit_fails_all() -> None:
-    """Else the others would start, and wait for it."""
-    for findings in meet([Node(0, "a", VERSIONS), Node(1, "b", VERSIONS, ["shared memory: full"])], 2, 60.0):
         assert_fails(findings, "node 1", "b: shared memory: full")
 
 
 def test_a_run_directory_that_not_all_nodes_share(tmp_path: Path) -> None:
-    """Two nodes with one file system, and one whose directory of the same purpose is another."""
+    """Two nodes share a file system; the third has a local directory."""
     for name in ("shared", "local"):
         (tmp_path / name).mkdir()
-    # Not made yet: the directory above it is looked at.
+    # The run directories do not exist yet: the doctor uses the directory above.
     run_dirs = {0: tmp_path / "shared" / "runs", 1: tmp_path / "shared" / "runs", 2: tmp_path / "local" / "runs"}
-    nodes = [Node(rank, "abc"[rank], VERSIONS, run_dir=run_dir) for rank, run_dir in run_dirs.items()]
-    for findings in meet(nodes, 3, 20.0):
-        assert_fails(findings, "shared run directory", "node 2 (c) does not see", f"{run_dirs[0]}", "run.dir")
-        assert "node 1" not in finding(findings, "shared run directory").found
-    for findings in meet(nodes[:2], 2, 20.0):
-        assert finding(findings, "shared run directory").verdict == Verdict.OK
+    for findings in compare([A, B, C], 3, 20.0, run_dirs=run_dirs):
+        assert_fails(findings, "shared run directory", f"{run_dirs[0]} what node 2 (c) writes", "run.dir")
+        assert "node 1" not in finding_of(findings, "shared run directory").message
+    for findings in compare([A, B], 2, 20.0, run_dirs=run_dirs):
+        assert finding_of(findings, "shared run directory").severity == Severity.OK
     run_dirs[0].mkdir()
-    for findings in meet(nodes[:2], 2, 20.0):
-        assert finding(findings, "shared run directory").verdict == Verdict.OK
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "runs", "shared"], "nothing is left"
+    for findings in compare([A, B], 2, 20.0, run_dirs=run_dirs):
+        assert finding_of(findings, "shared run directory").severity == Severity.OK
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "runs", "shared"], "a file was left"
+    for findings in compare([A, B], 2, 20.0, run_dirs=dict.fromkeys(range(2), Path("/proc/runs"))):
+        assert "shared run directory" not in [finding.check for finding in findings], "check_machine reports it"
 
 
-def test_a_run_directory_that_takes_no_file_is_told_by_its_own_node_alone(tmp_path: Path) -> None:
-    first, second = (Node(rank, "ab"[rank], VERSIONS, run_dir=Path("/proc/runs")) for rank in (0, 1))
-    for findings in meet([first, second], 2, 20.0):
-        assert not [one for one in findings if one.check == "shared run directory"]
-
-
-def test_a_first_node_whose_port_is_taken_says_so(listener: socket.socket) -> None:
+def test_node_0_reports_that_its_port_is_taken(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    findings = compare_nodes(Node(0, "a", VERSIONS), 2, ("127.0.0.1", port), 5.0)
+    findings = compare_nodes(A, 2, ("127.0.0.1", port), 5.0)
     assert_fails(findings, "node 0", f"port {port}: Address already in use", "MASTER_PORT")
 
 
-def test_a_node_that_does_not_come_is_named_on_those_that_did() -> None:
-    for findings in meet([Node(0, "a", VERSIONS), Node(2, "c", VERSIONS)], 4, 4.0):
+def test_missing_nodes_are_named_on_the_others() -> None:
+    for findings in compare([A, C], 4, 4.0):
         assert_fails(findings, "nodes", "1, 3 of 4 did not come within 4 s")
-
-
-def test_a_first_node_that_cannot_be_reached() -> None:
-    (findings,) = meet([Node(1, "b", VERSIONS)], 2, 1.0)
+    (findings,) = compare([B], 2, 1.0)
     assert_fails(findings, "node 0", "node 1 does not reach 127.0.0.1:", "refused", "firewall")
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b"", b'{"rank": 1}\n{"time": 0}\n'])
-def test_a_stranger_at_the_meeting_disturbs_nobody(words: bytes) -> None:
-    """Something else than doctor connects, as a port scan does, and breaks off."""
-    port, found = unused_port(), []
-    first = Node(0, "a", VERSIONS)
-    serving = threading.Thread(target=lambda: found.extend(compare_nodes(first, 2, ("127.0.0.1", port), 120.0)))
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.0\r\n\r\n", b"POST / HTTP/1.0\r\n\r\n[]", b"{}\n", b""])
+def test_a_stranger_disturbs_nobody(words: bytes) -> None:
+    """Another program connects, as a port scan does, and breaks off."""
+    port, findings = unused_port(), []
+    serving = threading.Thread(target=lambda: findings.extend(compare_nodes(A, 2, ("127.0.0.1", port), 120.0)))
     serving.start()
     while True:
         try:
@@ -275,13 +278,6 @@ def test_a_stranger_at_the_meeting_disturbs_nobody(words: bytes) -> None:
                 break
         except ConnectionRefusedError:
             time.sleep(0.05)
-    assert compare_nodes(Node(1, "b", VERSIONS), 2, ("127.0.0.1", port), 120.0)[0].verdict == Verdict.OK
+    assert compare_nodes(B, 2, ("127.0.0.1", port), 120.0)[0].severity == Severity.OK
     serving.join(240)
-    assert found[0].verdict == Verdict.OK
-
-
-def test_a_package_that_is_not_there_counts_as_a_version_of_its_own() -> None:
-    assert shared_versions(["pytest", "nowhere-to-be-found"], importlib.metadata.version) == {
-        "pytest": importlib.metadata.version("pytest"),
-        "nowhere-to-be-found": "none",
-    }
+    assert findings[0].severity == Severity.OK

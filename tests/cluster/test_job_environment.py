@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import doctor_machine as machine
-from megarl.cluster.doctor_finding import Verdict
-from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _own_folder, adapt_environment, short_name
+from megarl.cluster.doctor_checks import Severity, check_home, check_temporary_directory
+from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _private_folder, adapt_environment, short_name
 from megarl.cluster.node_settings import read_node_settings
 
 # What Ray adds to its directory; its own limit is the kernel's.
@@ -91,14 +90,14 @@ def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-from megarl.cluster import doctor_machine as machine
+from megarl.cluster.doctor_checks import check_home, check_writable
 from megarl.cluster.job_environment import adapt_environment
 if os.getuid() == 0:
     os.setuid(65534)
 environment = {"HOME": sys.argv[1], "TMPDIR": sys.argv[2]}
 adapt_environment(environment)
-home, runs = machine._home(environment), machine._writable("run directory", Path(sys.argv[1]) / "runs")
-print(environment["HF_DATASETS_CACHE"], home.verdict.name, runs.verdict.name)
+home, runs = check_home(environment), check_writable("run directory", Path(sys.argv[1]) / "runs")
+print(environment["HF_DATASETS_CACHE"], home.severity.name, runs.severity.name)
 """
 
 
@@ -122,12 +121,12 @@ def test_a_home_that_may_not_be_searched(inside: str) -> None:
 
 def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    assert _own_folder(folder) == folder == _own_folder(folder)
+    assert _private_folder(folder) == folder == _private_folder(folder)
     folder.chmod(0o777)
-    assert _own_folder(folder) != folder
+    assert _private_folder(folder) != folder
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    found = _own_folder(folder)
+    found = _private_folder(folder)
     assert found != folder and found.stat().st_mode & 0o777 == 0o700
 
 
@@ -144,13 +143,17 @@ def refusing(home: Path):  # type: ignore[no-untyped-def]
 
 def test_the_doctor_names_home_and_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.cluster.job_environment.os.access", refusing(tmp_path / "home"))
-    finding = machine._home({"HOME": str(tmp_path / "home")})
-    assert finding.verdict == Verdict.WARN and str(tmp_path / "home") in finding.found and "RAY_AUTH_TOKEN" in finding.fix
-    assert machine._home({"HOME": str(tmp_path)}).verdict == Verdict.OK
+    finding = check_home({"HOME": str(tmp_path / "home")})
+    assert (
+        finding.severity == Severity.WARN and str(tmp_path / "home") in finding.message and "RAY_AUTH_TOKEN" in finding.fix
+    )
+    assert check_home({"HOME": str(tmp_path)}).severity == Severity.OK
     long = tmp_path / ("x" * 60)
     long.mkdir()
-    finding = machine._temporary_directory({"TMPDIR": str(long)})
-    assert finding.verdict == Verdict.WARN and f"at most {LONGEST_TEMPORARY}" in finding.found and "link" in finding.found
-    finding = machine._temporary_directory({"TMPDIR": "/tmp", "RAY_TMPDIR": str(long)})
-    assert finding.verdict == Verdict.FAIL and "RAY_TMPDIR" in finding.fix
-    assert machine._temporary_directory({"TMPDIR": str(long), "RAY_TMPDIR": "/tmp"}).verdict != Verdict.FAIL
+    finding = check_temporary_directory({"TMPDIR": str(long)})
+    assert (
+        finding.severity == Severity.WARN and f"at most {LONGEST_TEMPORARY}" in finding.message and "link" in finding.message
+    )
+    finding = check_temporary_directory({"TMPDIR": "/tmp", "RAY_TMPDIR": str(long)})
+    assert finding.severity == Severity.FAIL and "RAY_TMPDIR" in finding.fix
+    assert check_temporary_directory({"TMPDIR": str(long), "RAY_TMPDIR": "/tmp"}).severity != Severity.FAIL

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megarl.cluster.node import main
-from megarl.cluster.node_settings import interface_of, network_environment, own_address, read_node_settings
+from megarl.cluster.node_settings import address_towards, network_environment, read_node_settings
 from megarl.telemetry.exit_status import BAD_INPUT
 from tests.ports import unused_port
 
@@ -56,8 +56,8 @@ def test_ranks_that_are_not_the_recipe_s_are_refused(
 
 
 def test_messages_take_the_interface_to_the_first_node_unless_the_site_says_otherwise() -> None:
-    address = own_address("127.0.0.1")
-    assert interface_of(address) == "lo" and interface_of("192.0.2.1") is None
+    address = address_towards("127.0.0.1")
+    assert network_environment("192.0.2.1", {}) == {"VLLM_HOST_IP": "192.0.2.1"}, "no interface has this address"
     chosen = network_environment(address, {"NCCL_SOCKET_IFNAME": "ib0"})
     assert chosen == {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -88,10 +88,10 @@ processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
 if sys.argv[4] == "killed":
-    shared.look()
+    shared.scan_changes()
     os.kill(int(Path(sys.argv[3]).read_text()), signal.SIGKILL)
     os.waitpid(-1, 0)
-shared.look_closely()
+shared.scan()
 processes.end_descendants()
 shared.remove()
 """

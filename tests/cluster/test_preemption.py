@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from megarl.cluster import preemption
-from megarl.cluster.preemption import SIGNALS, Abandoned, Asked, LeaveNow, Preemption, handle_signals
-from megarl.cluster.processes import catch_signals
+from megarl.cluster.node import FORWARDED, ForwardedSignals
+from megarl.cluster.preemption import Abandoned, Asked, LeaveNow, Preemption, handle_signals
 from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
 from megarl.telemetry.starts import record_end, record_start, starts_summary
@@ -39,8 +39,7 @@ def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
 
 
 def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
-    before = signal.getsignal(signal.SIGHUP)
-    kept = [signal.getsignal(number) for number in SIGNALS]
+    kept = {number: signal.getsignal(number) for number in FORWARDED}
     try:
         for found in (signal.SIG_DFL, signal.SIG_IGN):
             signal.signal(signal.SIGHUP, found)
@@ -48,15 +47,13 @@ def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
             handle_signals(asked.note)
             signal.raise_signal(signal.SIGHUP)
             assert asked.name == (None if found == signal.SIG_IGN else "SIGHUP")
-            with catch_signals() as signals:
-                told: list[int] = []
-                signals.target = told.append
-                signal.raise_signal(signal.SIGHUP)
+            told: list[int] = []
+            ForwardedSignals().target = told.append
+            signal.raise_signal(signal.SIGHUP)
             assert told == ([] if found == signal.SIG_IGN else [signal.SIGHUP])
     finally:
-        for number, handler in zip(SIGNALS, kept, strict=True):
+        for number, handler in kept.items():
             signal.signal(number, handler)
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_while_nothing_has_begun_the_first_signal_is_enough():

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster import doctor_machine as machine
-from megarl.cluster.doctor_finding import Verdict
+from megarl.cluster import doctor_checks
+from megarl.cluster.doctor_checks import Severity
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.reward_sections import CodeRewardSection
@@ -219,13 +219,13 @@ def test_limits_score_zero_and_are_counted(model):  # noqa: F811
 
 
 def test_without_a_sandbox_no_code_runs(monkeypatch):
-    assert machine.check_sandbox().verdict == Verdict.OK
-    for module in (code, machine):
+    assert doctor_checks.check_sandbox().severity == Severity.OK
+    for module in (code, doctor_checks):
         monkeypatch.setattr(module, "refusal", lambda: "unshare: not permitted; code runs in namespaces")
     with pytest.raises(ValueError, match="reward kind code: this machine has no sandbox: unshare"):
         code_verifier(CodeRewardSection(kind="code"))
-    found = machine.check_sandbox()
-    assert found.verdict == Verdict.FAIL and found.found == "unshare: not permitted" and "namespaces" in found.fix
+    finding = doctor_checks.check_sandbox()
+    assert finding.severity == Severity.FAIL and finding.message == "unshare: not permitted" and "namespaces" in finding.fix
 
 
 def test_a_kernel_that_refuses_is_named(monkeypatch):

@@ -1,0 +1,405 @@
+"""The checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import ipaddress
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from megarl.cluster import job_environment
+from megarl.reward.sandbox import refusal
+
+MIB, GIB = 1 << 20, 1 << 30
+TESTED_PYTHON = ((3, 11), (3, 12))
+IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 30.0, 5.0
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+SHARED_MEMORY = Path("/dev/shm")
+# Ray's object store takes 256 MiB. The buckets of the weight sync and vLLM's messages between workers come on top.
+SHARED_MEMORY_BYTES = 1 * GIB
+OPEN_FILES, MIN_OPEN_FILES = 65536, 4096
+MIN_PROCESSES = 4096
+MIN_MEMORY_BYTES, DISK_BYTES = 4 * GIB, 10 * GIB
+CPU_INFO = Path("/proc/cpuinfo")
+# Without one of these units a bf16 product is emulated: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
+BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+# adjtimex(2) returns TIME_ERROR for a clock that nothing synchronizes.
+TIME_ERROR = 5
+# A site may have moved munged's socket; Slurm's configuration names the path.
+MUNGE = """socket=$(scontrol show config | sed -n 's/^AuthInfo *=.*socket=\\([^,]*\\).*/\\1/p')
+munge --no-input ${socket:+"--socket=$socket"} | unmunge ${socket:+"--socket=$socket"}"""
+
+
+class Severity(StrEnum):
+    """`fail` stops a run or makes it wrong; `warn` makes it slower or less safe."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: what the check saw and, unless that is well, what to do about it."""
+
+    check: str
+    severity: Severity
+    message: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What to check: node `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
+
+    `run_dir` is where runs are written, `model` and `precision` are the recipe's model.path and trainer.precision, `ray` is
+    the address of a cluster's head, and `code` says whether a reward runs code.
+    """
+
+    run_dir: Path = Path("runs")
+    model: str | None = None
+    precision: str | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    master: tuple[str, int] = ("127.0.0.1", 29500)
+    ray: str | None = None
+    code: bool = False
+    timeout_s: float = 60.0
+
+
+def ok(check: str, message: str) -> Finding:
+    return Finding(check, Severity.OK, message)
+
+
+def warn(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, Severity.WARN, message, fix)
+
+
+def fail(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, Severity.FAIL, message, fix)
+
+
+def check_node(options: DoctorOptions) -> Iterator[Finding]:
+    """Yield the findings of all checks of this node."""
+    yield from check_packages()
+    yield from check_machine(options.run_dir)
+    if options.precision is not None and not NVIDIA_DRIVER.exists():
+        yield check_precision(options.precision)
+    if options.code:
+        yield check_sandbox()
+    # torchrun's agent on node 0 will listen at the master port.
+    yield from check_network({"torchrun": options.master[1]} if options.node_rank == 0 else {})
+    if options.ray is not None:
+        yield from check_ray(options.ray)
+    yield from check_slurm()
+    if options.model is not None:
+        yield _check_model(options.model)
+
+
+def _check_model(path: str) -> Finding:
+    """A model that is named as a directory must exist on every node; a hub name is fetched when the run starts."""
+    directory = Path(path)
+    if not directory.is_absolute() and not directory.exists() and not path.startswith((".", "models/")):
+        return ok("model", f"{path}: a name of the model hub, not looked up")
+    if not (directory / "config.json").is_file():
+        fix = "share the directory between the nodes, or copy it to each; a relative path counts from where the job starts"
+        return fail("model", f"{directory.absolute()} has no config.json", fix)
+    return ok("model", str(directory))
+
+
+def check_packages() -> Iterator[Finding]:
+    """Compare Python and its packages with the versions that megarl was tested with, and import the fragile ones."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] in TESTED_PYTHON:
+        yield ok("python", f"{version} at {sys.executable}")
+    else:
+        yield warn("python", version, "megarl is tested with Python 3.11 and 3.12: make its environment with one of them")
+    cuda = _torch_cuda()
+    yield from _check_pins("cpu" if cuda is None else "gpu")
+    has_gpu = NVIDIA_DRIVER.exists()
+    if cuda is None and has_gpu:
+        fix = "install megarl[gpu], whose torch is a CUDA build, or hide the GPUs on purpose"
+        yield fail("torch build", "torch is a CPU build, and this machine has NVIDIA GPUs", fix)
+    elif cuda is not None and not has_gpu:
+        fix = f"without a GPU install the CPU build (launch/setup.sh); with one, load the driver: {NVIDIA_DRIVER} is missing"
+        yield fail("torch build", f"torch is built for CUDA {cuda}, and this machine shows no NVIDIA driver", fix)
+    else:
+        yield ok("torch build", "CPU" if cuda is None else f"CUDA {cuda}")
+    yield _check_import("torch", "import torch", "install the wheel of launch/setup.sh's lock again")
+    if importlib.util.find_spec("torchvision") is not None:
+        fix = "pip uninstall torchvision: megarl does not need it, and a torchvision for another torch breaks transformers"
+        yield _check_import("torchvision", "import torchvision, transformers", fix)
+    try:
+        ctypes.CDLL("libnuma.so.1")
+        yield ok("libnuma", "loads")
+    except OSError:
+        yield fail("libnuma", "libnuma.so.1 does not load; vLLM's CPU kernels need it", "apt-get install libnuma1")
+
+
+def _torch_cuda() -> str | None:
+    """Return the CUDA version of the installed torch without importing it; None for a CPU build or no torch."""
+    spec = importlib.util.find_spec("torch")
+    version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
+    text = version_file.read_text(encoding="utf-8") if version_file is not None and version_file.exists() else ""
+    match = re.search(r"^cuda\b.*= *'([^']+)'", text, re.MULTILINE)
+    return None if match is None else match.group(1)
+
+
+def _check_pins(extra: str) -> Iterator[Finding]:
+    """Compare packages with the pins of megarl's extra: a missing package stops a run, another version is untested."""
+    num_pins = num_wrong = 0
+    for line in importlib.metadata.requires("megarl") or []:
+        pin = Requirement(line)
+        if pin.marker is not None and not pin.marker.evaluate({"extra": extra}):
+            continue
+        num_pins += 1
+        try:
+            version = importlib.metadata.version(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            num_wrong += 1
+            fix = f"pip install '{pin.name}{pin.specifier}' without its dependencies, or run launch/setup.sh"
+            yield fail(f"package {pin.name}", "not installed", fix)
+            continue
+        if not pin.specifier.contains(version, prereleases=True):
+            num_wrong += 1
+            fix = f"megarl is tested with {pin.specifier}: run launch/setup.sh, or continue at your own risk"
+            yield warn(f"package {pin.name}", version, fix)
+    if not num_wrong:
+        yield ok("packages", f"all {num_pins} match the pins of megarl[{extra}]")
+
+
+def _check_import(package: str, statement: str, fix: str) -> Finding:
+    """Import in a child process: a broken library may crash the process."""
+    error = _command_error([sys.executable, "-W", "ignore", "-c", statement], IMPORT_TIMEOUT_S)
+    return ok(package, "imports") if error is None else fail(package, f"`{statement}` fails: {error}", fix)
+
+
+def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+    """Check shared memory, limits, memory, directories and the clock. `run_dir` need not exist yet."""
+    yield _check_shared_memory(shared_memory)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = f"{soft} (hard limit {hard})"
+    fix = f"ulimit -n {OPEN_FILES} before the start, or LimitNOFILE of the service (slurmd, docker --ulimit nofile)"
+    if soft < MIN_OPEN_FILES:
+        yield fail("open files", f"{limits}: Ray and torchrun need more", fix)
+    else:
+        yield ok("open files", limits) if soft >= OPEN_FILES else warn("open files", limits, fix)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and soft < MIN_PROCESSES:
+        fix = f"ulimit -u {MIN_PROCESSES}; every rank, engine and Ray worker has tens of threads"
+        yield fail("processes", f"{soft} processes and threads allowed", fix)
+    else:
+        yield ok("processes", "no limit" if soft == resource.RLIM_INFINITY else str(soft))
+    yield _check_memory()
+    yield check_writable("run directory", run_dir)
+    yield check_temporary_directory(os.environ)
+    yield check_home(os.environ)
+    # Modes 0: the call only reads the clock's state. `compare_nodes` compares the clocks of the nodes.
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
+    if state < 0:
+        yield warn("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}", "compare the nodes' clocks by hand")
+    elif state == TIME_ERROR:
+        yield warn("clock", "not synchronized", "run chrony or systemd-timesyncd: traces of nodes are merged by time")
+    else:
+        yield ok("clock", "synchronized")
+
+
+def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> Finding:
+    """Check that this CPU computes in trainer.precision about as fast as in fp32."""
+    if precision == "bf16" and not multiplies_bf16(cpu_info):
+        message = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
+        return warn("precision", message, "on this machine: trainer.precision=fp32")
+    return ok("precision", precision)
+
+
+def multiplies_bf16(cpu_info: Path = CPU_INFO) -> bool:
+    """Return whether this CPU has units for bf16 products; torch emulates bf16 on other CPUs."""
+    return not BF16_UNITS.isdisjoint(cpu_info.read_text(encoding="utf-8").split())
+
+
+def check_sandbox() -> Finding:
+    """Try out the sandbox of rewards of kind: code."""
+    reason = refusal()
+    if reason is None:
+        return ok("sandbox", "programs run without network, privileges and other processes")
+    message, _, fix = reason.rpartition("; code runs in ")
+    return fail("sandbox", message, f"code runs in {fix}")
+
+
+def _check_shared_memory(root: Path) -> Finding:
+    if not root.is_dir():
+        return fail("shared memory", f"{root} does not exist", f"mount a tmpfs there: mount -t tmpfs tmpfs {root}")
+    usage, wanted = shutil.disk_usage(root), f"megarl wants {SHARED_MEMORY_BYTES // MIB} MiB"
+    message = f"{root}: {usage.free // MIB} MiB of {usage.total // MIB} MiB free"
+    if usage.free >= SHARED_MEMORY_BYTES:
+        return ok("shared memory", message)
+    if usage.total < SHARED_MEMORY_BYTES:
+        fix = f"{wanted}: docker run --shm-size=8g, or mount -o remount,size=8g {root}"
+        return fail("shared memory", message, fix)
+    leftovers = sorted(file.name for file in root.glob("megarl-*"))[:3]
+    names = f" (of megarl: {', '.join(leftovers)})" if leftovers else ""
+    return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}{names}")
+
+
+def _check_memory() -> Finding:
+    """Check the memory that this process may use; a container's limit does not show in /proc/meminfo."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    available = int(lines["MemAvailable"].split()[0]) << 10
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
+    if text != "max":
+        available = min(available, int(text))
+    message = f"{available / GIB:.1f} GiB available"
+    if available < MIN_MEMORY_BYTES:
+        return fail("memory", message, "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more")
+    return ok("memory", message)
+
+
+def check_writable(check: str, directory: Path) -> Finding:
+    """Check that a directory, or its nearest existing parent, takes files and has space."""
+    place = job_environment.nearest_existing(directory)
+    if not place.is_dir():
+        return fail(check, f"{place} is a file", f"remove it, or choose another place than {directory}")
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".megarl-doctor-"):
+            pass
+    except OSError as error:
+        return fail(check, f"{place} takes no file: {error.strerror}", "choose a directory that this user may write to")
+    free_bytes = shutil.disk_usage(place).free
+    message = f"{place}: {free_bytes / GIB:.1f} GiB free"
+    return ok(check, message) if free_bytes >= DISK_BYTES else warn(check, message, "checkpoints may not fit: make room")
+
+
+def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
+    """Check that the temporary directory takes files, and that its path is short enough for Ray's sockets."""
+    finding = check_writable("temporary directory", Path(job_environment.temporary_directory(environment)))
+    sockets = environment.get("RAY_TMPDIR") or job_environment.temporary_directory(environment)
+    if finding.severity == Severity.FAIL or not job_environment.is_too_long(sockets):
+        return finding
+    message = (
+        f"{sockets} has {len(os.fsencode(sockets))} bytes; Ray's sockets need at most {job_environment.LONGEST_TEMPORARY}"
+    )
+    if "RAY_TMPDIR" in environment:
+        return fail(finding.check, message, "set RAY_TMPDIR to a shorter path, or unset it")
+    if not job_environment.can_write(Path(job_environment.SHORT_TEMPORARY)):
+        return fail(finding.check, message, f"set TMPDIR to a shorter path: {job_environment.SHORT_TEMPORARY} takes no link")
+    message += f": a run reaches it by a short link in {job_environment.SHORT_TEMPORARY}"
+    return warn(finding.check, message, "set TMPDIR to a shorter path to do without the link")
+
+
+def check_home(environment: MutableMapping[str, str]) -> Finding:
+    """Check that the home directory takes files; a run otherwise moves its caches."""
+    home = job_environment.home_directory(environment)
+    if job_environment.can_write(home):
+        return ok("home directory", str(home))
+    message = f"{home} takes no file: caches of vLLM and others go to {job_environment.temporary_directory(environment)}"
+    if job_environment.lacks_ray_token(environment):
+        message += ", and a run on one node makes its own token for Ray"
+    fix = "set HOME to a directory that can be written; on several nodes without one, set the same RAY_AUTH_TOKEN on all"
+    return warn("home directory", message, fix)
+
+
+def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
+    yield _check_host_name(socket.gethostname())
+    yield from _check_chosen_interfaces(environment)
+    for program, port in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                yield ok(f"port {port}", f"free for {program}")
+            except OSError as error:
+                fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or choose another port"
+                yield fail(f"port {port}", f"for {program}: {error.strerror}", fix)
+    proxies = [name for name in ("http_proxy", "https_proxy", "grpc_proxy") if environment.get(name)]
+    if proxies and not (environment.get("no_proxy") or environment.get("no_grpc_proxy")):
+        fix = "export no_proxy with the nodes' names and addresses: Ray's gRPC would go through the proxy"
+        yield warn(proxies[0], environment[proxies[0]], fix)
+
+
+def _check_host_name(name: str) -> Finding:
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        fix = "add the name to /etc/hosts or DNS: torchrun and Ray reach the node by it"
+        return fail("host name", f"{name!r} does not resolve: {error.strerror}", fix)
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        fix = "on more than one node: give it its network address in /etc/hosts (Debian writes 127.0.1.1)"
+        return warn("host name", f"{name} is {', '.join(addresses)}, which other nodes cannot reach", fix)
+    return ok("host name", f"{name} is {', '.join(addresses)}")
+
+
+def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check the interfaces that the user chose: a wrong name fails gloo at once and NCCL at its first collective."""
+    # /sys may show the interfaces of another network in a container.
+    present = sorted(name for _, name in socket.if_nameindex())
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = environment.get(variable)
+        if not value:
+            continue
+        # NCCL: ^ excludes, = compares whole names, and without either a prefix is enough.
+        names, exact = value.lstrip("^=").split(","), value.startswith("=") or not variable.startswith("NCCL")
+        exists = any(have == name if exact else have.startswith(name) for have in present for name in names)
+        if value.startswith("^") or exists:
+            yield ok(variable, value)
+        else:
+            yield fail(variable, f"{value}, but this node has {', '.join(present)}", f"export {variable}=one of these")
+
+
+def check_ray(address: str) -> Iterator[Finding]:
+    """Check that the head of a Ray cluster, as HOST:PORT, answers and has this node's version."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        fix = f"start it there: ray start --head --port {port or 6379}; or correct --ray, HOST:PORT of the head"
+        yield fail("ray head", f"{address} does not answer: {error}", fix)
+        return
+    error_line = _command_error([sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address])
+    if error_line is None:
+        yield ok("ray head", f"{address} is healthy")
+    else:
+        message = f"{address} answers, but is no healthy head of this Ray: {error_line}"
+        yield fail("ray head", message, "run ray stop there, and start it again")
+
+
+def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check Slurm's controller and the authentication between nodes, inside a job only."""
+    if "SLURM_JOB_ID" not in environment:
+        return
+    controller_fix = "is slurmctld up, and SlurmctldHost of slurm.conf reachable?"
+    for check, program, command, fix in (
+        ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
+        ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
+    ):
+        # A container may lack Slurm's programs: the job outside of it calls them.
+        if shutil.which(program) is None:
+            yield ok(check, f"not checked: no program {program} here, as in a container")
+            continue
+        error_line = _command_error(command)
+        yield ok(check, "answers") if error_line is None else fail(check, error_line, fix)
+
+
+def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
+    """Run a command and return the last line that it printed; None where it succeeds."""
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout_s:.0f} s"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return None if done.returncode == 0 else lines[-1] if lines else f"exit status {done.returncode}"
