@@ -26,8 +26,8 @@ from megarl.cluster.watcher_wire import OtherWatchers
 from megarl.cluster.watchers import nodes_beside, watched_nodes
 from megarl.models.layout import RolloutLayout
 from megarl.planner.placement import EnginePlace
+from megarl.rollout import RolloutError
 from megarl.rollout import handle as handle_module
-from megarl.rollout.failure import RolloutError
 from megarl.rollout.handle import EngineHandle
 
 DEADLINE_S = 240.0

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private.authentication import authentication_token_setup as authentication
 
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 
 # Warns in every process that Ray's token authentication is on, which is as it should be.
 logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

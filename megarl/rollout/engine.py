@@ -20,9 +20,9 @@ from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
+from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.batch import GroupFacts, GroupResult
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
-from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest

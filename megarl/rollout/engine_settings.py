@@ -13,7 +13,7 @@ from megarl.models.vllm_weights import fixed_parameters
 from megarl.planner.engine_memory import device_share
 from megarl.planner.placement import EnginePlace
 from megarl.recipe.cpu_rules import engine_choices, refused_engine_args
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.rollout.plugin import BACKEND
 
 # vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.

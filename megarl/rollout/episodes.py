@@ -24,12 +24,12 @@ from megarl.data.sample import Prompt
 from megarl.data.tokenizer import prompt_tokenizer
 from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
+from megarl.rollout import RolloutError
 from megarl.rollout.batch import EpisodeFacts, GroupResult
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import load_environment
 from megarl.rollout.environment_keeper import Reply, Reset, Step
 from megarl.rollout.environment_workers import EnvironmentWorkers
-from megarl.rollout.failure import RolloutError
 from megarl.rollout.tool_calls import SHORT_ERROR
 from megarl.telemetry.run_directory import RunDirectory
 

@@ -14,9 +14,9 @@ import ray
 from megarl.cluster.cores import BIND, CHOSEN
 from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import EngineProcess, RolloutEngine
 from megarl.rollout.engine_settings import EngineSettings
-from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.telemetry.stacks import watched_environment
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.segment import machine

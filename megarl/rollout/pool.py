@@ -22,12 +22,12 @@ from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.memory import engines_of
 from megarl.recipe.recipe import Recipe
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.episodes import Environments, Episodes
-from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.requests import ClockOffset, EngineReport

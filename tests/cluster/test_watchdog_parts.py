@@ -24,7 +24,7 @@ from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.cluster.watcher import Watcher
 from megarl.cluster.watcher_wire import OtherWatchers
 from megarl.recipe import RecipeError, load_recipe
-from megarl.rollout.failure import EngineSilent
+from megarl.rollout import EngineSilent
 from megarl.telemetry import PhaseClock, starts
 from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment

@@ -20,13 +20,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.step_metrics import rollout_figures
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
+from megarl.rollout import RolloutError
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.dynamic_sampling import Rounds
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment_keeper import Reply, Reset, Step
 from megarl.rollout.episodes import Episodes, check_tool_role
-from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload
 from megarl.rollout.tool_calls import SHORT_ERROR

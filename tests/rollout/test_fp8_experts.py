@@ -17,7 +17,7 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
 from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.spare import SpareMemory

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megarl.models.layout import RolloutLayout
+from megarl.rollout import EngineDirty
 from megarl.rollout import engine as engine_module
 from megarl.rollout.engine import GroupRequest, RolloutEngine
-from megarl.rollout.failure import EngineDirty
 
 pytestmark = pytest.mark.sync
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rollout import handle
+from megarl.rollout import EngineDied, RolloutError, handle
 from megarl.rollout.batch import GroupFacts
 from megarl.rollout.engine import EngineProcess, GroupRequest, _reports
-from megarl.rollout.failure import EngineDied, RolloutError
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.telemetry import work

@@ -15,7 +15,7 @@ import torch
 
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.models.layout import RolloutLayout
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout_cases import (

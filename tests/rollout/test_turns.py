@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.models.layout import RolloutLayout
+from megarl.rollout import EngineDied, EngineDirty
 from megarl.rollout import engine as engine_module
 from megarl.rollout import pool as pool_module
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.failure import EngineDied, EngineDirty
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout_cases import recipe, save_model
