@@ -11,8 +11,8 @@ from typing import Any
 from megarl.megatron.exchange import gather_to_all
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
+from megarl.rollout.engine import EngineReport
 from megarl.rollout.evaluation import Evaluation
-from megarl.rollout.pool import EngineReport
 from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.engine_trace import EngineTraces

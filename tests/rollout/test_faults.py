@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megarl.rollout import RolloutError
-from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.transport import NUM_BUCKETS
 from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model

@@ -198,7 +198,7 @@ def test_an_engine_that_has_started_names_the_formats_that_no_sync_writes() -> N
     pytest.importorskip("vllm", reason="needs vLLM's quantisation")
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    from megarl.rollout.engine import refuse_other_formats
+    from megarl.rollout.engine_settings import refuse_other_formats
 
     shape, rollout = ModelShape.from_config(QWEN), RolloutLayout()
     tensors = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in checkpoint_sizes(shape).items()}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megarl.rollout import EngineDied, RolloutError, handle
-from megarl.rollout.batch import GroupFacts
-from megarl.rollout.engine import EngineProcess, GroupRequest, _reports
+from megarl.rollout.engine import EngineProcess, GroupRequest, worker_reports
+from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.telemetry import work
@@ -214,14 +214,14 @@ def test_figures_are_those_of_all_attempts(pools: Pools) -> None:
 
 def test_what_workers_say_counts_for_the_version_that_they_say_it_of() -> None:
     taken = {"version": 7, "wait_s": 0.5}
-    assert _reports([taken, taken], 7) == [{"wait_s": 0.5}] * 2
+    assert worker_reports([taken, taken], 7) == [{"wait_s": 0.5}] * 2
     for answers in ([taken, taken | {"version": 6}], []):
         with pytest.raises(SyncError, match="not version 7"):
-            _reports(answers, 7)
+            worker_reports(answers, 7)
     with pytest.raises(SyncError, match="wrong bytes") as failure:
-        _reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
+        worker_reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
     assert not isinstance(failure.value, SyncAborted)
     with pytest.raises(SyncAborted, match="given up"):
-        _reports([(True, "given up", False), taken], 7)
+        worker_reports([(True, "given up", False), taken], 7)
     with pytest.raises(SyncLate, match="nothing came"):
-        _reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)
+        worker_reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Sample
-from megarl.rollout import routing
-from megarl.rollout.batch import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, dump_rollout
-from megarl.rollout.replay import FilePayload, ReplayPool
+from megarl.rollout.engine import routing_rows
+from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.replay import FilePayload, ReplayPool, dump_rollout
 
 
 def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Generator) -> GroupResult:
@@ -64,9 +64,8 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
 def test_an_engine_that_ran_ahead_or_lost_tokens():
     """vLLM's rows of all layers; the last token of a sequence may have been fed and has no successor."""
     recorded = np.random.default_rng(0).integers(0, 8, (6, 4, 2)).astype(np.uint8)
-    found = routing.of_sequence(routing.layers_with_experts(recorded, [1, 3]), 6)
-    assert np.array_equal(found, recorded[:5][:, [1, 3]])
+    assert np.array_equal(routing_rows(recorded, 6, [1, 3]), recorded[:5][:, [1, 3]])
     with pytest.raises(ValueError, match="6 of 7 tokens have recorded experts"):
-        routing.of_sequence(recorded, 8)
+        routing_rows(recorded, 8, None)
     with pytest.raises(ValueError, match="vLLM recorded no experts"):
-        routing.layers_with_experts(None, [1])
+        routing_rows(None, 6, [1])

@@ -217,8 +217,8 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
 
 
 def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
-    from megarl.rollout.batch import dump_rollout
     from megarl.rollout.pool import open_pool
+    from megarl.rollout.replay import dump_rollout
 
     batch = running[0].generate(prompts(), 4)
     dump_rollout(tmp_path, 4, batch)

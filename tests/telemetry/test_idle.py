@@ -11,7 +11,8 @@ from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
 from megarl.platform.peaks import peak_of
 from megarl.recipe import load_recipe
-from megarl.rollout.requests import ClockOffset, EngineReport, RequestLog, RequestTimes
+from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
+from megarl.rollout.handle import ClockOffset
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.devices import Devices
