@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,10 +92,6 @@ class EngineReport:
     @property
     def busy_s(self) -> float:
         return sum(seconds for _, seconds in self.busy)
-
-    def __add__(self, later: EngineReport) -> EngineReport:
-        """Append a later report of the same engine."""
-        return replace(later, busy=self.busy + later.busy, requests=self.requests + later.requests)
 
 
 @dataclass
@@ -196,7 +192,6 @@ class RolloutEngine:
         self._on_cpu = True
         self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
         self._num_batches = 0
-        self._num_queued = 0  # requests of the current batch
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
         self._asleep = False
@@ -374,23 +369,22 @@ class RolloutEngine:
         if not groups:
             return
         self._num_batches += 1
-        self._num_queued = 0
-        collectors = [await self._guard(self._add_requests(group.request)) for group in groups]
-        for group, group_collectors in zip(groups, collectors, strict=True):
-            group.start(self._collect(group.request, group_collectors))
-
-    async def _add_requests(self, request: GroupRequest) -> list[RequestOutputCollector]:
         engine = self._alive()
-        prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
-        collectors = []
-        for member, seed in enumerate(request.seeds):
-            sampling = sampling_parameters(self._settings, seed, request.temperature, request.max_new_tokens)
-            # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
-            rank = self._num_queued % self._settings.layout.data
-            name = self._request_name(request, member)
-            collectors.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
-            self._num_queued += 1
-        return collectors
+        collectors: list[RequestOutputCollector] = []
+        for group in groups:
+            request = group.request
+            prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
+            for member, seed in enumerate(request.seeds):
+                sampling = sampling_parameters(self._settings, seed, request.temperature, request.max_new_tokens)
+                # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
+                rank = len(collectors) % self._settings.layout.data
+                name = self._request_name(request, member)
+                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank)
+                collectors.append(await self._guard(added))
+        for group in groups:
+            size = len(group.request.seeds)
+            group.start(self._collect(group.request, collectors[:size]))
+            del collectors[:size]
 
     async def _collect(self, request: GroupRequest, collectors: list[RequestOutputCollector]) -> GroupResult:
         """Wait for a group's completions. Raises EngineDied for an engine that is broken, RolloutError for incomplete

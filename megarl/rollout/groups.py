@@ -175,6 +175,10 @@ class JoinedPayload:
         return samples
 
 
+COLUMNS = ("groups", "prompt_lengths", "completion_lengths", "own_lengths", "first_version", "last_version")
+"""The arrays of a `RolloutBatch`, each int [samples]."""
+
+
 @dataclass(frozen=True)
 class RolloutExecuted:
     """What the engines ran, for comparison with the recipe."""
@@ -243,27 +247,19 @@ def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> Ro
     `executed` and `metrics` are those of the last batch."""
     positions = [(number, sample) for number, batch in enumerate(batches) for sample in range(len(batch))]
     chosen = list(samples)
-
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([getattr(batch, name) for batch in batches])[chosen]
-
+    columns = {name: np.concatenate([getattr(batch, name) for batch in batches])[chosen] for name in COLUMNS}
     reasons = [reason for batch in batches for reason in batch.finish_reasons]
     last = batches[-1]
     episodes = None
     if last.episodes is not None:
-        columns = [vars(batch.episodes) for batch in batches]
-        joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+        facts = [vars(batch.episodes) for batch in batches]
+        joined = {name: np.concatenate([part[name] for part in facts]) for name in facts[0]}
         episodes = EpisodeFacts(**joined).select(chosen)
     return RolloutBatch(
         payload=JoinedPayload(tuple(batch.payload for batch in batches), tuple(positions[sample] for sample in chosen)),
-        groups=column("groups"),
-        prompt_lengths=column("prompt_lengths"),
-        completion_lengths=column("completion_lengths"),
         finish_reasons=[reasons[sample] for sample in chosen],
-        first_version=column("first_version"),
-        last_version=column("last_version"),
         executed=last.executed,
         metrics=last.metrics,
-        own_lengths=column("own_lengths"),
         episodes=episodes,
+        **columns,
     )

@@ -89,7 +89,6 @@ class EngineHandle:
         self._max_calls = max_calls
         self._actor: Any = None
         self._clock = ClockOffset()
-        self._report = EngineReport(0.0, engine=settings.index)
 
     def begin_start(self, version: int | None = None) -> Any:
         """Create the actor on its node and let it build its engine; return the reference that `finish_start` waits for.
@@ -149,18 +148,13 @@ class EngineHandle:
         except ray.exceptions.RayActorError as error:
             raise EngineDied(f"the actor's process is gone: {error}") from error
 
-    def collect_report(self) -> None:
-        """Fetch what the engine did since the last call, for `take_report`. Raises EngineDied."""
+    def report(self) -> EngineReport:
+        """Return what the engine did since the last call. Raises EngineDied."""
         sent = time.time()
         report: EngineReport = self.get(self.call("report"), "rollout")
         self._clock.learn(sent, time.time(), report.now)
         host = "" if self.process is None else self.process.host
-        self._report += replace(report, engine=self.settings.index, host=host, offset_s=self._clock.seconds)
-
-    def take_report(self) -> EngineReport:
-        """Return what was collected since the last call."""
-        report, self._report = self._report, EngineReport(0.0, engine=self.settings.index)
-        return report
+        return replace(report, engine=self.settings.index, host=host, offset_s=self._clock.seconds)
 
     def kill(self) -> None:
         """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their shared

@@ -180,58 +180,33 @@ class EnginePool:
         self._resync = resync
         with_greedy = self._with_greedy and sampling is None
         sampling = sampling or Sampling(self._recipe.algorithm.group_size, draw=step)
-        if self._environments is not None:
-            batch = self._play(self._environments, prompts, step, sampling, with_greedy)
-        else:
-            batch = self._complete(prompts, step, sampling, with_greedy)
-        for engine in self._engines:
-            with contextlib.suppress(EngineDied):  # a dead engine's report is lost
-                engine.collect_report()
-        batch.metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
-        return batch
-
-    def _complete(self, prompts: Sequence[Prompt], step: int, sampling: Sampling, with_greedy: bool) -> RolloutBatch:
-        """Sample a single turn: one completion follows each prompt."""
-        work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
-        for position, prompt in enumerate(prompts):
-            seeds = tuple(
-                request_seed(self._seed, sampling.draw, prompt.index, member) for member in range(sampling.completions)
-            )
-            token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
-            request = GroupRequest(position, prompt.index, token_ids, seeds, sampling.temperature)
-            requests = work[position % len(self._engines)]
-            requests[position] = request
-            if with_greedy:
-                greedy_position = len(prompts) + position
-                requests[greedy_position] = replace(request, position=greedy_position, seeds=(0,), temperature=0.0)
-        facts, tokens = self._run(work, step)
-        batch = self._store_batch(range(len(prompts)), sampling.completions, facts, tokens, step)
-        if with_greedy:
-            greedy = self._store_batch(range(len(prompts), 2 * len(prompts)), 1, facts, tokens, step)
-            batch = replace(batch, greedy=greedy)
-        return batch
-
-    def _play(
-        self, environments: Environments, prompts: Sequence[Prompt], step: int, sampling: Sampling, with_greedy: bool
-    ) -> RolloutBatch:
-        """Sample turn by turn: an environment answers each turn of a completion until its episode ends."""
         groups = [(prompt, sampling.completions, sampling.temperature) for prompt in prompts]
         groups += [(prompt, 1, 0.0) for prompt in prompts] if with_greedy else []
-        episodes = Episodes(environments, groups, sampling.draw, len(self._engines))
-        try:
-            self._run({engine.settings.index: {} for engine in self._engines}, step, episodes)
-        finally:
-            episodes.close()
-        results = episodes.results()
-        facts = {position: GroupFacts.of(result) for position, result in results.items()}
-        tokens = {position: ray.put(result) for position, result in results.items()}
-        positions, greedy_positions = range(len(prompts)), range(len(prompts), 2 * len(prompts))
-        batch = self._store_batch(positions, sampling.completions, facts, tokens, step)
-        batch = replace(batch, episodes=episodes.facts(positions))
-        if with_greedy:
-            greedy = self._store_batch(greedy_positions, 1, facts, tokens, step)
-            batch = replace(batch, greedy=replace(greedy, episodes=episodes.facts(greedy_positions)))
-        return batch
+        work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
+        episodes = None
+        if self._environments is None:
+            for position, (prompt, size, temperature) in enumerate(groups):
+                seeds = tuple(request_seed(self._seed, sampling.draw, prompt.index, member) for member in range(size))
+                ids = np.asarray(prompt.token_ids, dtype=np.int32)
+                request = GroupRequest(position, prompt.index, ids, seeds, temperature)
+                work[position % len(prompts) % len(self._engines)][position] = request
+            facts, tokens = self._run(work, step)
+        else:
+            episodes = Episodes(self._environments, groups, sampling.draw, len(self._engines))
+            try:
+                self._run(work, step, episodes)
+            finally:
+                episodes.close()
+            results = episodes.results()
+            facts = {position: GroupFacts.of(result) for position, result in results.items()}
+            tokens = {position: ray.put(result) for position, result in results.items()}
+        batches = []
+        for first in range(0, len(groups), len(prompts)):
+            positions = range(first, first + len(prompts))
+            batch = self._store_batch(positions, groups[first][1], facts, tokens, step)
+            batches.append(batch if episodes is None else replace(batch, episodes=episodes.facts(positions)))
+        batches[0].metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
+        return replace(batches[0], greedy=batches[1]) if with_greedy else batches[0]
 
     def _store_batch(
         self, positions: range, size: int, facts: dict[int, GroupFacts], tokens: dict[int, Any], step: int
@@ -247,8 +222,14 @@ class EnginePool:
         return RolloutBatch.of([facts[position] for position in positions], payload, executed)
 
     def take_times(self) -> list[EngineReport]:
-        """Return what each engine did in the rollouts since the last call, in the order of their numbers."""
-        return [engine.take_report() for engine in self._engines]
+        """Return what each engine did since the last call, in the order of their numbers; nothing of a dead engine."""
+        reports = []
+        for engine in self._engines:
+            try:
+                reports.append(engine.report())
+            except EngineDied:
+                reports.append(EngineReport(0.0, engine=engine.settings.index))
+        return reports
 
     def rest(self) -> None:
         """After a step's rollouts: engines that share GPUs with the trainer sleep until the next sync."""

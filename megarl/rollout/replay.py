@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.rollout.engine import EngineReport
-from megarl.rollout.groups import EpisodeFacts, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
 
@@ -42,17 +42,12 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
         np.savez(
             stream,
             group_size=np.int64(batch.executed.group_size),
-            groups=batch.groups,
-            prompt_lengths=batch.prompt_lengths,
-            completion_lengths=batch.completion_lengths,
-            own_lengths=batch.own_lengths,
             finish_reasons=np.array(batch.finish_reasons),
-            first_version=batch.first_version,
-            last_version=batch.last_version,
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
             token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
             logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
             own=np.concatenate([sample.completion.own for sample in ordered]),
+            **{name: getattr(batch, name) for name in COLUMNS},
             **({"routing": np.concatenate(routing)} if routing else {}),
             **{EPISODE + name: column for name, column in episodes.items()},
         )
@@ -70,24 +65,22 @@ class FilePayload:
         with np.load(self.file) as dump:
             columns = {name: dump[name] for name in dump.files}
         prompt_lengths, lengths = columns["prompt_lengths"], columns["completion_lengths"]
-        routed_lengths = prompt_lengths + lengths - 1  # the last token of a sequence chose no experts
-        prompt_ends, ends, routed_ends = np.cumsum(prompt_lengths), np.cumsum(lengths), np.cumsum(routed_lengths)
+        counts = {"prompt_ids": prompt_lengths} | dict.fromkeys(("token_ids", "logprobs", "own"), lengths)
+        if "routing" in columns:
+            counts["routing"] = prompt_lengths + lengths - 1  # the last token of a sequence chose no experts
+        pieces = {name: np.split(columns[name], np.cumsum(count)[:-1]) for name, count in counts.items()}
         samples = {}
         for s in sample_ids:
-            prompt = slice(int(prompt_ends[s] - prompt_lengths[s]), int(prompt_ends[s]))
-            part = slice(int(ends[s] - lengths[s]), int(ends[s]))
             completion = Completion(
-                token_ids=columns["token_ids"][part],
-                logprobs=columns["logprobs"][part],
+                token_ids=pieces["token_ids"][s],
+                logprobs=pieces["logprobs"][s],
                 finish_reason=str(columns["finish_reasons"][s]),
                 first_version=int(columns["first_version"][s]),
                 last_version=int(columns["last_version"][s]),
-                routing=columns["routing"][routed_ends[s] - routed_lengths[s] : routed_ends[s]]
-                if "routing" in columns
-                else None,
-                own=columns["own"][part],
+                routing=pieces["routing"][s] if "routing" in pieces else None,
+                own=pieces["own"][s],
             )
-            samples[s] = Sample(int(columns["groups"][s]), columns["prompt_ids"][prompt], completion)
+            samples[s] = Sample(int(columns["groups"][s]), pieces["prompt_ids"][s], completion)
         return samples
 
 
@@ -140,16 +133,11 @@ class ReplayPool:
         episodes = {name.removeprefix(EPISODE): columns[name] for name in columns if name.startswith(EPISODE)}
         return RolloutBatch(
             payload=FilePayload(str(file)),
-            groups=columns["groups"],
-            prompt_lengths=columns["prompt_lengths"],
-            completion_lengths=columns["completion_lengths"],
             finish_reasons=[str(reason) for reason in columns["finish_reasons"]],
-            first_version=columns["first_version"],
-            last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
             greedy=None if self._greedy is None else self._greedy.generate(prompts, step),
-            own_lengths=columns["own_lengths"],
             episodes=EpisodeFacts(**episodes) if self._played else None,
+            **{name: columns[name] for name in COLUMNS},
         )
 
     def rest(self) -> None:
