@@ -231,7 +231,7 @@ def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Pat
     assert batch.finish_reasons == again.finish_reasons
     with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
         replay.generate(prompts(), 5)
-    with pytest.raises(ValueError, match="prompt 0 is not the one"):
+    with pytest.raises(ValueError, match="prompt 0 is not the prompt of this step"):
         replay.generate(prompts(start=1), 4)
 
 

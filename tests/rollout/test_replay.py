@@ -1,4 +1,4 @@
-"""The experts that a rollout chose, from its groups over a dump back to its samples."""
+"""Recorded experts survive the way from groups over a dump back to samples."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Sample
-from megarl.rollout.engine import routing_rows
 from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
 from megarl.rollout.replay import FilePayload, ReplayPool, dump_rollout
 
@@ -59,13 +58,3 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     ReplayPool(str(tmp_path), 2, 4).start()
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
         ReplayPool(str(tmp_path), 2, 4, routed=True).start()
-
-
-def test_an_engine_that_ran_ahead_or_lost_tokens():
-    """vLLM's rows of all layers; the last token of a sequence may have been fed and has no successor."""
-    recorded = np.random.default_rng(0).integers(0, 8, (6, 4, 2)).astype(np.uint8)
-    assert np.array_equal(routing_rows(recorded, 6, [1, 3]), recorded[:5][:, [1, 3]])
-    with pytest.raises(ValueError, match="6 of 7 tokens have recorded experts"):
-        routing_rows(recorded, 8, None)
-    with pytest.raises(ValueError, match="vLLM recorded no experts"):
-        routing_rows(None, 6, [1])
