@@ -1,6 +1,6 @@
 """A real Ray cluster of two nodes: joined, refused for its versions, and given an engine on each node.
 
-`test_rollout_nodes.py` runs this file in a process of its own.
+`rollout/test_nodes.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINE_S = 240.0
 def two_nodes() -> Iterator[tuple[RayCluster, Any]]:
     """Ray nodes 0 and 1 of a job, both on this machine; this process has not joined."""
     # These daemons have no token, and would end the actors of a driver that has one.
-    assert os.environ["RAY_AUTH_MODE"] == "disabled", "started by test_rollout_nodes.py"
+    assert os.environ["RAY_AUTH_MODE"] == "disabled", "started by rollout/test_nodes.py"
     sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = RayCluster(initialize_head=True, head_node_args=sizes | {"resources": {"megarl_node_0": 1}})
     try:

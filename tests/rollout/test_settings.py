@@ -22,7 +22,7 @@ from megarl.rollout import RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.planner_cases import forecast_of, write_qwen
 from tests.recipe_cases import CONFIG, edited, make_folder, write
-from tests.rollout.test_fp8_experts import DEEPSEEK, QWEN
+from tests.weight_sync.test_fp8_experts import DEEPSEEK, QWEN
 
 GIB = 2**30
 MODELS = {"dense": CONFIG, "experts": QWEN, "latent": DEEPSEEK}

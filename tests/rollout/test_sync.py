@@ -1,6 +1,6 @@
 """After a weight sync a real vLLM engine equals one that loaded the same weights from disk.
 
-Of every family: `test_sync_families.py`."""
+Of every family: `weight_sync/test_families.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
     return pool
 
 
-@pytest.mark.nightly  # in CI: test_sync_families.py
+@pytest.mark.nightly  # in CI: weight_sync/test_families.py
 def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)

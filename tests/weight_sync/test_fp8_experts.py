@@ -1,6 +1,6 @@
 """Experts and latent attention in FP8 blocks: what a worker has after a sync is what vLLM's own methods make of the same
 weights. They run here without a kernel, which few CPUs have, in the layout of one that takes the blocks as they are. Which
-weights those are is taken as given: `test_rollout_fp8.py` asks vLLM's models."""
+weights those are is taken as given: `test_fp8_engines.py` asks vLLM's models."""
 
 from __future__ import annotations
 
