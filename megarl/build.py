@@ -67,11 +67,11 @@ from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
 from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
-from megarl.rollout.batch import dump_rollout  # noqa: E402
+from megarl.rollout import RolloutError  # noqa: E402
 from megarl.rollout.environment import load_environment  # noqa: E402
 from megarl.rollout.evaluation import HeldOut, held_out_data  # noqa: E402
-from megarl.rollout.failure import RolloutError  # noqa: E402
 from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
+from megarl.rollout.replay import dump_rollout  # noqa: E402
 from megarl.telemetry import PhaseClock, ProgressLine, starts, work  # noqa: E402
 from megarl.telemetry.clock import recording  # noqa: E402
 from megarl.telemetry.device_sync import DeviceSync  # noqa: E402

@@ -204,9 +204,9 @@ def evaluate(
     from ray.exceptions import RayError
 
     from megarl.planner.placement import PlacementError
+    from megarl.rollout import RolloutError
     from megarl.rollout.evaluation_command import evaluate as answer
     from megarl.rollout.evaluation_command import report as described
-    from megarl.rollout.failure import RolloutError
 
     try:
         found = answer(loaded, model, run)

@@ -30,9 +30,9 @@ from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
-from megarl.rollout.batch import RolloutBatch, refuse_overlong
 from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
+from megarl.rollout.groups import RolloutBatch, refuse_overlong
 from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import EnginePool, ReplayPool
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike

@@ -114,8 +114,8 @@ class Receiving:
 
     def _receive(self, manifest: WeightManifest) -> dict[str, float]:
         """Raises SyncError where the worker says that it took no version."""
-        from megarl.rollout.engine import _reports
+        from megarl.rollout.engine import worker_reports
 
         taken = self._engine.collective_rpc("megarl_take_weights", args=(manifest.as_dict(), 0))
-        [report] = _reports(taken, manifest.version)
+        [report] = worker_reports(taken, manifest.version)
         return report

@@ -132,8 +132,8 @@ class Reference:
 
 
 class Publisher:
-    """A trainer of one rank that publishes checkpoints; for those of many ranks see `test_sync_families`, and without vLLM
-    `test_sync_shards`."""
+    """A trainer of one rank that publishes checkpoints. `weight_sync/test_families.py` has trainers of many ranks, and
+    `weight_sync/test_shards.py` trainers without vLLM."""
 
     def __init__(
         self,

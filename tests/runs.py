@@ -81,7 +81,8 @@ def fake_rollouts(
     from megarl.data.sample import Completion, Sample
     from megarl.data.tokenizer import load_tokenizer
     from megarl.recipe.data_sections import DataSection
-    from megarl.rollout.batch import RolloutBatch, RolloutExecuted, dump_rollout
+    from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+    from megarl.rollout.replay import dump_rollout
 
     class InMemory:
         def __init__(self, samples: list[Sample]) -> None:

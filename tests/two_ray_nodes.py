@@ -1,6 +1,6 @@
 """A real Ray cluster of two nodes: joined, refused for its versions, and given an engine on each node.
 
-`test_rollout_nodes.py` runs this file in a process of its own.
+`rollout/test_nodes.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megarl.cluster.watchdog_network import OtherWatchers, WatcherSettings
 from megarl.cluster.watched import nodes_without_ranks, watch_nodes
 from megarl.models.layout import RolloutLayout
 from megarl.planner.placement import EnginePlace
+from megarl.rollout import RolloutError
 from megarl.rollout import handle as handle_module
-from megarl.rollout.failure import RolloutError
 from megarl.rollout.handle import EngineHandle
 
 DEADLINE_S = 240.0
@@ -36,7 +36,7 @@ DEADLINE_S = 240.0
 def two_nodes() -> Iterator[tuple[RayCluster, Any]]:
     """Ray nodes 0 and 1 of a job, both on this machine; this process has not joined."""
     # These daemons have no token, and would end the actors of a driver that has one.
-    assert os.environ["RAY_AUTH_MODE"] == "disabled", "started by test_rollout_nodes.py"
+    assert os.environ["RAY_AUTH_MODE"] == "disabled", "started by rollout/test_nodes.py"
     sizes = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = RayCluster(initialize_head=True, head_node_args=sizes | {"resources": {"megarl_node_0": 1}})
     try:

@@ -23,7 +23,7 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from megarl.cluster.node_settings import NodeError, NodeSettings
 from megarl.cluster.processes import start_tied
 from megarl.recipe import Recipe
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 
 # Ray warns in every process that token authentication is on, which is intended.
 logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

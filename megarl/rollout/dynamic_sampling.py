@@ -14,7 +14,7 @@ import torch
 from megarl.algorithm.informative import choose_groups, informative_groups
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult
-from megarl.rollout.batch import RolloutBatch, join_rollouts
+from megarl.rollout.groups import RolloutBatch, join_rollouts
 
 
 class SampledRounds:

@@ -1,4 +1,4 @@
-"""One vLLM engine in a Ray actor: groups in, completions out, weights in between."""
+"""One vLLM engine in a Ray actor: it takes groups of requests, returns completions, and receives weights in between."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -20,10 +21,9 @@ from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
-from megarl.rollout.batch import GroupFacts, GroupResult
-from megarl.rollout.engine_settings import EngineSettings, engine_arguments
-from megarl.rollout.failure import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.requests import GREEDY, EngineReport, RequestLog, silent_statistics
+from megarl.rollout import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.engine_settings import EngineSettings, engine_arguments, refuse_other_formats, sampling_parameters
+from megarl.rollout.groups import GroupFacts, GroupResult
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.segment import machine
@@ -32,17 +32,15 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-# How soon the death of an engine core is seen by a call that waits for it.
-DEATH_POLL_S = 0.25
+DEATH_POLL_S = 0.25  # how often a waiting call looks whether the engine core died
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
-# Of a worker: whether another process failed before it, what happened, and whether that was a deadline.
-Failure = tuple[bool, str, bool]
+GREEDY = -1  # the sample number of a greedy completion, which is in no batch
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions; `temperature` and `max_new_tokens` where they are not the
-    engine's."""
+    """One prompt and the sampling seed of each of its completions. `temperature` and `max_new_tokens` replace the engine's
+    unless they are None."""
 
     position: int
     group: int
@@ -54,9 +52,8 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A started engine: its host's name, the same `machine` as those that it shares memory with, its processes (id and start
-    time, the actor first), the shared memory files these made, and how many sequences it decodes at once.
-    """
+    """A started engine: host name, machine (engines and ranks of one machine share memory), its processes (id and start
+    time, the actor first), the shared memory files they made, and how many sequences it decodes at once."""
 
     host: str
     machine: str
@@ -65,107 +62,188 @@ class EngineProcess:
     max_concurrent: int
 
 
-def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
-    """The sampling seed of one completion, the turn of an episode: a function of what is sampled, not of when or where."""
-    names = [run_seed, step, prompt, member, *([turn] if turn else [])]
-    state = np.random.SeedSequence(names).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+class RequestTimes(NamedTuple):
+    """The times of one completion, in seconds since 1970 of the engine's clock. `begun` is when the scheduler admitted it;
+    `version` is the weight version that sampled its last token. A time that vLLM did not record is 0."""
+
+    name: str
+    sample: int
+    arrived: float
+    begun: float
+    first_token: float
+    ended: float
+    tokens: int
+    version: int
 
 
-class Group:
-    """A group that an engine works on: its completions come with `answer`, whatever becomes of the requests meanwhile."""
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
+    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
+    engine's clock is ahead of rank 0's."""
+
+    now: float
+    busy: tuple[tuple[float, float], ...] = ()
+    requests: tuple[RequestTimes, ...] = ()
+    engine: int = 0
+    host: str = ""
+    offset_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return sum(seconds for _, seconds in self.busy)
+
+
+@dataclass
+class RequestLog:
+    """Collects an engine's next report."""
+
+    now: Callable[[], float] = time.time
+    _num_groups: int = 0  # in flight
+    _busy_since: float = 0.0
+    _busy: list[tuple[float, float]] = field(default_factory=list)
+    _requests: list[RequestTimes] = field(default_factory=list)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a group as in flight inside the block."""
+        if self._num_groups == 0:
+            self._busy_since = self.now()
+        self._num_groups += 1
+        try:
+            yield
+        finally:
+            self._num_groups -= 1
+            if self._num_groups == 0:
+                self._busy.append((self._busy_since, self.now() - self._busy_since))
+
+    def add(self, sample: int, output: Any, version: int) -> None:
+        """Record a finished `RequestOutput` of vLLM, if the engine records times."""
+        stats = output.metrics
+        if stats is None:
+            return
+        # vLLM 0.32 records the machine's monotonic clock; only the arrival is a time of day.
+        ahead = self.now() - time.monotonic()
+        times = RequestTimes(
+            name=output.request_id,
+            sample=sample,
+            arrived=stats.arrival_time,
+            begun=ahead + stats.scheduled_ts,
+            first_token=ahead + stats.first_token_ts,
+            ended=ahead + stats.last_token_ts,
+            tokens=stats.num_generation_tokens,
+            version=version,
+        )
+        self._requests.append(times)
+
+    def take(self) -> EngineReport:
+        """Return the report since the last call. Requests in flight appear in a later report."""
+        now = self.now()
+        if self._num_groups:
+            self._busy.append((self._busy_since, now - self._busy_since))
+            self._busy_since = now
+        report = EngineReport(now, tuple(self._busy), tuple(self._requests))
+        self._busy, self._requests = [], []
+        return report
+
+
+class PendingGroup:
+    """A group that an engine works on. `result` survives a sync that aborts the requests and submits them again."""
 
     def __init__(self, request: GroupRequest) -> None:
         self.request = request
-        self.answer: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
         self.stopped = True
         self._collecting: asyncio.Task[GroupResult] | None = None
 
     def start(self, collect: Coroutine[Any, Any, GroupResult]) -> None:
-        """Wait for the completions."""
+        """Wait for the completions in a task."""
         self.stopped = False
         self._collecting = asyncio.create_task(collect)
-        self._collecting.add_done_callback(self._hand_over)
+        self._collecting.add_done_callback(self._set_result)
 
     def stop(self) -> None:
-        """Take no completions any more, not even those that vLLM has ready."""
+        """Accept no more completions, not even those that vLLM has ready."""
         self.stopped = True
         if self._collecting is not None:
             self._collecting.cancel()
 
-    def _hand_over(self, collecting: asyncio.Task[GroupResult]) -> None:
+    def _set_result(self, collecting: asyncio.Task[GroupResult]) -> None:
         if collecting is not self._collecting or self.stopped:
             return
         error = collecting.exception()
         if error is not None:
-            self.answer.set_exception(error)
+            self.result.set_exception(error)
         else:
-            self.answer.set_result(collecting.result())
+            self.result.set_result(collecting.result())
 
 
 class RolloutEngine:
-    """An AsyncLLM with the order of its work fixed, so that a fresh engine repeats it bit for bit.
+    """An AsyncLLM that schedules the same work in the same order, so that a fresh engine repeats it bit for bit.
 
     All requests are queued while generation is paused and the prefix cache is empty; the scheduler then sees the same
-    queue in the same state each time. (Async requests that trickle in would give batches, and so roundings, by luck.)
+    queue in the same state each time. (Requests that arrive one by one would give batches, and so roundings, by chance.)
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         mark_from_environment("actor")
         self._settings = settings
         self._engine: AsyncLLM | None = None
-        self._groups: dict[int, Group] = {}  # by position, in the order of their requests
-        self._batches = 0
-        self._queued = 0  # requests of the batch
+        self._on_cpu = True
+        self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
+        self._num_batches = 0
         self._version = 0  # the checkpoint's weights
         self._dirty: str | None = None
         self._asleep = False
-        self._paused_at: float | None = None  # on the clock of `time.perf_counter`; None while generation may go on
-        # Of what begins with a stand and ends with another state: a batch that was let in before a pause would resume after
-        # it, and generate under the half-written weights of the sync.
-        self._turn = asyncio.Lock()
+        self._paused_at: float | None = None  # on `time.perf_counter`'s clock; None while generation may run
+        # Serializes calls that pause generation and end in another state. A batch that began before a pause would otherwise
+        # resume after it and generate with the half-written weights of the sync.
+        self._exclusive = asyncio.Lock()
         self._log = RequestLog()
 
     async def start(self, version: int | None = None) -> EngineProcess:
-        """Build the engine; where a `version` was published already, it has to receive that one before it answers. Raises
-        RolloutError with the log's last errors, where vLLM says why it failed."""
+        """Build the engine. If a `version` was published already, the engine must receive it before it answers. Raises
+        RolloutError with the last errors in the log."""
         if version is not None:
-            self._dirty = f"it was started again and has the checkpoint's, not version {version}"
-        # Counts in whole GiB and overrides kv_cache_memory_bytes; it may come from the user's shell.
+            self._dirty = f"it was started again and has the checkpoint's weights, not version {version}"
+        # vLLM's variable counts whole GiB and overrides kv_cache_memory_bytes; the user's shell may set it.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         variable = self._settings.device_variable
         if variable is not None:
-            # Before anything asks the driver. Ray leaves the list as its node has it, as no GPU is asked of it (2.60).
+            # Before anything asks the driver. Ray 2.60 leaves the node's list unchanged for an actor without GPUs.
             os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
         self._bind()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
-        statistics = {"stat_loggers": [silent_statistics()]} if self._settings.times_requests else {}
+        loggers = {"stat_loggers": [silent_stat_logger()]} if self._settings.times_requests else {}
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(self._settings, _device_bytes()))
-            self._engine = AsyncLLM.from_engine_args(arguments, **statistics)
+            self._on_cpu = current_platform.is_cpu()
+            # The driver says it, so that none of the memory is taken.
+            device_bytes = None if self._on_cpu else int(current_platform.get_device_total_memory())
+            arguments = AsyncEngineArgs(**engine_arguments(self._settings, device_bytes))
+            self._engine = AsyncLLM.from_engine_args(arguments, **loggers)
             await self._engine.update_weight_version(str(self._version))
             if self._settings.layout.workers > 1:
                 await self._engine.collective_rpc("megarl_complete")
-            if self._settings.record_routing and not _records_itself():
+            if self._settings.record_routing and self._on_cpu:
                 await self._engine.collective_rpc("megarl_record_routing")
             if self._settings.quantization is not None:
                 formats = await self._utility(self._every_worker("megarl_other_formats"))
                 refuse_other_formats(self._settings.quantization, formats)
         except RolloutError:
-            await self.stop()  # no retry may find its memory taken
+            await self.stop()  # so that a retry does not find its memory taken
             raise
-        except Exception as error:  # whatever vLLM raises is handed to rank 0 as one error, with what its log says
+        except Exception as error:  # whatever vLLM raises reaches rank 0 as one error with the log's errors
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
-        pids = _own_processes()
-        files = _shared_files([pid for pid, _ in pids])
-        return EngineProcess(platform.node(), machine(), pids, files, max_concurrent)
+        pids, shared_files = _own_processes()
+        return EngineProcess(platform.node(), machine(), pids, shared_files, max_concurrent)
 
     def _bind(self) -> None:
-        """Keep the engine, and all processes that vLLM starts for it, to its cores of this node."""
+        """Bind the engine, and all processes that vLLM starts for it, to its cores of this node."""
         load, workers = self._settings.load, self._settings.layout.workers
         if load is None:
             return
@@ -173,154 +251,161 @@ class RolloutEngine:
         if cores:
             bind(cores)
             threads = worker_threads(cores, workers)
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that begin with Python anew
-            torch.set_num_threads(threads)  # and of those that are forked
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that start a new Python
+            torch.set_num_threads(threads)  # for processes that are forked
 
-    async def submit(self, requests: Sequence[GroupRequest], goes_on: bool = False) -> None:
-        """Queue a batch, drop what is left of an earlier one, and start. Where it `goes_on` with the sequences of the one
-        before, what the cache has of them is used: the same in each run, as all before was. Raises EngineDirty, EngineDied.
-        """
-        async with self._turn:
+    async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
+        """Drop what is left of the last batch, queue a new one and generate. A batch that `continues` the sequences of the
+        last one may use the prefix cache, which holds the same in every run, as all before was the same. Raises EngineDirty,
+        EngineDied."""
+        async with self._exclusive:
             if self._dirty is not None:
                 raise EngineDirty(f"weights are unknown: {self._dirty}")
             engine = self._alive()
             for group in self._groups.values():
                 group.stop()
-                group.answer.cancel()
-            await self._stand_still("abort", clear_cache=not goes_on)
-            self._groups = {request.position: Group(request) for request in requests}
-            await self._begin(list(self._groups.values()))
+                group.result.cancel()
+            await self._pause_scheduler("abort", clear_cache=not continues)
+            self._groups = {request.position: PendingGroup(request) for request in requests}
+            await self._queue(list(self._groups.values()))
             await self._utility(engine.resume_generation())
 
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
-        """A group's completions, as two objects: facts for rank 0, tokens for whoever fetches them."""
+        """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them."""
         groups = self._groups
-        result = await groups[position].answer
+        result = await groups[position].result
         del groups[position]
         return GroupFacts.of(result), result
 
     async def report(self) -> EngineReport:
-        """When it had requests since the last call, and those that have ended."""
+        """Return when the engine was busy since the last call, and the requests that ended."""
         return self._log.take()
 
     async def sleep(self) -> None:
-        """Give the device's memory to the trainer until the next sync, whose `pause` brings back the memory of weights, and
-        whose `receive` that of the cache. vLLM's level 2 keeps buffers and the parameters that no sync sends, and nothing
-        else: a sync writes all other weights."""
-        async with self._turn:
+        """Give the device's memory to the trainer until the next sync: `pause` brings back the memory of the weights,
+        `receive` that of the cache. vLLM's level 2 keeps only buffers and the parameters that no sync sends."""
+        async with self._exclusive:
             self._dirty = "it sleeps, without weights, until the next sync"
             self._asleep = True
             await self._utility(self._alive().sleep(level=2))
 
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
-        """Bring generation to a stand before a sync, with empty caches; the seconds it took, and how many completions were
-        under way, in groups that are not complete. From here on the engine is dirty, until all its workers have verified and
-        loaded the version: one that misses a sync must not answer with old weights.
+        """Pause generation and empty the caches before a sync. Returns the seconds it took, and how many completions were in
+        flight, in groups that are not complete. From here on the engine is dirty, until all its workers have verified and
+        loaded the version: an engine that misses a sync must not answer with old weights.
 
-        `in_flight` is the recipe's. Kept requests are frozen: vLLM computes what they have so far again when it resumes, so
-        that none attends to keys of old weights. Aborted ones are submitted again by `receive`.
+        `in_flight` is the recipe's. vLLM computes the keys of kept requests again when it resumes, so that none attends to
+        keys of old weights. `receive` submits aborted requests again.
         """
         begun = time.perf_counter()
-        async with self._turn:
-            if self._paused_at is None:  # a second attempt finds it paused
+        async with self._exclusive:
+            if self._paused_at is None:  # else this is a second attempt
                 self._paused_at = begun
             self._dirty = f"the sync of version {version} did not finish"
-            incomplete = [group for group in self._groups.values() if not group.answer.done()]
+            incomplete = [group for group in self._groups.values() if not group.result.done()]
             if in_flight == "wait" and incomplete:
-                # vLLM itself waits for what runs: not for what it has not begun, or put off for want of memory.
-                await asyncio.wait([group.answer for group in incomplete])
+                # vLLM's own wait covers running requests only, not waiting or preempted ones.
+                await asyncio.wait([group.result for group in incomplete])
             if in_flight == "abort":
                 for group in incomplete:
                     group.stop()
-            await self._stand_still(in_flight)
+            await self._pause_scheduler(in_flight)
             if self._asleep:
                 await self._utility(self._alive().wake_up(["weights"]))
             completions = sum(len(group.request.seeds) for group in incomplete)
             return {"pause_s": time.perf_counter() - begun, "in_flight": float(completions)}
 
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
-        """Take a version while it is streamed, and resume. Raises SyncError where it did not arrive as it was sent,
-        SyncAborted where another process is why."""
-        async with self._turn:
+        """Receive a version while it is streamed, and resume generation. Returns metrics of the sync. Raises SyncError for
+        weights that did not arrive as they were sent, SyncAborted if another process is the cause."""
+        async with self._exclusive:
             engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
             begun = time.perf_counter()
             try:
-                take = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
-                workers = _reports(await self._utility(take), manifest.version)
+                answers = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
+                workers = worker_reports(await self._utility(answers), manifest.version)
                 report = {key: max(worker[key] for worker in workers) for key in workers[0]}
                 report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
                 await self._utility(engine.update_weight_version(str(manifest.version)))
                 if self._asleep:
                     await self._utility(engine.wake_up(["kv_cache"]))
                     self._asleep = False
-                    await self._stand_still("abort")  # vLLM generates as soon as it is wide awake, and nothing is queued yet
+                    await self._pause_scheduler("abort")  # vLLM resumes as soon as it is awake, and nothing is queued yet
             except EngineDied:
                 raise
-            except Exception as error:  # vLLM hands a worker's exception over as text
+            except Exception as error:  # vLLM passes on a worker's exception as text
                 self._dirty = f"the sync of version {manifest.version} failed"
                 kind = type(error) if isinstance(error, SyncError) else SyncError
-                raise kind(_root_cause(error)) from error
+                cause: BaseException = error
+                while cause.__cause__ is not None:
+                    cause = cause.__cause__
+                raise kind(str(cause)) from error
             received = time.perf_counter()
-            # Before generation goes on, which is what makes its completions those of the new version.
+            # Set before generation resumes: completions from here on are of the new version.
             self._version, self._dirty = manifest.version, None
-            await self._begin([group for group in self._groups.values() if group.stopped])
+            await self._queue([group for group in self._groups.values() if group.stopped])
             await self._utility(engine.resume_generation())
             resumed = time.perf_counter()
-            assert self._paused_at is not None, "nothing is received but after a pause"
+            assert self._paused_at is not None, "an engine receives only after a pause"
             report |= {"resume_s": resumed - received, "standstill_s": resumed - self._paused_at}
             self._paused_at = None
             return report | {"receive_s": received - begun}
 
     async def stop(self) -> None:
-        """End vLLM's processes; the actor itself is ended by its pool."""
+        """End vLLM's processes; the pool ends the actor itself."""
         if self._engine is not None:
-            # vLLM waits 5 s for what has heard no SIGTERM, and then ends it by force.
+            # Processes that hold SIGTERM back would make vLLM wait 5 s before it kills them.
             self._engine.shutdown(timeout=0.0 if holds_signals() else None)
             self._engine = None
 
-    async def _stand_still(self, mode: str, clear_cache: bool = True) -> None:
-        """Pause, with empty caches if nothing else is asked for. `pause_generation` would sleep for 20 ms more, so that
-        callers have seen all outputs: here they were waited for, or nobody wants them."""
+    async def _pause_scheduler(self, mode: str, clear_cache: bool = True) -> None:
+        """Pause the scheduler. `pause_generation` would sleep 20 ms more, so that callers have seen all outputs: here all
+        outputs were waited for, or nobody wants them."""
         core: Any = self._alive().engine_core
         await self._utility(core.pause_scheduler_async(mode=mode, clear_cache=clear_cache))
 
-    async def _begin(self, groups: Sequence[Group]) -> None:
-        """Queue all requests of some groups, while generation is paused; no others are under way."""
+    async def _queue(self, groups: Sequence[PendingGroup]) -> None:
+        """Queue all requests of some groups as a new batch, while generation is paused and nothing else is in flight."""
         if not groups:
             return
-        self._batches += 1
-        self._queued = 0
-        queues = [await self._guard(self._queue(group.request)) for group in groups]
-        for group, collectors in zip(groups, queues, strict=True):
-            group.start(self._collect(group.request, collectors))
-
-    async def _queue(self, request: GroupRequest) -> list[RequestOutputCollector]:
+        self._num_batches += 1
         engine = self._alive()
-        prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
-        queues = []
-        for member, seed in enumerate(request.seeds):
-            name = self._name(request, member)
-            sampling = _sampling(self._settings, seed, request.temperature, request.max_new_tokens)
-            # vLLM's own choice goes by counts that come by and by, and another batch may round otherwise.
-            rank = self._queued % self._settings.layout.data
-            queues.append(await engine.add_request(name, prompt, sampling, data_parallel_rank=rank))
-            self._queued += 1
-        return queues
+        collectors: list[RequestOutputCollector] = []
+        for group in groups:
+            request = group.request
+            prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
+            for member, seed in enumerate(request.seeds):
+                sampling = sampling_parameters(self._settings, seed, request.temperature, request.max_new_tokens)
+                # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
+                rank = len(collectors) % self._settings.layout.data
+                name = self._request_name(request, member)
+                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank)
+                collectors.append(await self._guard(added))
+        for group in groups:
+            size = len(group.request.seeds)
+            group.start(self._collect(group.request, collectors[:size]))
+            del collectors[:size]
 
-    async def _collect(self, request: GroupRequest, queues: list[RequestOutputCollector]) -> GroupResult:
+    async def _collect(self, request: GroupRequest, collectors: list[RequestOutputCollector]) -> GroupResult:
+        """Wait for a group's completions. Raises EngineDied for an engine that is broken, RolloutError for incomplete
+        outputs."""
         with self._log.in_flight():
-            ended = [await self._guard(queue.get()) for queue in queues]
-        outputs = [one.outputs[0] for one in ended]
+            finished = [await self._guard(collector.get()) for collector in collectors]
+        outputs = [request_output.outputs[0] for request_output in finished]
         for member, output in enumerate(outputs):
-            _check_output(request, member, output)
+            name = f"completion {member} of group {request.group}"
+            if output.finish_reason not in ("stop", "length"):
+                raise EngineDied(f"{name} ended by {output.finish_reason!r}")
+            if not output.token_ids or output.logprobs is None or not output.weight_versions:
+                raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
         logprobs = [
             [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
             for output in outputs
         ]
         versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
-        for member, one in enumerate(ended):
-            sample = GREEDY if request.temperature == 0.0 else request.position * len(ended) + member
-            self._log.add(sample, one, versions[member][-1])
+        for member, request_output in enumerate(finished):
+            sample = GREEDY if request.temperature == 0.0 else request.position * len(finished) + member
+            self._log.add(sample, request_output, versions[member][-1])
         result = GroupResult(
             group=request.group,
             prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
@@ -334,7 +419,7 @@ class RolloutEngine:
         )
         if not np.isfinite(result.logprobs).all():
             token = int(np.flatnonzero(~np.isfinite(result.logprobs))[0])
-            # The trainer publishes no weights that are not finite, so it is the engine that is broken.
+            # The trainer publishes only finite weights, so the engine is broken.
             raise EngineDied(
                 f"it is broken: a log-probability of group {request.group} is {result.logprobs[token]}, under version "
                 f"{self._version} of the weights, which was finite when it was sent"
@@ -342,32 +427,35 @@ class RolloutEngine:
         return result
 
     async def _routing(self, request: GroupRequest, outputs: Sequence[Any]) -> np.ndarray:
-        """Experts that the group's tokens chose, as `GroupResult` has them. Raises RolloutError where some are missing."""
-        from megarl.rollout import routing
-
-        answers: Any = None
-        if not _records_itself():
-            names = [self._name(request, member) for member in range(len(outputs))]
-            answers = await self._utility(self._alive().collective_rpc("megarl_take_routing", args=(names,)))
+        """Return the experts that the group's tokens chose, in the rows of `GroupResult.routing`. Raises RolloutError for
+        missing rows."""
+        if self._on_cpu:
+            names = [self._request_name(request, member) for member in range(len(outputs))]
+            ranks: Any = await self._utility(self._alive().collective_rpc("megarl_take_routing", args=(names,)))
+            # Tensor ranks route alike. The number format follows from the size: msgpack has no arrays.
+            recorded = [
+                np.frombuffer(content, {1: np.uint8, 2: np.int16}[len(content) // int(np.prod(shape))]).reshape(shape)
+                for content, shape in ranks[0]
+            ]
+            layers = None
+        else:
+            recorded = [output.routed_experts for output in outputs]
+            model = ModelShape.from_directory(self._settings.model_path)
+            layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+        lengths = [len(request.prompt_ids) + len(output.token_ids) for output in outputs]
         try:
-            if answers is not None:
-                recorded = [routing.from_answer(answer) for answer in answers[0]]  # tensor ranks route alike
-            else:
-                layers = _layers_with_experts(self._settings.model_path)
-                recorded = [routing.layers_with_experts(output.routed_experts, layers) for output in outputs]
-            lengths = [len(request.prompt_ids) + len(output.token_ids) for output in outputs]
-            return np.concatenate([routing.of_sequence(*one) for one in zip(recorded, lengths, strict=True)])
+            return np.concatenate([routing_rows(*pair, layers) for pair in zip(recorded, lengths, strict=True)])
         except ValueError as error:
             raise RolloutError(f"group {request.group}: {error}") from error
 
     async def _every_worker(self, method: str, *arguments: Any) -> list[Any]:
-        """What each worker answers, by its number; `collective_rpc` gives those of the first data-parallel rank alone."""
+        """Return the answer of every worker in order; `collective_rpc` calls those of the first data-parallel rank only."""
         core: Any = self._alive().engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, arguments)
         return [answer for rank in ranks for answer in rank]
 
-    def _name(self, request: GroupRequest, member: int) -> str:
-        return f"{self._batches}-{request.position}-{member}"
+    def _request_name(self, request: GroupRequest, member: int) -> str:
+        return f"{self._num_batches}-{request.position}-{member}"
 
     def _alive(self) -> AsyncLLM:
         if self._engine is None:
@@ -375,7 +463,7 @@ class RolloutEngine:
         return self._engine
 
     async def _utility(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await a utility call to the engine core. vLLM 0.32 never answers one that the core died under, so look."""
+        """Await a utility call to the engine core. vLLM 0.32 never answers if the core dies during the call, so poll."""
         engine = self._alive()
         task = asyncio.create_task(self._guard(call))
         while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
@@ -394,108 +482,77 @@ class RolloutEngine:
             raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}") from error
 
 
-def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:
-    """Raises RolloutError where a worker keeps quantised weights as no sync brings them: before the first step, not at its
-    end. `formats` is what the workers said of theirs (`WeightReceiver.other_formats`)."""
-    found = [one for worker in formats for one in worker]
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise RolloutError(
-            f"rollout.quantization = {quantization}: the kernel that vLLM has chosen for these devices has a number format "
-            f"of its own, which weight syncs do not write: {found[0]}{more}; set it to null, or take other GPUs"
-        )
+def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
+    """Return the sampling seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when
+    or where."""
+    names = [run_seed, step, prompt, member, *([turn] if turn else [])]
+    state = np.random.SeedSequence(names).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
 
 
-def _device_bytes() -> int | None:
-    """Memory of the first device that this process sees, by its driver, so that none of it is taken; None on CPUs."""
-    from vllm.platforms import current_platform
-
-    return None if current_platform.is_cpu() else int(current_platform.get_device_total_memory())
-
-
-def _records_itself() -> bool:
-    """Whether vLLM records which experts tokens choose (see `routing.py`)."""
-    from vllm.platforms import current_platform
-
-    return not current_platform.is_cpu()
+def routing_rows(recorded: np.ndarray | None, num_tokens: int, layers: Sequence[int] | None) -> np.ndarray:
+    """Return the experts [num_tokens - 1, layers, experts a token] of a sequence: its last token was never fed, or only
+    because the engine ran ahead. `layers` selects rows of all layers, as vLLM records them. Raises ValueError if tokens are
+    missing."""
+    if recorded is None:
+        raise ValueError("vLLM recorded no experts")
+    if len(recorded) < num_tokens - 1:
+        raise ValueError(f"{len(recorded)} of {num_tokens - 1} tokens have recorded experts")
+    rows = recorded[: num_tokens - 1]
+    return rows if layers is None else rows[:, list(layers)]
 
 
-def _layers_with_experts(model_path: str) -> list[int]:
-    shape = ModelShape.from_directory(model_path)
-    return [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
-
-
-def _sampling(
-    settings: EngineSettings, seed: int, temperature: float | None = None, max_new_tokens: int | None = None
-) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=settings.temperature if temperature is None else temperature,
-        top_p=1.0,
-        max_tokens=settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        stop_token_ids=list(settings.stop_token_ids),
-        ignore_eos=True,  # the checkpoint's own end tokens count only where they are among the given ones
-        seed=seed,
-        logprobs=0,  # of the sampled token alone
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _check_output(request: GroupRequest, member: int, output: Any) -> None:
-    name = f"completion {member} of group {request.group}"
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineDied(f"{name} ended by {output.finish_reason!r}")
-    if not output.token_ids or output.logprobs is None or not output.weight_versions:
-        raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
-
-
-def _own_processes() -> tuple[tuple[int, float], ...]:
-    """Without Python's resource trackers: those end by themselves when the others have, and then remove semaphores and
-    shared memory that a killed process could not.
-    """
-    own = psutil.Process()
-    children = [child for child in own.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
-    return tuple((process.pid, process.create_time()) for process in (own, *children))
-
-
-def _shared_files(pids: Sequence[int]) -> tuple[str, ...]:
-    """Named shared memory that the processes map: vLLM's, since an engine that just started took no weights yet."""
-    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()]
-    names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
-    return tuple(sorted(name for name in names if not name.endswith("(deleted)")))
-
-
-def _log_errors(lines: int = 8) -> str:
-    """The last errors this process and its children wrote; why an engine core died stands only there."""
-    found: list[str] = []
-    for stream in (1, 2):
-        file = Path(os.readlink(f"/proc/self/fd/{stream}"))
-        if file.is_file():
-            found += [
-                line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if ERROR_LINE.search(line)
-            ]
-    return "\n".join(found[-lines:])
-
-
-def _reports(answers: Sequence[dict[str, float] | Failure], version: int) -> list[dict[str, float]]:
-    """Figures of workers that took a version. Raises SyncError where one failed, with what was first, or took another one,
-    SyncLate where that was a deadline; SyncAborted where all that failed did so because another process had.
-    """
+def worker_reports(answers: Sequence[dict[str, float] | tuple[bool, str, bool]], version: int) -> list[dict[str, float]]:
+    """Return the metrics of workers that loaded a version. A worker that failed answers (whether another process failed
+    first, message, whether a deadline passed). Raises SyncError with the first cause, SyncLate if that was a deadline,
+    SyncAborted if only other processes were the cause, and SyncError for another version."""
     failures = [answer for answer in answers if isinstance(answer, (tuple, list))]
     if failures:
         aborted, reason, late = min(failures)
         raise (SyncAborted if aborted else SyncLate if late else SyncError)(reason)
-    figures = [dict(answer) for answer in answers if isinstance(answer, dict)]
-    taken = [one.pop("version") for one in figures]
-    if not taken or set(taken) != {version}:
-        raise SyncError(f"workers took the versions {taken}, not version {version}")
-    return figures
+    metrics = [dict(answer) for answer in answers if isinstance(answer, dict)]
+    versions = [worker.pop("version") for worker in metrics]
+    if not versions or set(versions) != {version}:
+        raise SyncError(f"workers took the versions {versions}, not version {version}")
+    return metrics
 
 
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error)
+def _own_processes() -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
+    """Return id and start time of this process and its children, and the shared memory files that they map: vLLM's, as an
+    engine that just started has received no weights. Python's resource trackers are left out: they end by themselves after
+    the others, and then remove semaphores and shared memory that a killed process could not."""
+    actor = psutil.Process()
+    children = [child for child in actor.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    pids = tuple((process.pid, process.create_time()) for process in (actor, *children))
+    lines = [line for pid, _ in pids for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()]
+    files = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+    return pids, tuple(sorted(file for file in files if not file.endswith("(deleted)")))
+
+
+def _log_errors(limit: int = 8) -> str:
+    """Return the last errors that this process and its children wrote; only there does vLLM say why an engine core died."""
+    errors: list[str] = []
+    for stream in (1, 2):
+        file = Path(os.readlink(f"/proc/self/fd/{stream}"))
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            errors += [line for line in lines if ERROR_LINE.search(line)]
+    return "\n".join(errors[-limit:])
+
+
+def silent_stat_logger() -> Any:
+    """Return a class for `stat_loggers` that does nothing. vLLM 0.32 records request times only for a stat logger, and its
+    default one sends them to Prometheus at every iteration."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class SilentStatLogger(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            """Create no registry."""
+
+        def record(self, *arguments: Any, **options: Any) -> None: ...
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+    return SilentStatLogger

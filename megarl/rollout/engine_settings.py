@@ -1,8 +1,8 @@
-"""What a vLLM engine is started with, and the arguments that vLLM gets for it on CPUs and on GPUs."""
+"""What a vLLM engine is started with: its settings, and vLLM's arguments and sampling parameters on CPUs and GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,16 @@ from megarl.models.vllm_weights import fixed_parameters
 from megarl.planner.engine_memory import device_share
 from megarl.planner.placement import EnginePlace
 from megarl.recipe.cpu_rules import engine_choices, refused_engine_args
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.rollout.plugin import BACKEND
 
-# vLLM's names of `rollout.quantization`: what it makes itself of a checkpoint's weights, in the format that a sync brings.
+# vLLM's name for each `rollout.quantization`: formats that vLLM makes itself from a checkpoint's weights, and a sync sends.
 QUANTIZATIONS = {"fp8": "fp8_per_block"}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with; seconds and bytes as named, tokens otherwise."""
+    """What an engine is started with. Sizes are tokens unless their name says otherwise."""
 
     index: int
     model_path: str
@@ -33,7 +33,7 @@ class EngineSettings:
     max_new_tokens: int
     max_concurrent: int
     kv_cache_bytes: int
-    needed_bytes: int  # of its device, by the planner's estimate of a worker
+    needed_bytes: int  # of its device, by the planner's estimate for a worker
     memory_utilization: float | None
     temperature: float
     stop_token_ids: tuple[int, ...]
@@ -41,25 +41,41 @@ class EngineSettings:
     record_routing: bool = False
     quantization: str | None = None
     place: EnginePlace = EnginePlace(0, ())
-    device_variable: str | None = None  # that the place's devices are set in; None on a CPU
-    takes_turns: bool = False  # with the trainer, for the memory of a GPU
-    load: NodeLoad | None = None  # of its node, where processes are bound to cores
-    position: int = 0  # among the node's engines
-    times_requests: bool = False  # keeps when each request came, began and ended
+    device_variable: str | None = None  # the environment variable that selects the place's devices; None on a CPU
+    takes_turns: bool = False  # whether the engine sleeps while the trainer uses its GPU
+    load: NodeLoad | None = None  # of its node; None if processes are not bound to cores
+    position: int = 0  # among the engines of its node
+    times_requests: bool = False  # whether it records when each request arrived, began and ended
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # the recipe's, under vLLM's names
 
 
 def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict[str, Any]:
-    """vLLM's arguments for an engine on devices of `device_bytes` each; None for CPUs. The recipe's own
-    `rollout.engine_args` go before what is chosen for the device. Raises RolloutError where a worker is larger than its
-    device, or where an argument breaks an engine on CPUs."""
+    """Return vLLM's arguments for an engine on devices of `device_bytes` each, or on CPUs for None. The recipe's
+    `rollout.engine_args` override what is chosen for the device. Raises RolloutError for a worker that is larger than its
+    device, and for an argument that breaks an engine on CPUs."""
     shape = ModelShape.from_directory(settings.model_path)
     if device_bytes is None:
         chosen, needed = engine_choices(shape, settings.record_routing)
         if refused := next(refused_engine_args(settings.engine_args, needed), None):
             raise RolloutError(str(refused))
     else:
-        chosen, needed = _for_gpus(settings, shape, device_bytes)
+        # CUDA graphs and chunked prefill stay vLLM's defaults. Other kernels for experts pad or shuffle the weights, some
+        # only on Blackwell; a sync writes weights as a checkpoint holds them.
+        chosen = {} if shape.experts is None else {"moe_backend": "triton"}
+        try:
+            share = device_share(settings.needed_bytes, device_bytes, settings.memory_utilization)
+        except ValueError as error:
+            raise RolloutError(str(error)) from error
+        needed = {"gpu_memory_utilization": share}
+        if settings.takes_turns:
+            # Sleep drops every parameter, and a sync sends all but the fixed ones. Captured graphs move to the host.
+            needed |= {
+                "enable_sleep_mode": True,
+                "sleep_mode_offload_cudagraph": True,
+                "sleep_preserve_parameter_names": fixed_parameters(shape),
+            }
+        if settings.record_routing:
+            needed["enable_return_routed_experts"] = True
     chosen["max_num_batched_tokens"] = settings.batched_tokens
     return chosen | dict(settings.engine_args) | needed | dict(
         model=settings.model_path,
@@ -71,10 +87,10 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         enable_expert_parallel=settings.layout.expert_parallel,
         distributed_executor_backend="mp" if settings.layout.workers > 1 else "uni",
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts those of a data-parallel rank
+        max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts per data-parallel rank
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         skip_tokenizer_init=True,  # token ids in, token ids out
-        generation_config="vllm",  # the checkpoint's sampling defaults are not the recipe's
+        generation_config="vllm",  # ignore the checkpoint's sampling defaults
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied
         disable_log_stats=not settings.times_requests,
         seed=settings.seed % 2**32,
@@ -83,22 +99,31 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
     )  # fmt: skip
 
 
-def _for_gpus(settings: EngineSettings, shape: ModelShape, device_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is chosen for engines on GPUs, and what they need. CUDA graphs and chunked prefill are vLLM's defaults there."""
-    # Other kernels for experts pad or shuffle the weights, some on Blackwell alone; a sync writes what a checkpoint holds.
-    chosen: dict[str, Any] = {} if shape.experts is None else {"moe_backend": "triton"}
-    try:
-        share = device_share(settings.needed_bytes, device_bytes, settings.memory_utilization)
-    except ValueError as error:
-        raise RolloutError(str(error)) from error
-    needed: dict[str, Any] = {"gpu_memory_utilization": share}
-    if settings.takes_turns:
-        # Sleep drops every parameter, and a sync brings all but the fixed ones. Captured graphs go to the host.
-        needed |= {
-            "enable_sleep_mode": True,
-            "sleep_mode_offload_cudagraph": True,
-            "sleep_preserve_parameter_names": fixed_parameters(shape),
-        }
-    if settings.record_routing:
-        needed["enable_return_routed_experts"] = True
-    return chosen, needed
+def sampling_parameters(settings: EngineSettings, seed: int, temperature: float | None, max_new_tokens: int | None) -> Any:
+    """Return vLLM's `SamplingParams` of one request; None takes the engine's value."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=settings.temperature if temperature is None else temperature,
+        top_p=1.0,
+        max_tokens=settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=True,  # the checkpoint's end tokens count only if they are among the stop tokens
+        seed=seed,
+        logprobs=0,  # only the sampled token's
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:
+    """Raise RolloutError for quantized weights that a worker holds in a format that no sync writes, so that a run fails
+    before its first step. `formats` has `WeightReceiver.other_formats` of each worker."""
+    others = [text for worker in formats for text in worker]
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        raise RolloutError(
+            f"rollout.quantization = {quantization}: the kernel that vLLM has chosen for these devices has a number format "
+            f"of its own, which weight syncs do not write: {others[0]}{more}; set it to null, or take other GPUs"
+        )

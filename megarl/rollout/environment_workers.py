@@ -13,8 +13,8 @@ from multiprocessing import Pipe
 from typing import Any
 
 from megarl.recipe.environment_section import EnvironmentSection
+from megarl.rollout import RolloutError
 from megarl.rollout.environment_keeper import End, Make, Reply, Reset, Step
-from megarl.rollout.failure import RolloutError
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
 START_TIMEOUT_S = 120.0

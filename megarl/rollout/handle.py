@@ -1,10 +1,12 @@
-"""One engine seen from rank 0: its actor, its processes, its deadlines."""
+"""One engine seen from rank 0: its actor, its processes, the deadline of each call, and its clock."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import ray
 from megarl.cluster.cores import BIND, CHOSEN
 from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
-from megarl.rollout.engine import EngineProcess, RolloutEngine
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
+from megarl.rollout.engine import EngineProcess, EngineReport, RolloutEngine
 from megarl.rollout.engine_settings import EngineSettings
-from megarl.rollout.failure import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.telemetry.stacks import watched_environment
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.segment import machine
@@ -24,30 +26,34 @@ from megarl.weight_sync.segment import machine
 STOP_S = 10.0
 
 
-def engine_environment(workers: int, own: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of an engine's processes, set before Python starts. Why, by measurement, on CPU: Dynamo compiles for
-    seconds at the first log-probability; vLLM's own binding would pin every engine to the same cores; what vLLM packs at
-    each sync goes to memory that is new, which large pages give faster (1.4 times, `benchmarks/weight_sync.py`); two OpenMP
-    threads that wait in a loop for their turn on one core are ten times slower than one. So an engine has one thread until
-    it is bound to cores of its own, where it waits as libgomp does, in a loop for some milliseconds (vLLM alone: 1.3 times
-    the rate). What the user has chosen in their `own` environment stays (`cores.py`); nobody is bound then, and no thread
-    loops.
+def engine_environment(workers: int, user: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables of an engine's processes, which must be set before Python starts.
+
+    The reasons, measured on CPU:
+    - Dynamo compiles for seconds at the first log-probability.
+    - vLLM's own binding would pin every engine to the same cores.
+    - vLLM packs weights into new memory at each sync; huge pages make that 1.4 times faster (`benchmarks/weight_sync.py`).
+    - Two OpenMP threads that spin on one core are ten times slower than one thread. An engine therefore has one thread
+      until it is bound to its own cores. There its threads spin for some milliseconds, libgomp's default, which gives vLLM
+      alone 1.3 times the rate.
+
+    OpenMP variables of the user's environment stay (`cores.py`); then no process is bound and no thread spins.
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if device_platform.kind != "cpu":
         return variables
-    chosen = {} if BIND in own else {name: own[name] for name in CHOSEN if name in own}
-    variables["GLIBC_TUNABLES"] = own.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    chosen = {} if BIND in user else {name: user[name] for name in CHOSEN if name in user}
+    variables["GLIBC_TUNABLES"] = user.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     if chosen:
-        variables["OMP_WAIT_POLICY"] = own.get("OMP_WAIT_POLICY", "PASSIVE")
+        variables["OMP_WAIT_POLICY"] = user.get("OMP_WAIT_POLICY", "PASSIVE")
     variables |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | chosen
     if workers == 1:
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets engine core and worker share one process
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine core and worker share one process
     return variables
 
 
 def clear_away(process: EngineProcess) -> None:
-    """On an engine's own node, end its processes but the actor, and remove their shared memory."""
+    """Kill an engine's processes except the actor, and remove their shared memory. Runs on the engine's node."""
     for pid, created in process.pids[1:]:
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(pid)
@@ -57,6 +63,20 @@ def clear_away(process: EngineProcess) -> None:
         Path(file).unlink(missing_ok=True)
 
 
+class ClockOffset:
+    """How many seconds another process's clock is ahead of this one's, from the answer with the shortest round trip; the
+    error is at most half of that."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._round_trip_s = float("inf")
+
+    def learn(self, sent: float, answered: float, remote: float) -> None:
+        """Use a call that was `sent` and `answered` on this clock, and read `remote` on the other clock in between."""
+        if answered - sent < self._round_trip_s:
+            self._round_trip_s, self.seconds = answered - sent, remote - (sent + answered) / 2
+
+
 class EngineHandle:
     """Starts, calls and ends one engine. Every call has the deadline `timeout_s`."""
 
@@ -64,57 +84,56 @@ class EngineHandle:
         self.settings = settings
         self.name = f"rollout engine {settings.index}"
         self.restarts = 0
+        self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
         self._max_calls = max_calls
         self._actor: Any = None
-        self.process: EngineProcess | None = None
+        self._clock = ClockOffset()
 
     def begin_start(self, version: int | None = None) -> Any:
-        """Create the actor on its node and let it build its engine; the reference that `finish_start` waits for. `version`
-        was published before it. Raises RolloutError where the node is gone."""
+        """Create the actor on its node and let it build its engine; return the reference that `finish_start` waits for.
+        `version` was published before. Raises RolloutError if the node is gone."""
         environment = engine_environment(self.settings.layout.workers)
         remote = ray.remote(RolloutEngine).options(
-            # Trainer ranks have most GPUs, of which Ray knows nothing: the engine itself takes those of its place.
+            # Ray does not know the GPUs of trainer ranks. The engine itself takes the GPUs of its place.
             num_cpus=0,
             num_gpus=0,
             resources=node_share(self.settings.place.node),
             max_concurrency=self._max_calls,
-            max_restarts=0,  # a new actor is made instead: one way back for a dead actor and a dead engine core
+            max_restarts=0,  # the pool makes a new actor instead: one way back for a dead actor and a dead engine core
             runtime_env={"env_vars": environment | watched_environment(f"engine-{self.settings.index}")},
         )
         self._actor = remote.remote(self.settings)
         return self.call("start", version)
 
     def finish_start(self, reference: Any) -> None:
-        """Raises RolloutError where vLLM did not start, EngineDied where its process ended."""
+        """Raises RolloutError if vLLM did not start, EngineDied if its process ended."""
         try:
             self.process = self.get(reference, "start")
         except RolloutError as error:
             raise type(error)(f"{self.name}: {error}") from error
 
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-        """Begin a call; its reference (or references). Raises EngineDied where there is no actor any more."""
+        """Begin a call and return its reference, or references. Raises EngineDied if there is no actor any more."""
         if self._actor is None:
             raise EngineDied("it was ended and not started again")
         return getattr(self._actor, method).options(num_returns=num_returns).remote(*arguments)
 
     def get(self, reference: Any, phase: str) -> Any:
-        """The answer of a call. Raises EngineDied for a dead engine, RolloutError at the deadline, and what the engine
-        raised otherwise.
-        """
+        """Return the answer of a call. Raises EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what
+        the engine raised."""
         return self._get(reference, phase, self._timeout_s, f"rollout.timeout_s = {self._timeout_s:g}")
 
     def get_paused(self, reference: Any, in_flight: str, timeout_s: float) -> dict[str, float]:
-        """What the engine says when it stands still. As `get`; `timeout_s` is the deadline of a sync, which holds where no
-        completions are waited for."""
+        """Return the answer of `pause`, as `get`. The deadline is a sync's `timeout_s` unless completions are waited for."""
         if in_flight == "wait":
             rule = f"rollout.timeout_s = {self._timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
             return self._get(reference, "weight_sync", self._timeout_s, rule)
         return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
 
-    def get_report(self, reference: Any, timeout_s: float, waits: int) -> dict[str, float]:
-        """What the engine says about a sync whose last bucket was sent. As `get`, with `waits` times the deadline of a
-        sync."""
+    def get_received(self, reference: Any, timeout_s: float, waits: int) -> dict[str, float]:
+        """Return the answer of `receive` after the last bucket was sent, as `get`. The deadline is `waits` times a sync's
+        `timeout_s`."""
         return self._get(reference, "weight_sync", waits * timeout_s, f"{waits} times weight_sync.timeout_s = {timeout_s:g}")
 
     def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
@@ -124,15 +143,22 @@ class EngineHandle:
             raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
-                raise error.cause from None  # the message says all; Ray's frames around it say nothing
+                raise error.cause from None  # its message is complete; Ray's frames add nothing
             raise
         except ray.exceptions.RayActorError as error:
             raise EngineDied(f"the actor's process is gone: {error}") from error
 
+    def report(self) -> EngineReport:
+        """Return what the engine did since the last call. Raises EngineDied."""
+        sent = time.time()
+        report: EngineReport = self.get(self.call("report"), "rollout")
+        self._clock.learn(sent, time.time(), report.now)
+        host = "" if self.process is None else self.process.host
+        return replace(report, engine=self.settings.index, host=host, offset_s=self._clock.seconds)
+
     def kill(self) -> None:
-        """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their
-        shared memory (160 MB where there are two tensor ranks) outlives them.
-        """
+        """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their shared
+        memory (160 MB for two tensor ranks) outlives them."""
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
             self._actor = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megarl.planner.lengths import QUANTILES
-from megarl.rollout.batch import EpisodeFacts, RolloutBatch
+from megarl.rollout.groups import EpisodeFacts, RolloutBatch
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:

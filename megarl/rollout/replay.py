@@ -1,4 +1,5 @@
-"""Rollouts read from files in place of engines: for tests across layouts and for debugging one step."""
+"""Rollouts in files: a step's batch is dumped, and read back in place of engines, for tests across layouts and for debugging
+one step."""
 
 from __future__ import annotations
 
@@ -9,8 +10,49 @@ from pathlib import Path
 import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.rollout.batch import EpisodeFacts, RolloutBatch, RolloutExecuted, dump_file, greedy_folder
-from megarl.rollout.requests import EngineReport
+from megarl.rollout.engine import EngineReport
+from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
+
+EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
+
+
+def dump_file(directory: str | Path, step: int) -> Path:
+    """Return the file of a step's rollouts."""
+    return Path(directory) / f"step-{step:06d}.npz"
+
+
+def greedy_folder(directory: str | Path) -> Path:
+    """Return the folder of the greedy completions of dumped rollouts, in files of the same names."""
+    return Path(directory) / "greedy"
+
+
+def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
+    """Write one step's rollouts for `ReplayPool`, atomically; return the file."""
+    if batch.greedy is not None:
+        dump_rollout(greedy_folder(directory), step, batch.greedy)
+    samples = batch.payload.fetch(range(len(batch)))
+    ordered = [samples[s] for s in range(len(batch))]
+    file = dump_file(directory, step)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    routing = [sample.completion.routing for sample in ordered if sample.completion.routing is not None]
+    assert len(routing) in (0, len(ordered)), "either every sample or no sample has recorded experts"
+    episodes = {} if batch.episodes is None else vars(batch.episodes)
+    with partial.open("wb") as stream:
+        np.savez(
+            stream,
+            group_size=np.int64(batch.executed.group_size),
+            finish_reasons=np.array(batch.finish_reasons),
+            prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
+            token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
+            logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
+            own=np.concatenate([sample.completion.own for sample in ordered]),
+            **{name: getattr(batch, name) for name in COLUMNS},
+            **({"routing": np.concatenate(routing)} if routing else {}),
+            **{EPISODE + name: column for name, column in episodes.items()},
+        )
+    partial.rename(file)
+    return file
 
 
 @dataclass(frozen=True)
@@ -22,34 +64,31 @@ class FilePayload:
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
         with np.load(self.file) as dump:
             columns = {name: dump[name] for name in dump.files}
-        prompt_ends = np.cumsum(columns["prompt_lengths"])
-        ends = np.cumsum(columns["completion_lengths"])
-        routing = columns.get("routing")
-        routed_ends = ends + prompt_ends - np.arange(1, len(ends) + 1)  # the last token of a sequence chose no experts
+        prompt_lengths, lengths = columns["prompt_lengths"], columns["completion_lengths"]
+        counts = {"prompt_ids": prompt_lengths} | dict.fromkeys(("token_ids", "logprobs", "own"), lengths)
+        if "routing" in columns:
+            counts["routing"] = prompt_lengths + lengths - 1  # the last token of a sequence chose no experts
+        pieces = {name: np.split(columns[name], np.cumsum(count)[:-1]) for name, count in counts.items()}
         samples = {}
         for s in sample_ids:
-            part = slice(int(ends[s] - columns["completion_lengths"][s]), int(ends[s]))
-            prompt = slice(int(prompt_ends[s] - columns["prompt_lengths"][s]), int(prompt_ends[s]))
-            num_routed = int(columns["prompt_lengths"][s] + columns["completion_lengths"][s]) - 1
-            routed = slice(int(routed_ends[s]) - num_routed, int(routed_ends[s]))
             completion = Completion(
-                token_ids=columns["token_ids"][part],
-                logprobs=columns["logprobs"][part],
+                token_ids=pieces["token_ids"][s],
+                logprobs=pieces["logprobs"][s],
                 finish_reason=str(columns["finish_reasons"][s]),
                 first_version=int(columns["first_version"][s]),
                 last_version=int(columns["last_version"][s]),
-                routing=None if routing is None else routing[routed],
-                own=columns["own"][part] if "own" in columns else None,  # type: ignore[arg-type]
+                routing=pieces["routing"][s] if "routing" in pieces else None,
+                own=pieces["own"][s],
             )
-            samples[s] = Sample(int(columns["groups"][s]), columns["prompt_ids"][prompt], completion)
+            samples[s] = Sample(int(columns["groups"][s]), pieces["prompt_ids"][s], completion)
         return samples
 
 
 class ReplayPool:
     """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at.
 
-    With `routed` the dumps must hold the experts that the rollout chose, with `greedy` a greedy completion of each prompt,
-    and with `played` what became of episodes.
+    The dumps must hold the recorded experts if `routed`, a greedy completion of each prompt if `greedy`, and the facts of
+    episodes if `played`.
     """
 
     address: str | None = None
@@ -64,13 +103,12 @@ class ReplayPool:
         played: bool = False,
     ) -> None:
         self._directory = Path(directory).absolute()
-        self._group_size, self._max_concurrent, self._routed = group_size, max_concurrent, routed
-        self._played = played
-        # Groups of one.
+        self._group_size, self._max_concurrent = group_size, max_concurrent
+        self._routed, self._played = routed, played
         self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent, played=played) if greedy else None
 
     def start(self) -> None:
-        """Raises ValueError for a directory without dumps, or with dumps that lack the experts' choice."""
+        """Raises ValueError for a directory without dumps, or with dumps that lack what the recipe needs."""
         if self._greedy is not None:
             self._greedy.start()
         files = sorted(self._directory.glob("step-*.npz"))
@@ -85,41 +123,37 @@ class ReplayPool:
     def generate(
         self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
     ) -> RolloutBatch:
-        """The dumped rollouts of a step; no engine can die. Raises ValueError where they are not of these prompts."""
+        """Return the dumped rollouts of a step. Raises ValueError if the file is missing or has other prompts."""
         file = dump_file(self._directory, step)
         if not file.is_file():
             raise ValueError(f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}")
         with np.load(file) as dump:
             columns = {name: dump[name] for name in dump.files}
         self._check(file, columns, prompts)
+        episodes = {name.removeprefix(EPISODE): columns[name] for name in columns if name.startswith(EPISODE)}
         return RolloutBatch(
             payload=FilePayload(str(file)),
-            groups=columns["groups"],
-            prompt_lengths=columns["prompt_lengths"],
-            completion_lengths=columns["completion_lengths"],
             finish_reasons=[str(reason) for reason in columns["finish_reasons"]],
-            first_version=columns["first_version"],
-            last_version=columns["last_version"],
             executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
             greedy=None if self._greedy is None else self._greedy.generate(prompts, step),
-            own_lengths=columns.get("own_lengths"),  # type: ignore[arg-type]
-            episodes=_episodes(columns) if self._played else None,
+            episodes=EpisodeFacts(**episodes) if self._played else None,
+            **{name: columns[name] for name in COLUMNS},
         )
 
     def rest(self) -> None:
-        """No engine to rest."""
+        """There is no engine to put to sleep."""
 
     def take_times(self) -> list[EngineReport]:
-        """No engine did anything."""
+        """There is no engine that reports."""
         return []
 
     def shutdown(self) -> None:
-        pass
+        """There is nothing to end."""
 
     def _check_columns(self, file: Path, names: Iterable[str]) -> None:
         if self._played != ("episode_rewards" in names):
-            found, other = ("no episodes", "with an") if self._played else ("episodes", "without an")
-            raise ValueError(f"{file} has {found}; replay dumps of a run {other} environment, as this recipe is")
+            content, other = ("no episodes", "with an") if self._played else ("episodes", "without an")
+            raise ValueError(f"{file} has {content}; replay dumps of a run {other} environment, as this recipe is")
         if self._routed and "routing" not in names:
             raise ValueError(
                 f"{file} does not say which experts the rollout chose, and actor.router_replay = true reuses them; "
@@ -134,19 +168,13 @@ class ReplayPool:
                 f"{file}: {len(columns['groups'])} samples in groups of {size}; the recipe asks for "
                 f"{len(prompts)} groups of {self._group_size} (phases.rollout.prompts, algorithm.group_size)"
             )
+        if self._played:
+            return  # environments may have given other prompts than the data
         starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
-        # Environments may have given other prompts than the data.
-        for position, prompt in enumerate(() if self._played else prompts):
-            s = position * size
-            start = int(starts[s])
-            dumped = columns["prompt_ids"][start : start + int(columns["prompt_lengths"][s])]
-            if not np.array_equal(dumped, prompt.token_ids):
+        for position, prompt in enumerate(prompts):
+            start, length = int(starts[position * size]), int(columns["prompt_lengths"][position * size])
+            if not np.array_equal(columns["prompt_ids"][start : start + length], prompt.token_ids):
                 raise ValueError(
-                    f"{file}: prompt {position} is not the one the recipe gives in this step; "
+                    f"{file}: prompt {position} is not the prompt of this step by the recipe; "
                     "replay with the data section and the seed that the dump was made with"
                 )
-
-
-def _episodes(columns: dict[str, np.ndarray]) -> EpisodeFacts:
-    prefix = "episode_"
-    return EpisodeFacts(**{name.removeprefix(prefix): columns[name] for name in columns if name.startswith(prefix)})

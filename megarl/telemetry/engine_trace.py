@@ -18,7 +18,7 @@ GENERATING = 0  # the lane that shows when an engine had requests at all
 
 
 class Times(Protocol):
-    """What an engine says of its requests; see `megarl/rollout/requests.py`. Its times are of its own clock."""
+    """What an engine says of its requests; see `EngineReport`. Its times are of its own clock."""
 
     @property
     def engine(self) -> int: ...

@@ -40,8 +40,7 @@ from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.quantised_blocks import BLOCK, quantised_parameters
 from megarl.models.vllm_weights import idle_parameters, parameter_sizes
 from megarl.platform import current as platform
-from megarl.rollout.cpu_workers import complete
-from megarl.rollout.routing import Recorded, RoutingRecorder
+from megarl.rollout.cpu_workers import RoutingRecorder, complete
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
 from megarl.weight_sync.codec import FP8
 from megarl.weight_sync.copies import MOST_THREADS, Works
@@ -397,5 +396,5 @@ class WorkerReport:
         """From here on the experts that tokens choose are kept until they are taken."""
         self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
 
-    def megarl_take_routing(self, requests: list[str]) -> list[Recorded]:
+    def megarl_take_routing(self, requests: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:
         return [self.megarl_routing.take(request) for request in requests]

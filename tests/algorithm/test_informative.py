@@ -16,8 +16,8 @@ from megarl.algorithm import group_advantages
 from megarl.algorithm.informative import choose_groups, informative_groups
 from megarl.data.sample import Completion, Sample
 from megarl.reward.workers import RewardResult
-from megarl.rollout.batch import RolloutBatch, RolloutExecuted
 from megarl.rollout.dynamic_sampling import SampledRounds
+from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 
 members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())
 

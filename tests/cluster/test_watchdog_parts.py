@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
+from megarl.cluster.agent_verdict import judge as judge_ends
 
 from megarl.cluster import watched
-from megarl.cluster.agent_verdict import judge as judge_ends
 from megarl.cluster.watchdog import RANK_ENDED, _Rank
 from megarl.cluster.watchdog_judge import ENDED, Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
-from megarl.rollout.failure import EngineSilent
+from megarl.rollout import EngineSilent
 from megarl.telemetry import PhaseClock, starts
 from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment

@@ -209,5 +209,6 @@ def test_the_page_on_adding_a_model_is_true() -> None:
     for file in ("tests/tiny_models.py", "tests/megatron/test_golden.py", "tests/weight_sync/test_families.py"):
         assert file in page and (root / file).is_file()
     assert (
-        "def test_synced_engine_equals_one_that_loaded_from_disk" in (root / "tests" / "test_sync_families.py").read_text()
+        "def test_synced_engine_equals_one_that_loaded_from_disk"
+        in (root / "tests/weight_sync/test_families.py").read_text()
     )

@@ -18,8 +18,8 @@ from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_d
 from megarl.recipe.sections import DeviceSection
 from megarl.recipe.table import engine_name
 from tests.recipe_cases import CONFIG, edited, make_folder, write
-from tests.rollout.test_fp8_experts import DEEPSEEK
 from tests.rollout_cases import recipe, without_vllm_table
+from tests.weight_sync.test_fp8_experts import DEEPSEEK
 from tests.weight_sync.test_stream import BLOCKS
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,

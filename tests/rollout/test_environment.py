@@ -21,12 +21,12 @@ import yaml
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward.process_tree import below
+from megarl.rollout import RolloutError
 from megarl.rollout import environment_keeper as keeper
 from megarl.rollout.calculator import Calculator, calculate
 from megarl.rollout.environment import Observation, ToolCall, Turn, load_environment
 from megarl.rollout.environment_keeper import Reply, Reset, Step
 from megarl.rollout.environment_workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
-from megarl.rollout.failure import RolloutError
 from megarl.rollout.guessing_game import GuessingGame
 from megarl.rollout.tool_calls import MalformedCall, read_call
 from tests.environments import Counting

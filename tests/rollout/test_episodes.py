@@ -19,15 +19,14 @@ from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
-from megarl.rollout.arrivals import Arrivals
-from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
+from megarl.rollout import RolloutError
 from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment_keeper import Reply, Reset, Step
 from megarl.rollout.episodes import Episodes, check_tool_role
-from megarl.rollout.failure import RolloutError
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.metrics import rollout_metrics
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool import Arrivals, EnginePool
 from megarl.rollout.replay import FilePayload
 from megarl.rollout.tool_calls import SHORT_ERROR
 from tests.rollout_cases import Reference
@@ -111,7 +110,7 @@ def play(
     episodes = Episodes(given, groups, DRAW, engines=1)
     given.requests = []
     for asked in episodes.begin():
-        episodes.hear(asked)
+        episodes.answered(asked)
     turn = 0
     while requests := episodes.requests(0):
         given.requests.append(requests)
@@ -119,7 +118,7 @@ def play(
         for number, request in requests.items():
             for asked in episodes.sampled(number, result(request, policy(number, turn), version=turn)):
                 assert episodes.waits(0)
-                episodes.hear(asked)
+                episodes.answered(asked)
         assert not episodes.waits(0)
         turn += 1
     episodes.close()
@@ -298,7 +297,7 @@ def test_greedy_episodes_begin_as_those_of_their_group_and_end_with_them(tokeniz
     seeds = [question.seed for _, question in given.workers.heard if isinstance(question, Reset)]
     assert seeds[0] == seeds[1] == seeds[4] != seeds[2] == seeds[3] == seeds[5], "a prompt's environments begin alike"
     assert episodes.facts(range(2, 4)).turns.tolist() == [2, 2] and set(episodes.results()) == {0, 1, 2, 3}
-    assert episodes.take_ended() == 6 and episodes.take_ended() == 0
+    assert episodes.take_num_ended() == 6 and episodes.take_num_ended() == 0
 
 
 def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) -> None:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from megarl.rollout.batch import RolloutBatch
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
+from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.transport import NUM_BUCKETS
 from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
@@ -181,7 +181,7 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
 
 
-@pytest.mark.nightly  # in CI: test_rollout_sync.py, without restarts
+@pytest.mark.nightly  # in CI: test_sync.py, without restarts
 def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
     """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
     pool, publisher, new = faulty

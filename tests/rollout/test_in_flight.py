@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megarl.data.sample import Prompt, Sample
-from megarl.rollout.batch import RolloutBatch
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
+from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout_cases import VOCAB, Publisher, corrupt, huggingface_logprobs, recipe, same, save_model

@@ -1,4 +1,4 @@
-"""Whom rank 0 starts again, whom it has streamed to again, and when it gives up; engines that say what they are told to."""
+"""Which engines rank 0 restarts, which it streams to again, and when it gives up; with scripted engines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rollout import handle
-from megarl.rollout.batch import GroupFacts
-from megarl.rollout.engine import EngineProcess, GroupRequest, _reports
-from megarl.rollout.failure import EngineDied, RolloutError
+from megarl.rollout import EngineDied, RolloutError, handle
+from megarl.rollout.engine import EngineProcess, GroupRequest
+from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.telemetry import work
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.weight_sync.publish import _leaders
 from megarl.weight_sync.segment import machine
 from tests.rollout_cases import Reference, recipe, save_model
@@ -213,16 +212,30 @@ def test_figures_are_those_of_all_attempts(pools: Pools) -> None:
     assert figures["sync/in_flight"] == 2 * PAUSED["in_flight"]
 
 
-def test_what_workers_say_counts_for_the_version_that_they_say_it_of() -> None:
-    taken = {"version": 7, "wait_s": 0.5}
-    assert _reports([taken, taken], 7) == [{"wait_s": 0.5}] * 2
-    for answers in ([taken, taken | {"version": 6}], []):
-        with pytest.raises(SyncError, match="not version 7"):
-            _reports(answers, 7)
-    with pytest.raises(SyncError, match="wrong bytes") as failure:
-        _reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
-    assert not isinstance(failure.value, SyncAborted)
-    with pytest.raises(SyncAborted, match="given up"):
-        _reports([(True, "given up", False), taken], 7)
-    with pytest.raises(SyncLate, match="nothing came"):
-        _reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)
+def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
+
+    def turns(placement: str, gpus: int | None) -> list[bool]:
+        device = SimpleNamespace(num_devices=gpus, device_variable=None)
+        monkeypatch.setattr("megarl.rollout.pool.platform", device)
+        monkeypatch.setattr("megarl.cluster.engine_nodes.platform", device)
+        pool = EnginePool(recipe(model, placement=placement, engines=2), str(model), (), seed=0)
+        return [engine.settings.takes_turns for engine in pool._engines]
+
+    assert turns("colocated", 4) == [True, True]
+    assert turns("separate", 4) == turns("colocated", None) == [False, False]
+
+
+def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None:
+    called: list[str] = []
+
+    def ends(reference: str, phase: str) -> None:
+        called.append(reference)
+        raise EngineDied("its process is gone")
+
+    def one(turns: bool, name: str) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(takes_turns=turns), call=lambda method: f"{name} {method}", get=ends)
+
+    pool: Any = SimpleNamespace(_engines=[one(True, "a"), one(False, "b"), one(True, "c")])
+    EnginePool.rest(pool)
+    assert called == ["a sleep", "c sleep"]

@@ -18,11 +18,11 @@ from megarl.recipe.load import recipe_yaml
 from megarl.recipe.memory import engines_of
 from megarl.recipe.rollout_rules import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.table import engine_lines
+from megarl.rollout import RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
-from megarl.rollout.failure import RolloutError
 from tests.planner_cases import forecast_of, write_qwen
 from tests.recipe_cases import CONFIG, edited, make_folder, write
-from tests.rollout.test_fp8_experts import DEEPSEEK, QWEN
+from tests.weight_sync.test_fp8_experts import DEEPSEEK, QWEN
 
 GIB = 2**30
 MODELS = {"dense": CONFIG, "experts": QWEN, "latent": DEEPSEEK}

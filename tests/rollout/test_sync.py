@@ -1,6 +1,6 @@
 """After a weight sync a real vLLM engine equals one that loaded the same weights from disk.
 
-Of every family: `test_sync_families.py`."""
+Of every family: `weight_sync/test_families.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.models.layout import RolloutLayout
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout_cases import (
@@ -53,7 +53,7 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
     return pool
 
 
-@pytest.mark.nightly  # in CI: test_sync_families.py
+@pytest.mark.nightly  # in CI: weight_sync/test_families.py
 def test_synced_engine_equals_another_one_that_loaded_from_disk(tmp_path: Path) -> None:
     old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
     publisher = Publisher(new)
@@ -217,8 +217,8 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
 
 
 def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
-    from megarl.rollout.batch import dump_rollout
     from megarl.rollout.pool import open_pool
+    from megarl.rollout.replay import dump_rollout
 
     batch = running[0].generate(prompts(), 4)
     dump_rollout(tmp_path, 4, batch)
@@ -231,7 +231,7 @@ def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Pat
     assert batch.finish_reasons == again.finish_reasons
     with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
         replay.generate(prompts(), 5)
-    with pytest.raises(ValueError, match="prompt 0 is not the one"):
+    with pytest.raises(ValueError, match="prompt 0 is not the prompt of this step"):
         replay.generate(prompts(start=1), 4)
 
 

@@ -17,9 +17,8 @@ from megarl.cluster.ray_cluster import stop_cluster
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.rollout.batch import dump_file
 from megarl.rollout.pool import open_pool
-from megarl.rollout.replay import FilePayload
+from megarl.rollout.replay import FilePayload, dump_file
 from megarl.telemetry.engine_trace import FIRST_PROCESS
 from megarl.telemetry.trace import merge
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.batch import RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 from megarl.telemetry.samples import read_samples
 from tests.ranks import run_ranks
 from tests.rewards import rarely

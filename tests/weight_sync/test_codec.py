@@ -1,4 +1,4 @@
-"""Laws of the codecs of weight sync; that FP8 blocks are vLLM's is in `test_sync_conformance`."""
+"""Laws of the codecs of weight sync; that FP8 blocks are vLLM's is in `test_conformance.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whatever is wrong with a sync on its way, no worker takes it: bits, buckets, versions, plans.
 
 A plan that is wrong at both ends is taken, and what arrives is not the checkpoint's. That the tables which plans are made of
-are those of vLLM's loader is in `test_sync_conformance`.
+are those of vLLM's loader is in `test_conformance.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.rollout.failure import EngineSilent, RolloutError
+from megarl.rollout import EngineSilent, RolloutError
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import recording
 from megarl.weight_sync import segment

@@ -1,4 +1,4 @@
-"""The experts that a rollout chose, from its groups over a dump back to its samples."""
+"""Recorded experts survive the way from groups over a dump back to samples."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Sample
-from megarl.rollout import routing
-from megarl.rollout.batch import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, dump_rollout
-from megarl.rollout.replay import FilePayload, ReplayPool
+from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.replay import FilePayload, ReplayPool, dump_rollout
 
 
 def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Generator) -> GroupResult:
@@ -59,14 +58,3 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     ReplayPool(str(tmp_path), 2, 4).start()
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
         ReplayPool(str(tmp_path), 2, 4, routed=True).start()
-
-
-def test_an_engine_that_ran_ahead_or_lost_tokens():
-    """vLLM's rows of all layers; the last token of a sequence may have been fed and has no successor."""
-    recorded = np.random.default_rng(0).integers(0, 8, (6, 4, 2)).astype(np.uint8)
-    found = routing.of_sequence(routing.layers_with_experts(recorded, [1, 3]), 6)
-    assert np.array_equal(found, recorded[:5][:, [1, 3]])
-    with pytest.raises(ValueError, match="6 of 7 tokens have recorded experts"):
-        routing.of_sequence(recorded, 8)
-    with pytest.raises(ValueError, match="vLLM recorded no experts"):
-        routing.layers_with_experts(None, [1])

@@ -1,31 +1,30 @@
-"""What a rollout hands to the pipeline: metadata of every sample at once, the tokens only to who fetches them."""
+"""What a rollout returns: metadata of every sample for rank 0, and the tokens for the ranks that fetch them.
+
+The tokens wait in Ray's object store. An ObjectRef that a process sends to another outside of Ray is pinned for the life of
+its owner, so every step would leak its batch. A small named actor (`GroupStore`) hands the references out inside Ray
+instead; when it drops a batch, Ray frees the tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import ray
 
+from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Completion, Sample
 from megarl.recipe import Recipe
-
-
-class Payload(Protocol):
-    """Access to the tokens of a batch; picklable, so that rank 0 can send it to any rank."""
-
-    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
-        """The samples with these ids (positions in the batch)."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupResult:
     """All completions of one prompt, as flat arrays.
 
-    `token_ids` int32, `logprobs` float32 and `own` bool, as `Completion` has them, are [completion tokens of all members],
-    cut by `lengths` int32 [members]; `routing` has the rows of `Completion.routing`, one member after the other.
+    `token_ids` int32, `logprobs` float32 and `own` bool (as in `Completion`) are [completion tokens of all members], split
+    by `lengths` int32 [members]. `routing` has the rows of `Completion.routing`, one member after the other.
     """
 
     group: int
@@ -37,31 +36,28 @@ class GroupResult:
     first_versions: np.ndarray
     last_versions: np.ndarray
     routing: np.ndarray | None = None
-    own: np.ndarray | None = None  # None: all of them
+    own: np.ndarray | None = None  # None: the policy sampled all tokens
 
     def sample(self, member: int) -> Sample:
         start = int(self.lengths[:member].sum())
         part = slice(start, start + int(self.lengths[member]))
+        rows = len(self.prompt_ids) + self.lengths - 1  # [members]: the last token of a sequence chose no experts
+        first_row = int(rows[:member].sum())
         completion = Completion(
             token_ids=self.token_ids[part],
             logprobs=self.logprobs[part],
             finish_reason=self.finish_reasons[member],
             first_version=int(self.first_versions[member]),
             last_version=int(self.last_versions[member]),
-            routing=None if self.routing is None else self.routing[self._routed(member)],
+            routing=None if self.routing is None else self.routing[first_row : first_row + int(rows[member])],
             own=None if self.own is None else self.own[part],  # type: ignore[arg-type]
         )
         return Sample(self.group, self.prompt_ids, completion)
 
-    def _routed(self, member: int) -> slice:
-        rows = len(self.prompt_ids) + self.lengths - 1  # [members]
-        start = int(rows[:member].sum())
-        return slice(start, start + int(rows[member]))
-
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What rank 0 learns about one group."""
+    """The metadata of one group, for rank 0."""
 
     group: int
     prompt_length: int
@@ -86,12 +82,13 @@ class GroupFacts:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeFacts:
-    """What became of each sample's episode; all [samples].
+    """How each sample's episode ended; every array is [samples].
 
-    `rewards` float32 is what its environment gave. Where that failed `failures` (texts, else empty) says how: behind a turn
-    of the policy, which can be the cause, `causes` (texts, else empty) has the kind, and the reward is 0, or what had been
-    lost by then; else it is NaN. `turns` counts those of the policy, `malformed` those with a tool call that could not be
-    answered, and `done` says where the environment has ended it.
+    `rewards` float32 is the sum of the environment's rewards. If the environment failed, `failures` has the message (else
+    empty). If it failed after a turn of the policy, which may be the cause, `causes` has the kind of failure (else empty),
+    and the reward is 0, or the sum so far if that is negative; otherwise the reward is NaN. `turns` counts turns of the
+    policy, `malformed` the turns with a tool call that could not be answered; `done` says whether the environment ended the
+    episode.
     """
 
     rewards: np.ndarray
@@ -101,12 +98,11 @@ class EpisodeFacts:
     failures: np.ndarray
     causes: np.ndarray
 
-    def of(self, samples: Sequence[int]) -> EpisodeFacts:
-        """Those of some samples."""
+    def select(self, samples: Sequence[int]) -> EpisodeFacts:
         return EpisodeFacts(**{name: column[samples] for name, column in vars(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Shares of episodes; what is neither done nor failed was truncated."""
+        """Shares of episodes; an episode that is neither done nor failed was truncated."""
         return {
             "rollout/turns_mean": float(self.turns.mean()),
             "rollout/turns_max": int(self.turns.max()),
@@ -114,6 +110,74 @@ class EpisodeFacts:
             "rollout/failed_share": float((self.failures != "").mean()),
             "rollout/malformed_calls": int(self.malformed.sum()),
         }
+
+
+class Payload(Protocol):
+    """Access to the tokens of a batch; picklable, so that rank 0 can send it to any rank."""
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        """Return the samples with these positions in the batch."""
+
+
+class GroupStore:
+    """Ray actor that holds references to the groups of the last batches."""
+
+    def __init__(self, kept_batches: int) -> None:
+        """`kept_batches`: the largest number of batches of a step, plus the batch that is in use until then."""
+        self._kept = kept_batches
+        self._batches: dict[str, list[Any]] = {}
+
+    def add(self, batch: str, references: list[Any]) -> None:
+        """Keep a batch, and drop the oldest beyond `kept_batches`."""
+        self._batches[batch] = references
+        while len(self._batches) > self._kept:
+            del self._batches[next(iter(self._batches))]
+
+    def references(self, batch: str, positions: list[int]) -> list[Any]:
+        """Raises KeyError for a batch that was dropped."""
+        return [self._batches[batch][position] for position in positions]
+
+
+@dataclass(frozen=True)
+class StoredPayload:
+    """Samples of a batch in a `GroupStore`; works in every process that is connected to the same Ray cluster."""
+
+    store: str
+    batch: str
+    group_size: int
+    timeout_s: float
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        """Raises ray.exceptions.GetTimeoutError at the deadline, KeyError for a batch that was dropped."""
+        samples = list(sample_ids)
+        positions = sorted({s // self.group_size for s in samples})
+        store = ray.get_actor(self.store, namespace=NAMESPACE)
+        references = ray.get(store.references.remote(self.batch, positions), timeout=self.timeout_s)
+        results: list[GroupResult] = ray.get(references, timeout=self.timeout_s)
+        groups = dict(zip(positions, results, strict=True))
+        return {s: groups[s // self.group_size].sample(s % self.group_size) for s in samples}
+
+
+@dataclass(frozen=True)
+class JoinedPayload:
+    """Samples of several batches: sample s is sample `sources[s][1]` of payload `sources[s][0]`."""
+
+    payloads: tuple[Payload, ...]
+    sources: tuple[tuple[int, int], ...]
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        requested = list(sample_ids)
+        samples: dict[int, Sample] = {}
+        for number, payload in enumerate(self.payloads):
+            positions = {self.sources[s][1]: s for s in requested if self.sources[s][0] == number}
+            if positions:
+                fetched = payload.fetch(sorted(positions))
+                samples |= {positions[position]: sample for position, sample in fetched.items()}
+        return samples
+
+
+COLUMNS = ("groups", "prompt_lengths", "completion_lengths", "own_lengths", "first_version", "last_version")
+"""The arrays of a `RolloutBatch`, each int [samples]."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +193,8 @@ class RolloutExecuted:
 class RolloutBatch:
     """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size.
 
-    `own_lengths` counts the completion tokens that the policy sampled, where None all of them. `greedy` has one greedy
-    completion of each prompt, where the recipe's advantage compares with them.
+    `own_lengths` counts the completion tokens that the policy sampled (default: all). `greedy` has one greedy completion of
+    each prompt, for advantages that compare with them. `episodes` is None without an environment.
     """
 
     payload: Payload
@@ -144,7 +208,7 @@ class RolloutBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     greedy: RolloutBatch | None = None
     own_lengths: np.ndarray = None  # type: ignore[assignment]
-    episodes: EpisodeFacts | None = None  # without an environment there are none
+    episodes: EpisodeFacts | None = None
 
     def __post_init__(self) -> None:
         if self.own_lengths is None:
@@ -160,7 +224,7 @@ class RolloutBatch:
 
     @classmethod
     def of(cls, facts: Sequence[GroupFacts], payload: Payload, executed: RolloutExecuted) -> RolloutBatch:
-        """Put the groups, in prompt order, together."""
+        """Join groups in the order of their prompts."""
         members = [len(group.lengths) for group in facts]
 
         def flat(values: Iterable[tuple[int, ...]]) -> np.ndarray:
@@ -179,96 +243,27 @@ class RolloutBatch:
         )
 
 
-@dataclass(frozen=True)
-class JoinedPayload:
-    """Samples of several batches: sample s is sample `sources[s][1]` of payload `sources[s][0]`."""
-
-    payloads: tuple[Payload, ...]
-    sources: tuple[tuple[int, int], ...]
-
-    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
-        wanted = list(sample_ids)
-        found: dict[int, Sample] = {}
-        for number, payload in enumerate(self.payloads):
-            own = {self.sources[s][1]: s for s in wanted if self.sources[s][0] == number}
-            if own:
-                found |= {own[there]: sample for there, sample in payload.fetch(sorted(own)).items()}
-        return found
-
-
 def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> RolloutBatch:
-    """A batch of some samples of several, counted through all of them; whole groups, each in one piece. What the engines ran
-    is that of the last one."""
-    places = [(number, sample) for number, batch in enumerate(batches) for sample in range(len(batch))]
-    sources = tuple(places[sample] for sample in samples)
+    """Return a batch of chosen samples of several batches, numbered through all of them; the samples must be whole groups.
+    `executed` and `metrics` are those of the last batch."""
+    positions = [(number, sample) for number, batch in enumerate(batches) for sample in range(len(batch))]
     chosen = list(samples)
-
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([getattr(batch, name) for batch in batches])[chosen]
-
+    columns = {name: np.concatenate([getattr(batch, name) for batch in batches])[chosen] for name in COLUMNS}
     reasons = [reason for batch in batches for reason in batch.finish_reasons]
     last = batches[-1]
     episodes = None
     if last.episodes is not None:
         facts = [vars(batch.episodes) for batch in batches]
-        together = {name: np.concatenate([one[name] for one in facts]) for name in facts[0]}
-        episodes = EpisodeFacts(**together).of(chosen)
+        joined = {name: np.concatenate([part[name] for part in facts]) for name in facts[0]}
+        episodes = EpisodeFacts(**joined).select(chosen)
     return RolloutBatch(
-        payload=JoinedPayload(tuple(batch.payload for batch in batches), sources),
-        groups=column("groups"),
-        prompt_lengths=column("prompt_lengths"),
-        completion_lengths=column("completion_lengths"),
+        payload=JoinedPayload(tuple(batch.payload for batch in batches), tuple(positions[sample] for sample in chosen)),
         finish_reasons=[reasons[sample] for sample in chosen],
-        first_version=column("first_version"),
-        last_version=column("last_version"),
         executed=last.executed,
         metrics=last.metrics,
-        own_lengths=column("own_lengths"),
         episodes=episodes,
+        **columns,
     )
-
-
-def dump_file(directory: str | Path, step: int) -> Path:
-    """Where a step's rollouts are dumped."""
-    return Path(directory) / f"step-{step:06d}.npz"
-
-
-def greedy_folder(directory: str | Path) -> Path:
-    """Where the greedy completions beside dumped rollouts are, in files of the same names."""
-    return Path(directory) / "greedy"
-
-
-def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
-    """Write one step's rollouts so that `ReplayPool` can read them; atomic, returns the file."""
-    if batch.greedy is not None:
-        dump_rollout(greedy_folder(directory), step, batch.greedy)
-    samples = batch.payload.fetch(range(len(batch)))
-    ordered = [samples[s] for s in range(len(batch))]
-    file = dump_file(directory, step)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    routing = [sample.completion.routing for sample in ordered if sample.completion.routing is not None]
-    assert len(routing) in (0, len(ordered)), "a batch is recorded whole, or not at all"
-    with partial.open("wb") as stream:
-        np.savez(
-            stream,
-            group_size=np.int64(batch.executed.group_size),
-            groups=batch.groups,
-            prompt_lengths=batch.prompt_lengths,
-            completion_lengths=batch.completion_lengths,
-            own_lengths=batch.own_lengths,
-            finish_reasons=np.array(batch.finish_reasons),
-            first_version=batch.first_version,
-            last_version=batch.last_version,
-            prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
-            token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
-            logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
-            own=np.concatenate([sample.completion.own for sample in ordered]),
-            **({"routing": np.concatenate(routing)} if routing else {}),
-            **({} if batch.episodes is None else {f"episode_{name}": one for name, one in vars(batch.episodes).items()}),
-        )
-    partial.rename(file)
-    return file
 
 
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:

@@ -1,6 +1,6 @@
 """Experts and latent attention in FP8 blocks: what a worker has after a sync is what vLLM's own methods make of the same
 weights. They run here without a kernel, which few CPUs have, in the layout of one that takes the blocks as they are. Which
-weights those are is taken as given: `test_rollout_fp8.py` asks vLLM's models."""
+weights those are is taken as given: `test_fp8_engines.py` asks vLLM's models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
 from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
-from megarl.rollout.failure import RolloutError
+from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.spare import SpareMemory
@@ -198,7 +198,7 @@ def test_an_engine_that_has_started_names_the_formats_that_no_sync_writes() -> N
     pytest.importorskip("vllm", reason="needs vLLM's quantisation")
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    from megarl.rollout.engine import refuse_other_formats
+    from megarl.rollout.engine_settings import refuse_other_formats
 
     shape, rollout = ModelShape.from_config(QWEN), RolloutLayout()
     tensors = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in checkpoint_sizes(shape).items()}
