@@ -25,7 +25,7 @@ from megarl.megatron.step_metrics import add_scores, rollout_figures, schedule_f
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.recipe.algorithm_sections import OverlongSection
+from megarl.recipe.algorithm_section import OverlongSection
 from megarl.reward.workers import add_episodes
 from megarl.rollout.dynamic_sampling import Rounds
 from megarl.rollout.evaluation import Judged

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
 from megarl.algorithm.registry import ADVANTAGE
-from megarl.recipe.algorithm_sections import AlgorithmSection, GroupSection
+from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection
 from megarl.recipe.own_code import load_marked
 
 

@@ -13,7 +13,7 @@ from torch.distributed.launcher import api as launcher
 from megarl.cluster.agent_watch import Agent, Leaving
 from megarl.cluster.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe.sections import RunSection
+from megarl.recipe.run_section import RunSection
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from megarl.telemetry.run_directory import RunDirectory
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ _TYPES: dict[str, tuple[type, str]] = {
     "bool": (bool, "true or false"),
     "str": (str, "text"),
 }
+
+
 _OPTIONAL = re.compile(r"Optional\[(.*)\]|(\w+) \| None|None \| (\w+)")
 
 

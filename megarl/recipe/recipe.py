@@ -7,58 +7,31 @@ from typing import Annotated
 from pydantic import Field
 
 from megarl.models.layout import Layout
-from megarl.recipe.algorithm_sections import AlgorithmSection
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.algorithm_section import AlgorithmSection
+from megarl.recipe.data_section import DataSection
+from megarl.recipe.device_section import DeviceSection
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.recipe.reward_sections import JudgeSection, RewardSection
-from megarl.recipe.sections import (
-    ActorSection,
-    CriticSection,
-    DeviceSection,
+from megarl.recipe.layout_section import LayoutSection
+from megarl.recipe.model_section import ModelSection
+from megarl.recipe.phases_section import (
+    ENGINE_PHASES,
+    PHASES,
+    ROLE_OF,
     ForwardPhaseSection,
-    LayoutSection,
-    ModelSection,
     PhasesSection,
-    ReferenceSection,
-    RewardModelSection,
-    RolloutSection,
-    RunSection,
-    Section,
-    TrainerSection,
     UpdatePhaseSection,
-    WeightSyncSection,
 )
-from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.recipe.reward_section import JudgeSection, RewardSection
+from megarl.recipe.role_sections import ActorSection, CriticSection, ReferenceSection, RewardModelSection
+from megarl.recipe.rollout_section import RolloutSection
+from megarl.recipe.run_section import RunSection
+from megarl.recipe.section import Section
+from megarl.recipe.telemetry_section import TelemetrySection
+from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
+from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.schedule.schedule import Schedule
-
-# Every phase, in the order of a step.
-PHASES = (
-    "rollout",
-    "reward",
-    "reward_model",
-    "actor_logprob",
-    "reference_logprob",
-    "critic_value",
-    "advantage",
-    "critic_update",
-    "actor_update",
-    "weight_sync",
-)
-# Phases an engine runs by micro-batches; each has a section of its own under `phases`.
-FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
-UPDATE_PHASES = ("critic_update", "actor_update")
-ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
-# Which role runs an engine phase.
-ROLE_OF = {
-    "reward_model": "reward_model",
-    "actor_logprob": "actor",
-    "reference_logprob": "reference",
-    "critic_value": "critic",
-    "critic_update": "critic",
-    "actor_update": "actor",
-}
 
 
 class Recipe(Section):

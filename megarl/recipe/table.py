@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.recipe.rollout_rules import known_engine_args
+from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.rollout_section import known_engine_args
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 

@@ -20,8 +20,8 @@ from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
-from megarl.recipe.memory import engines_of
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.sizes import engines_of
 from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import GroupFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.engine import GroupRequest, request_seed

@@ -12,8 +12,7 @@ import numpy as np
 
 from megarl.megatron.step_metrics import rollout_figures, schedule_figures
 from megarl.models.layout import Layout
-from megarl.recipe.recipe import PHASES
-from megarl.recipe.sections import ForwardPhaseSection, PhasesSection, UpdatePhaseSection
+from megarl.recipe.phases_section import PHASES, ForwardPhaseSection, PhasesSection, UpdatePhaseSection
 from megarl.schedule import Cost, Executed, Schedule, plan_phase
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "phases.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.recipe import ENGINE_PHASES, RecipeError, load_recipe
-from megarl.recipe.recipe import ROLE_OF
+from megarl.recipe.phases_section import ROLE_OF
 from megarl.schedule import plan_phase
 from tests.recipe_cases import edited, make_folder, write
 

@@ -15,8 +15,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.foreign_fields import dataclass_fields
-from megarl.recipe.megatron_rules import FIXED, OWNER_OF
-from megarl.recipe.sections import MemorySection
+from megarl.recipe.role_sections import MemorySection
+from megarl.recipe.trainer_section import FIXED, OWNER_OF
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.tiny_models import save_tiny_model
 

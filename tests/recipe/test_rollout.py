@@ -14,9 +14,11 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_segments
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
-from megarl.recipe.sections import DeviceSection
+from megarl.recipe.device_section import DeviceSection
+from megarl.recipe.phases_section import concurrent
+from megarl.recipe.rollout_section import cut, kv_cache, routed_experts
 from megarl.recipe.table import engine_name
+from megarl.recipe.weight_sync_section import bucket, own_devices, reload
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout.test_fp8_experts import DEEPSEEK
 from tests.rollout_cases import recipe, without_vllm_table

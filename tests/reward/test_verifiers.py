@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 import megarl
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_rules import COUNTS, OWN_FIGURES, functions_have_figures
-from megarl.recipe.reward_sections import (
+from megarl.recipe.reward_section import (
+    COUNTS,
+    OWN_FIGURES,
     FunctionRewardSection,
     HttpRewardSection,
     PatternRewardSection,
     SchemaRewardSection,
     VerifierSection,
+    functions_have_figures,
     part_names,
 )
 from megarl.reward.process import MASKED

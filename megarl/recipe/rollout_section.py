@@ -1,26 +1,82 @@
-"""Rules on how rollout engines are cut: what needs no model, and what a model's layers, heads and experts allow."""
+"""`rollout`: the vLLM engines, their layout and their arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from megarl.models import ModelShape
 from megarl.models import vllm_weights as vllm
-from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.layout import RolloutLayout
 from megarl.planner.attention_cost import cache_width
 from megarl.planner.engine_memory import cached_layers
 from megarl.planner.roles import BYTES
+from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
-from megarl.recipe.layout_rules import divisors, tensor_size
-from megarl.recipe.nearest import closest_number, closest_text
-from megarl.recipe.recipe import Recipe
-from megarl.recipe.violation import Violation
+from megarl.recipe.layout_section import divisors, tensor_size
+from megarl.recipe.section import Count, FilePath, Positive, Seconds, Section
+from megarl.recipe.violation import Violation, Violations, closest_number, closest_text
 
-Violations = Iterator[Violation]
-# At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
-BESIDE_ROW_BYTES = 256
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class RolloutSection(Section):
+    max_new_tokens: Positive
+    """Longest completion, in tokens."""
+    engines: Positive = 1
+    """vLLM engines, each with processes of its own."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
+    without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
+    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
+    `megarl/cluster/cores.py` deals the cores."""
+    tensor: Positive = 1
+    """Tensor-parallel ranks of one engine."""
+    pipeline: Positive = 1
+    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is."""
+    data: Positive = 1
+    """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
+    experts need none: more `engines` do the same."""
+    expert_parallel: bool = False
+    """Deal experts whole over the tensor and data-parallel ranks of an engine; false cuts each over them."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format in the engines; null takes `trainer.precision`."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: engines hold the linear weights of the layers as e4m3 with a scale for each 128 x 128 block, and the trainer
+    ranks quantise them before they send them; null for none. vLLM has no kernels for most CPUs."""
+    timeout_s: Seconds = 600.0
+    """Deadline of one step's rollouts and of every other call to an engine."""
+    max_restarts: Count = 2
+    """How often a dead engine is started again before the run ends."""
+    kv_cache_bytes: Positive | None = None
+    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank. null: on a
+    GPU what weights, working memory and the trainer's roles at rest leave of the device, up to all concurrent sequences at
+    their longest; 256 MiB on CPUs."""
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """On GPU, share of the device's memory that must be free for an engine to start; null takes what a worker needs by
+    megarl's estimate: weights, `kv_cache_bytes`, working memory and CUDA graphs. `megarl check --plan` prints the largest
+    safe share."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engines, under vLLM's names (`AsyncEngineArgs`), as `{enforce_eager: true}`. They go
+    before what megarl chooses for a device; what other keys of the recipe say is refused here."""
+    replay: FilePath | None = None
+    """Directory of dumped rollouts to read in place of running engines."""
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """How one engine is cut over its workers."""
+        return RolloutLayout(self.tensor, self.pipeline, self.data, self.expert_parallel)
+
+
 # Families whose vLLM model (0.32) ends with an error on a pipeline stage that has no layer with experts.
 EXPERTS_ON_EVERY_STAGE = ("mixtral", "qwen3_moe")
+
+
 # Arguments of vLLM that `rollout.engine_args` must not say, and the keys that say them; "" where megarl needs one value.
 OWNED_ENGINE_ARGS = {
     "model": "model.path",
@@ -47,15 +103,6 @@ OWNED_ENGINE_ARGS = {
     "generation_config": "",
     "logprobs_mode": "",
 }
-
-
-def concurrent(recipe: Recipe) -> Violations:
-    """Data-parallel ranks decode side by side, each as many sequences."""
-    count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
-    if count is not None and count % ranks:
-        nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
-        rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
-        yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
 
 
 def routed_experts(recipe: Recipe) -> Violations:
@@ -112,28 +159,6 @@ def dealt_over_one(recipe: Recipe) -> Violations:
     if recipe.rollout.expert_parallel and recipe.rollout.tensor * recipe.rollout.data == 1:
         rule = "deals experts over rollout.tensor x rollout.data ranks, of which there is one"
         yield Violation("rollout.expert_parallel", True, rule, "false")
-
-
-def own_devices(recipe: Recipe) -> Violations:
-    """NCCL takes no two members of a group on one GPU, and a sync's group has trainer ranks and workers."""
-    if recipe.weight_sync.transport == "nccl" and recipe.rollout.placement == "colocated":
-        rule = "needs a GPU for each trainer rank and each worker, and rollout.placement is colocated"
-        yield Violation("weight_sync.transport", "nccl", rule, "auto, or rollout.placement: separate")
-
-
-def reload(recipe: Recipe) -> Violations:
-    """Checkpoint mode hands every expert to vLLM's loader, which has put an expert layer together when its own experts are
-    there, and then has no place for those of other ranks (0.32; some models' loaders, DeepSeek's not)."""
-    if recipe.weight_sync.mode == "checkpoint" and recipe.rollout.expert_parallel:
-        rule = "vLLM cannot reload experts that rollout.expert_parallel deals over ranks"
-        yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
-
-
-def mapped(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Parts go where a family's table says."""
-    if recipe.weight_sync.mode == "reshard" and recipe.rollout.replay is None and not vllm.is_mapped(shape):
-        rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"
-        yield Violation("weight_sync.mode", "reshard", rule, "checkpoint")
 
 
 def cut(recipe: Recipe, shape: ModelShape) -> Violations:
@@ -213,18 +238,26 @@ def kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
         yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
 
 
-def bucket(recipe: Recipe, shape: ModelShape) -> Violations:
-    """A matrix is cut by rows, so that a bucket must take the longest row."""
-    if recipe.rollout.replay is not None or list(cut(recipe, shape)) or list(mapped(recipe, shape)):
+def _replay(recipe: Recipe) -> Violations:
+    replay = recipe.rollout.replay
+    if replay is not None and not Path(replay).is_dir():
+        yield Violation(
+            "rollout.replay",
+            replay,
+            "the directory does not exist",
+            "the rollouts directory of a run with run.dump_rollouts: true",
+        )
+
+
+def quantization(recipe: Recipe) -> Violations:
+    """What FP8 blocks go with on GPUs, whatever the model."""
+    key, name, rollout = "rollout.quantization", recipe.rollout.quantization, recipe.rollout
+    if name is None or rollout.replay is not None or is_for_cpus(recipe):
         return
-    layout = recipe.rollout.layout
+    if recipe.rollout_precision == "fp32":
+        rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
+        yield Violation(key, name, rule, "rollout.precision: bf16")
     if recipe.weight_sync.mode == "checkpoint":
-        sizes = checkpoint_sizes(shape)
-    else:
-        stages = [vllm.parameter_sizes(shape, layout, layout.worker(0, stage)) for stage in range(layout.pipeline)]
-        sizes = {name: size for one in stages for name, size in one.items()}
-    name = max(sizes, key=lambda parameter: sizes[parameter][1])
-    needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
-    if (given := recipe.weight_sync.bucket_bytes) is not None and given < needed:
-        rule = f"must hold a row of {name}, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", given, rule, str(needed))
+        yield Violation(
+            key, name, "weight_sync.mode checkpoint sends weights that nobody quantised", "weight_sync.mode: reshard"
+        )

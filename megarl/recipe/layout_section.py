@@ -1,17 +1,46 @@
-"""Rules on how roles are cut: what needs no model, and what a model's layers, heads and experts allow."""
+"""`ROLE.layout`: how a role is sharded over the trainer ranks, and what the ranks and a model allow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from megarl.models import ModelShape
-from megarl.recipe.nearest import closest_number
-from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import LayoutSection
-from megarl.recipe.violation import GIVEN, Violation
+from megarl.recipe.section import Positive, Section
+from megarl.recipe.violation import GIVEN, Violation, Violations, closest_number
 
-Violations = Iterator[Violation]
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class LayoutSection(Section):
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks of each pipeline stage. More make the pipeline's idle time shorter, and its messages more; micro-batches
+    then run in groups, one for each stage."""
+    context: Positive = 1
+    """Context-parallel ranks: they share each sequence, for sequences that are too long for one."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel regions over the tensor ranks."""
+    expert: Positive = 1
+    """Expert-parallel ranks: each holds a part of the experts of a mixture-of-experts model. They are ranks of one stage
+    (tensor x context x data-parallel ones), and take none of their own."""
+    expert_tensor: Positive | None = None
+    """Tensor-parallel ranks of each expert; null takes `tensor`."""
+    stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Layers of each pipeline stage, first to last, for stages that are not even; with `virtual_pipeline` those of the first
+    chunk of every stage, then of the second of every stage, and so on. Empty for even ones."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one copy of the model's work; the data-parallel size is what they leave of the trainer ranks."""
+        return self.tensor * self.context * self.pipeline
 
 
 def cuts(recipe: Recipe) -> Iterator[tuple[str, LayoutSection]]:
@@ -146,3 +175,42 @@ def experts(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
     if section.tensor > 1 and not section.sequence_parallel:
         rule = "a model with experts needs it with tensor above 1: each tensor rank sends its own tokens to the experts"
         yield Violation(f"{key}.sequence_parallel", False, rule, "true")
+
+
+def _ranks(recipe: Recipe) -> Violations:
+    ranks = recipe.trainer.ranks
+    for role, section in cuts(recipe):
+        cut = section.ranks
+        if ranks % cut == 0:
+            continue
+        sizes = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
+        sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+        if role == "actor":
+            rule = f"must be a multiple of actor.layout.{' x '.join(sizes)} = {cut}"
+            nearest = closest_number(ranks, set(range(cut, ranks + cut + 1, cut)).__contains__, ranks + cut)
+            yield Violation("trainer.ranks", ranks, rule, nearest)
+            continue
+        others = cut // section.pipeline
+        fits = {size for size in range(1, ranks + 1) if ranks % (others * size) == 0}
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        rule = f"{shown} = {cut} must divide trainer.ranks = {ranks}"
+        nearest = closest_number(section.pipeline, fits.__contains__, ranks)
+        yield Violation(f"{role}.layout.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
+
+
+def _sequence_parallel(recipe: Recipe) -> Violations:
+    for role, section in cuts(recipe):
+        if section.sequence_parallel and section.tensor == 1:
+            rule = f"cuts activations over the tensor ranks, and {role}.layout.tensor is 1"
+            yield Violation(f"{role}.layout.sequence_parallel", True, rule, "false")
+
+
+def _virtual_pipeline(recipe: Recipe) -> Violations:
+    for role, section in cuts(recipe):
+        if section.virtual_pipeline > 1 and section.pipeline == 1:
+            rule = f"cuts the stages of a pipeline, and {role}.layout.pipeline is 1"
+            yield Violation(f"{role}.layout.virtual_pipeline", section.virtual_pipeline, rule, "1")
+
+
+def _tensor(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    yield from tensor_size(f"{cut_by(recipe, role)}.layout.tensor", recipe.layout_section(role).tensor, shape)

@@ -1,27 +1,121 @@
-"""Rules on what a recipe says in Megatron's own words: recompute, and further options of its `TransformerConfig`."""
+"""`trainer`: the trainer processes, their precision, and Megatron's own options."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import math
+import importlib.util
 import re
-from collections.abc import Iterator, Set
-from typing import Any
+from collections.abc import Set
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from megarl.models import ModelShape
-from megarl.models.megatron_weights import chunk_layers
-from megarl.recipe.cpu_rules import is_for_cpus
-from megarl.recipe.feature_rules import trained_sections
+from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
-from megarl.recipe.nearest import closest_text
-from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import MemorySection
-from megarl.recipe.violation import Violation
+from megarl.recipe.layout_section import cut_by
+from megarl.recipe.section import Positive, Seconds, Section
+from megarl.recipe.violation import Violation, Violations, closest_text
 
-Violations = Iterator[Violation]
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class TrainerSection(Section):
+    ranks: Positive
+    """Trainer processes; the data-parallel size is what the layout leaves of them."""
+    precision: Literal["fp32", "bf16", "fp16"]
+    """Number format of weights and activations in the trainer. Gradients add up in fp32 under each, and the optimizer keeps
+    fp32 weights and moments. `fp16` scales the loss; an update that overflows is skipped and counted
+    (`actor/skipped_updates`)."""
+    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    """The loss scale that `precision: fp16` starts with; it is lowered after overflows and raised after good updates."""
+    fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
+    """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
+    Needs a GPU that has FP8."""
+    collective_timeout_s: Seconds = 600.0
+    """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
+    megatron: dict[str, Any] = {}
+    """Further options of Megatron's `TransformerConfig`, under Megatron's names, for every role. Fields that megarl sets
+    itself are refused, except the fusions."""
+    threads: Positive = 1
+    """CPU threads of each trainer process."""
+    compile: bool = False
+    """Compile the arithmetic of log-probabilities and entropy with torch.compile. Where its first call fails or takes longer
+    than `compile_timeout_s`, a warning says so, and that rank goes on without."""
+    compile_timeout_s: Seconds = 120.0
+    """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
+
+    @property
+    def token_multiple(self) -> int:
+        """What FP8 products want the tokens of a rank to be a multiple of: their rows are scaled by 32 under `mxfp8`, and
+        their kernels take 16."""
+        if self.fp8 is None:
+            return 1
+        return 32 if self.fp8 == "mxfp8" else 16
+
+
+# Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
+FP8_MULTIPLE = 16
+
+
+def fp8(recipe: Recipe) -> Violations:
+    name = recipe.trainer.fp8
+    if name is None:
+        return
+    if recipe.trainer.precision != "bf16":
+        rule = f"FP8 products work on bf16 weights, and trainer.precision is {recipe.trainer.precision}"
+        yield Violation("trainer.fp8", name, rule, "trainer.precision: bf16, or remove trainer.fp8")
+    elif is_for_cpus(recipe):
+        yield Violation("trainer.fp8", name, "FP8 products run on GPUs, and device.kind is cpu", "remove trainer.fp8")
+
+
+def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """The sizes that a tensor rank multiplies."""
+    name = recipe.trainer.fp8
+    if name is None:
+        return
+    tensor = recipe.layout_section(role).tensor
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tensor,
+        "feed-forward rows": shape.ffn // tensor,
+    }
+    if shape.latent is not None:
+        latent = shape.latent
+        sizes["attention width"] = shape.heads * latent.value_dim // tensor
+        sizes["rows of queries"] = shape.heads * latent.key_dim // tensor
+        sizes["rows of keys and values"] = shape.heads * (latent.plain_dim + latent.value_dim) // tensor
+        sizes |= {"query rank": latent.query_rank, "key-value rank": latent.key_value_rank}
+    if shape.experts is not None:
+        sizes["rows of an expert"] = shape.experts.ffn // recipe.layout(role).expert_tensor_size
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    if odd:
+        rule = f"FP8 products want multiples of {FP8_MULTIPLE}, and a tensor rank of the {role} has {', '.join(odd)}"
+        yield Violation(f"{cut_by(recipe, role)}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")
+
+
+def read_by_nothing(recipe: Recipe) -> Violations:
+    """A number that was changed and has no effect. Their defaults may stand: a resolved recipe writes them out."""
+    trainer, defaults = recipe.trainer, TrainerSection.model_fields
+    if trainer.precision != "fp16" and trainer.initial_loss_scale != defaults["initial_loss_scale"].default:
+        rule = f"only fp16 scales the loss, and trainer.precision is {trainer.precision}"
+        yield Violation("trainer.initial_loss_scale", trainer.initial_loss_scale, rule, "remove trainer.initial_loss_scale")
+    if not trainer.compile and trainer.compile_timeout_s != defaults["compile_timeout_s"].default:
+        rule = "nothing is compiled: trainer.compile is false"
+        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, "trainer.compile: true, or remove it")
+
+
+def _compile_deadline(recipe: Recipe) -> Violations:
+    """Behind a compiled function stands a collective: the other ranks wait there while one compiles."""
+    trainer = recipe.trainer
+    if trainer.compile and trainer.compile_timeout_s >= trainer.collective_timeout_s:
+        rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, else other ranks give up"
+        way_out = f"{trainer.collective_timeout_s / 2:g}"
+        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, way_out)
+
 
 _CONFIG = "megatron.core.transformer.transformer_config"
-_DEFAULTS = {name: field.default for name, field in MemorySection.model_fields.items()}
+
 
 # Fields of a TransformerConfig that megarl sets itself, and where a user sets what they say.
 _OWNERS = {
@@ -50,6 +144,8 @@ _OWNERS = {
         fine_grained_activation_offloading offload_modules""",
     "actor.router_replay": "moe_enable_routing_replay",
 }
+
+
 # Fields that megarl needs as they are.
 FIXED = frozenset(
     """hidden_dropout attention_dropout moe_grouped_gemm moe_token_dispatcher_type moe_router_dtype
@@ -57,7 +153,11 @@ FIXED = frozenset(
     moe_expert_capacity_factor moe_token_dropping gradient_accumulation_fusion calculate_per_token_loss init_method
     output_layer_init_method perform_initialization init_model_with_meta_device transformer_impl""".split()  # noqa: SIM905
 )
+
+
 OWNER_OF = {field: owner for owner, fields in _OWNERS.items() for field in fields.split()}
+
+
 # Types of fields that a recipe has no words for.
 _OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
 
@@ -109,84 +209,3 @@ def _type(key: str, value: Any, annotation: str) -> Violations:
         words_of = re.findall(r"'([^']*)'", inner)
         if words_of and value not in words_of:
             yield Violation(key, value, f"must be one of {', '.join(words_of)}", closest_text(value, words_of))
-
-
-def recompute(recipe: Recipe) -> Violations:
-    """Settings of one kind of recompute are not given with another."""
-    for role, section in trained_sections(recipe):
-        memory, key = section.memory, f"{role}.memory"
-        readers = {
-            "recompute_modules": ("selective", memory.recompute_modules),
-            "recompute_method": ("full", memory.recompute_method),
-            "recompute_num_layers": ("full", memory.recompute_num_layers),
-        }
-        for name, (reader, value) in readers.items():
-            if memory.recompute != reader and value != _DEFAULTS[name]:
-                shown = list(value) if isinstance(value, tuple) else value
-                rule = f"only {key}.recompute: {reader} reads it, and it is {memory.recompute}"
-                yield Violation(f"{key}.{name}", shown, rule, f"{key}.recompute: {reader}, or remove {key}.{name}")
-        modules = memory.recompute_modules
-        if len(set(modules)) < len(modules):
-            rule, way_out = "names a module twice", f"[{', '.join(dict.fromkeys(modules))}]"
-            yield Violation(f"{key}.recompute_modules", list(modules), rule, way_out)
-        if memory.recompute == "selective" and is_for_cpus(recipe):
-            yield from without_transformer_engine(recipe, role)
-
-
-def without_transformer_engine(recipe: Recipe, role: str) -> Violations:
-    """To be called for a trained role whose layers are not Transformer Engine's."""
-    modules = dict(trained_sections(recipe))[role].memory.recompute_modules
-    foreign = [module for module in ("layernorm", "moe_act") if module in modules]
-    if foreign:
-        rule = f"Megatron recomputes {' and '.join(foreign)} in Transformer Engine's layers alone, and these are not"
-        rest = [module for module in modules if module not in foreign] or ["core_attn"]
-        yield Violation(f"{role}.memory.recompute_modules", list(modules), rule, f"[{', '.join(rest)}]")
-
-
-def recomputed(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """What is recomputed is there. To be called for roles that are trained."""
-    memory = dict(trained_sections(recipe))[role].memory
-    if memory.recompute == "full":
-        layout = recipe.layout(role)
-        if layout.stages or shape.num_layers % (layout.pipeline * layout.virtual_pipeline) == 0:
-            places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
-            layers = sorted({len(chunk_layers(shape, layout, *place)) for place in places})
-            key, number = f"{role}.memory.recompute_num_layers", memory.recompute_num_layers
-            if number > layers[-1]:
-                rule = f"a model chunk of the {role}'s pipeline stages has at most {layers[-1]} layers"
-                yield Violation(key, number, rule, str(layers[-1]))
-            elif memory.recompute_method == "uniform" and any(count % number for count in layers):
-                # megatron-core 0.16.1 runs past the end of a chunk.
-                rule = f"uniform recompute cuts each model chunk of the {role} evenly, and they have {layers} layers"
-                yield Violation(key, number, rule, str(math.gcd(*layers)))
-    if memory.recompute != "selective":
-        return
-    missing = _missing(shape, memory.recompute_modules)
-    if recipe.trainer.fp8 == "delayed":
-        missing |= {
-            module: "has scales of FP8 that trainer.fp8: delayed takes from earlier passes, which a second pass changes"
-            for module in ("layernorm", "moe_act")
-        }
-    for module in memory.recompute_modules:
-        if module in missing:
-            rest = [other for other in memory.recompute_modules if other not in missing] or ["core_attn"]
-            rule = f"{module} {missing[module]}"
-            yield Violation(f"{role}.memory.recompute_modules", list(memory.recompute_modules), rule, f"[{', '.join(rest)}]")
-
-
-def _missing(shape: ModelShape, modules: tuple[str, ...]) -> dict[str, str]:
-    """Modules that a model has none of, and why."""
-    missing: dict[str, str] = {}
-    if shape.experts is None:
-        missing |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "is a part of experts, and the model has none")
-    elif not shape.experts.shared_ffn:
-        missing["shared_experts"] = "is a part that the model's layers do not have"
-    if "moe" in modules:
-        missing |= dict.fromkeys(("moe_act", "shared_experts"), "is recomputed with moe already")
-    if all(shape.has_experts(layer) for layer in range(shape.num_layers)):
-        missing["mlp"] = "is a dense feed-forward network, and every layer of the model has experts"
-    if shape.latent is None:
-        missing["mla_up_proj"] = "is a part of latent attention, which the model does not have"
-        if shape.experts is None:
-            missing["layernorm"] = "of a dense model is fused into the next linear layer, which keeps only its input"
-    return missing

@@ -1,13 +1,18 @@
-"""What can be written under `reward` in a recipe: its parts, of which the reward is the weighted sum."""
+"""`reward`: the parts of the reward, which is their weighted sum."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.recipe.sections import Positive, Seconds, Section
+from megarl.recipe.section import Positive, Seconds, Section
+from megarl.recipe.violation import MISSING, Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
 
 
 class VerifierSection(Section):
@@ -103,6 +108,8 @@ JudgeSection = (
     | CodeRewardSection
     | HttpRewardSection
 )
+
+
 RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator="kind")]
 
 
@@ -115,3 +122,68 @@ def part_names(parts: Sequence[JudgeSection]) -> list[str]:
             name = f"{name}_{position}"
         found.append(name)
     return found
+
+
+# What may stand behind `reward/` in a key of the metrics, and what does for figures of no part.
+NAME = re.compile(r"[a-z0-9]\w*", re.ASCII | re.IGNORECASE)
+
+
+OWN_FIGURES = frozenset(
+    ("busy_s", "deviation", "environment", "greedy_mean", "mean", "model_mean", "num_greedy_masked", "num_masked",
+     "num_timeouts", "num_workers", "overlong_masked", "overlong_penalty_mean", "sampled_mean",
+     "num_zero_wall_time", "num_zero_memory", "num_zero_processes", "num_zero_crash", "num_zero_error",
+     "num_masked_waiting", "num_masked_verifier", "num_masked_service", "num_masked_environment")
+)  # fmt: skip
+
+
+COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_num_<reason>`
+
+
+def given(recipe: Recipe) -> Violations:
+    """Something says how good a completion is."""
+    if not recipe.reward and recipe.environment is None:
+        rule = "must not be empty: without an environment nothing else gives rewards"
+        yield Violation("reward", MISSING, rule, "[{kind: last_number}], or an environment")
+
+
+def texts(recipe: Recipe) -> Violations:
+    """A pattern is a regular expression, and a schema one of JSON."""
+    for number, spec in enumerate(recipe.reward):
+        if isinstance(spec, PatternRewardSection):
+            try:
+                re.compile(spec.pattern)
+            except re.error as error:
+                yield Violation(
+                    f"reward.{number}.pattern", spec.pattern, f"no regular expression: {error}", "see Python's re"
+                )
+        if isinstance(spec, SchemaRewardSection):
+            import jsonschema  # takes long, and few recipes have a schema
+
+            try:
+                jsonschema.validators.validator_for(spec.json_schema).check_schema(spec.json_schema)
+            except jsonschema.SchemaError as error:
+                where = "".join(f".{part}" for part in error.absolute_path)
+                yield Violation(
+                    f"reward.{number}.json_schema{where}", error.instance, error.message, "one of json-schema.org"
+                )
+
+
+def functions_have_figures(recipe: Recipe) -> Violations:
+    """A function can be called anything, and its name is that of a figure, which must be one and nobody else's."""
+    judges = [(number, part) for number, part in enumerate(recipe.reward) if part.kind != "model"]
+    named = list(zip(judges, part_names([part for _, part in judges]), strict=True))
+    counting = [f"{name}_num_" for (_, part), name in named if part.kind in COUNTS]
+    for (number, part), name in named:
+        if not isinstance(part, FunctionRewardSection):
+            continue
+        figure, counts = f"reward/{name}", [one for one in counting if name.startswith(one)]
+        if not NAME.fullmatch(name):
+            rule = f"no figure can be called {figure}: letters are of ASCII, and the first is no underscore"
+        elif name in OWN_FIGURES:
+            rule = f"{figure} is a figure that a run has besides those of the reward's parts"
+        elif counts:
+            rule = f"reward/{counts[0]}... are counts of another part"
+        else:
+            continue
+        module, _, function = part.target.partition(":")
+        yield Violation(f"reward.{number}.target", part.target, rule, f"{module}:score, with score = {function} in {module}")
