@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from megarl.recipe.section import Positive, Seconds, Section
+from megarl.recipe.section import Positive, Seconds, Section, Target
 from megarl.recipe.violation import Violation, Violations
 
 if TYPE_CHECKING:
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentSection(Section):
-    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+    target: Target
     """The class as `module:Class`, one of yours or of megarl: `megarl.rollout.calculator:Calculator`,
     `megarl.rollout.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
     options: dict[str, Any] = {}
@@ -46,29 +44,21 @@ class EnvironmentSection(Section):
         return self.max_turns * turn + (self.max_turns - 1) * self.max_observation_tokens
 
 
-def tokens(recipe: Recipe) -> Violations:
-    """A limit of the whole episode has room for one turn, and is below what its turns and observations can come to."""
-    section, turn = recipe.environment, recipe.rollout.max_new_tokens
-    if section is None or section.max_episode_tokens is None:
-        return
-    key, limit = "environment.max_episode_tokens", section.max_episode_tokens
-    if limit < turn:
-        yield Violation(key, limit, f"has no room for one turn of rollout.max_new_tokens = {turn}", str(turn))
-    most = section.most_tokens(turn)
-    if limit > most:
-        rule = f"is never reached: {section.max_turns} turns and the observations between them have {most} tokens at most"
-        yield Violation(key, limit, rule, f"{most}, or null")
-
-
-def deadline(recipe: Recipe) -> Violations:
-    """A rollout waits for its environments, turn behind turn."""
-    section, limit = recipe.environment, recipe.rollout.timeout_s
+def environment_rules(recipe: Recipe) -> Violations:
+    """The turns of an episode fit its tokens, and their deadlines that of a rollout."""
+    section, turn, limit = recipe.environment, recipe.rollout.max_new_tokens, recipe.rollout.timeout_s
     if section is None:
         return
-    times = section.max_turns + 1
-    if times * section.timeout_s >= limit:
+    key, episode, most = "environment.max_episode_tokens", section.max_episode_tokens, section.most_tokens(turn)
+    if episode is not None and episode < turn:
+        yield Violation(key, episode, f"has no room for one turn of rollout.max_new_tokens = {turn}", str(turn))
+    if episode is not None and episode > most:
+        rule = f"is never reached: {section.max_turns} turns and the observations between them have {most} tokens at most"
+        yield Violation(key, episode, rule, f"{most}, or null")
+    calls = section.max_turns + 1
+    if calls * section.timeout_s >= limit:
         rule = (
-            f"a reset and environment.max_turns = {section.max_turns} steps may take {times * section.timeout_s:g} s, which "
+            f"a reset and environment.max_turns = {section.max_turns} steps may take {calls * section.timeout_s:g} s, which "
             f"must be below rollout.timeout_s = {limit:g}, the deadline of all turns of a step"
         )
-        yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / (times + 1):g}")
+        yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / (calls + 1):g}")

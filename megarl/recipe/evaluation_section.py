@@ -4,43 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from megarl.recipe.data_section import PromptsSection
-from megarl.recipe.section import Count, Positive, Section, Weight
-from megarl.recipe.violation import Violation, Violations
+from megarl.recipe.section import Count, Positive, Section, Weight, broken_rule
+from megarl.recipe.violation import GIVEN, Violation, Violations
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
-
-
-def evaluation(recipe: Recipe) -> Violations:
-    """There are engines to answer, completions for each k, and rewards that need no trainer rank."""
-    section = recipe.evaluation
-    if section is None:
-        return
-    for number, asked in enumerate(section.pass_at):
-        if asked > section.completions:
-            rule = f"pass@k needs k completions of a prompt, and evaluation.completions is {section.completions}"
-            yield Violation(f"evaluation.pass_at.{number}", asked, rule, str(section.completions))
-    if section.completions > recipe.num_sequences:
-        rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
-        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
-    if section.temperature is not None and 0 < section.temperature < 0.01:
-        rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
-        yield Violation("evaluation.temperature", section.temperature, rule, "0.01")
-    if section.temperature == 0 and section.completions > 1:
-        rule = "without chance all completions of a prompt are the same (evaluation.temperature is 0)"
-        yield Violation("evaluation.completions", section.completions, rule, "1")
-    if section.every > recipe.run.steps:
-        rule = f"the run has {recipe.run.steps} steps (run.steps)"
-        yield Violation("evaluation.every", section.every, rule, str(recipe.run.steps))
-    if not recipe.verifiers and recipe.environment is None:
-        rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
-        yield Violation("evaluation", "", rule, "add such a part to `reward`, or leave the section out")
-    if recipe.rollout.replay is not None:
-        rule = "replayed rollouts have no engines to answer other prompts"
-        yield Violation("evaluation", "", rule, "leave the section out, or rollout.replay")
 
 
 class EvaluationSection(Section):
@@ -55,7 +26,48 @@ class EvaluationSection(Section):
     """Completions of each prompt."""
     temperature: Weight | None = None
     """0 for the most likely token, else at least 0.01, which is vLLM's least; null takes `rollout.temperature`."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _vllm_takes_it(cls, temperature: float | None, info: ValidationInfo) -> float | None:
+        if temperature is not None and 0 < temperature < 0.01:
+            rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
+            raise broken_rule(rule, "0.01")
+        if temperature == 0 and info.data.get("completions", 1) > 1:
+            rule = "without chance all evaluation.completions of a prompt are the same"
+            raise broken_rule(rule, "evaluation.completions: 1")
+        return temperature
+
     pass_at: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)] = (1,)
     """Each k of pass@k, how likely one of k completions passes; at most `completions`."""
+
+    @field_validator("pass_at")
+    @classmethod
+    def _k_completions(cls, pass_at: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        completions = info.data.get("completions", max(pass_at))
+        if max(pass_at) > completions:
+            rule = f"pass@k needs k completions of a prompt, and evaluation.completions is {completions}"
+            raise broken_rule(rule, f"at most {completions}")
+        return pass_at
+
     pass_reward: float = 1.0
     """The reward from which on a completion passes."""
+
+
+def evaluation_rules(recipe: Recipe) -> Violations:
+    """Engines answer within their deadlines, and rewards score the answers without a trainer rank."""
+    section = recipe.evaluation
+    if section is None:
+        return
+    if section.completions > recipe.num_sequences:
+        rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
+        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
+    if section.every > recipe.run.steps:
+        rule = f"the run has {recipe.run.steps} steps (run.steps)"
+        yield Violation("evaluation.every", section.every, rule, str(recipe.run.steps))
+    if not recipe.verifiers and recipe.environment is None:
+        rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
+        yield Violation("evaluation", GIVEN, rule, "add such a part to `reward`, or leave the section out")
+    if recipe.rollout.replay is not None:
+        rule = "replayed rollouts have no engines to answer other prompts"
+        yield Violation("evaluation", GIVEN, rule, "leave the section out, or rollout.replay")

@@ -51,9 +51,11 @@ def _read(path: str | Path, overrides: list[str] | tuple[str, ...], fetch: Fetch
 
 
 def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
+    """Check the structure first: rules across sections need a recipe whose every field is legal."""
     recipe, structural = read_sections(data)
-    found = [*violations, *structural, *cross_violations(recipe, fetch)]
-    if found:
+    if recipe is None or violations:
+        raise RecipeError([*violations, *structural])
+    if found := cross_violations(recipe, fetch):
         raise RecipeError(found)
     return recipe
 

@@ -112,15 +112,17 @@ def _way_out(path: str) -> str:
     return "a directory with a Hugging Face config.json, or a hub name like Qwen/Qwen3-0.6B"
 
 
-def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
-    """The weights and the tokenizer are the model's. A directory without weights can still be checked and planned for, and
-    of a hub name the cache may lack files that are fetched yet; the start of a run asks for all."""
+def files_fit_model(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
+    """Weights and tokenizer on disk are the model's.
+
+    A directory without weights can still be checked and planned for, and the cache may lack files of a hub name; the start
+    of a run asks for all.
+    """
     directory = find_model(path, fetch)
     try:
         if Path(path).is_dir() and has_weights(directory):
-            check_weights(
-                directory, shape, critic=key in ("critic.path", "reward_model.path"), score=key == "reward_model.path"
-            )
+            scores = key == "reward_model.path"
+            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
             if key == "model.path":
                 check_has_tokenizer(directory)
         check_tokenizer(directory, shape)
@@ -128,35 +130,38 @@ def _files(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Viola
         yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
 
 
-def _tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
-    """A role reads the actor's tokens: in its own tokenizer they must mean the same."""
+def same_tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
+    """A role reads the actor's tokens, so its own tokenizer gives them the same numbers."""
     try:
-        own, actors = (read_vocabulary(find_model(one, fetch)).tokens for one in (path, recipe.model.path))
+        numbers, actor_numbers = (read_vocabulary(find_model(one, fetch)).tokens for one in (path, recipe.model.path))
         num_tokens = model_shape(recipe.model.path, fetch).vocab
     except (ModelNotFound, ValueError, OSError):
         return  # each has a violation of its own
-    # What the actor has no embedding of is in no prompt and no completion.
-    unlike = [token for token, number in actors.items() if own and number < num_tokens and own.get(token) != number]
+    # A token that the actor has no embedding of is in no prompt and no completion.
+    known = [token for token, number in actor_numbers.items() if number < num_tokens]
+    unlike = [token for token in known if numbers and numbers.get(token) != actor_numbers[token]]
     if unlike:
         token = unlike[0]
         rule = (
-            f"its tokenizer gives {token!r} the number {own.get(token)}, that of model.path gives it {actors[token]}; "
-            f"{len(unlike)} of {len(actors)} tokens differ"
+            f"its tokenizer gives {token!r} the number {numbers.get(token)}, that of model.path gives it "
+            f"{actor_numbers[token]}; {len(unlike)} of {len(actor_numbers)} tokens differ"
         )
         yield Violation(key, path, rule, "a model with the tokenizer of model.path")
 
 
-def _positions(recipe: Recipe, shape: ModelShape, whose: str) -> Violations:
-    longest = recipe.max_sequence_tokens
-    if longest > shape.max_positions:
-        room = shape.max_positions - recipe.data.max_prompt_tokens
-        prompt = recipe.data.max_prompt_tokens
-        has = f"the {whose}model has {shape.max_positions} positions"
-        rule = f"with data.max_prompt_tokens {prompt} makes {longest} tokens, {has}"
-        nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
-        if recipe.environment is None:
-            yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
-            return
-        section = recipe.environment
+def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """The model under `role` has a position for each token of the longest sequence."""
+    longest, prompt = recipe.max_sequence_tokens, recipe.data.max_prompt_tokens
+    if longest <= shape.max_positions:
+        return
+    whose = "" if role == "model" else f"{role}'s "
+    rule = (
+        f"with data.max_prompt_tokens {prompt} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
+    )
+    room = shape.max_positions - prompt
+    nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
+    if recipe.environment is None:
+        yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
+    else:
         rule = f"{recipe.completion_key} = {recipe.max_completion_tokens} {rule}"
-        yield Violation("environment.max_episode_tokens", section.max_episode_tokens, rule, nearest)
+        yield Violation("environment.max_episode_tokens", recipe.environment.max_episode_tokens, rule, nearest)

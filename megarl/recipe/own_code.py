@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.recipe.reward_section import FunctionRewardSection
 from megarl.recipe.violation import RecipeError, Violation, Violations
 
 if TYPE_CHECKING:
@@ -49,11 +48,9 @@ def load_marked(key: str, target: str, decorator: str, options: Mapping[str, Any
     return found
 
 
-def _modules(recipe: Recipe) -> Violations:
+def modules_exist(recipe: Recipe) -> Violations:
     """The modules of a user's functions exist. Only the outermost package is looked for: nothing of it runs here."""
-    targets = {
-        f"reward.{at}.target": one.target for at, one in enumerate(recipe.reward) if isinstance(one, FunctionRewardSection)
-    }
+    targets = {f"reward.{at}.target": part.target for at, part in enumerate(recipe.reward) if part.kind == "function"}
     if recipe.algorithm.policy_loss.kind == "function":
         targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target
     if ":" in recipe.algorithm.advantage:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megarl.models.layout import Layout
-from megarl.recipe.layout_section import cut_by
+from megarl.recipe.layout_section import layout_owner
 from megarl.recipe.reward_section import CodeRewardSection
-from megarl.recipe.section import Positive, Seconds, Section, UnknownField
+from megarl.recipe.section import Positive, Seconds, Section, broken_rule
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_number
 from megarl.schedule.legal import violations
-from megarl.schedule.schedule import Schedule, in_micro_batch, padded
+from megarl.schedule.schedule import in_micro_batch
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -37,7 +35,7 @@ class MicroBatchSection(Section):
     @model_validator(mode="after")
     def _one_rule(self) -> MicroBatchSection:
         if (self.sequences is None) == (self.max_tokens is None):
-            raise ValueError("exactly one of sequences and max_tokens")
+            raise broken_rule("exactly one of sequences and max_tokens", "{max_tokens: ...} or {sequences: ...}")
         return self
 
 
@@ -138,212 +136,97 @@ ROLE_OF = {
 }
 
 
-def concurrent(recipe: Recipe) -> Violations:
-    """Data-parallel ranks decode side by side, each as many sequences."""
+SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
+# Why a phase runs, and why it does not.
+REASONS = {
+    "reward_model": ("the recipe has a reward_model", "the recipe has no reward_model"),
+    "reference_logprob": ("algorithm.kl reads the reference", "without algorithm.kl nothing reads the reference"),
+    "actor_logprob": (
+        "with several updates per batch, or algorithm.kl.place: reward, the phase runs",
+        "with one update per batch the training forward gives the same numbers",
+    ),
+    "critic_value": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
+    "critic_update": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
+}
+
+
+def phase_rules(recipe: Recipe) -> Violations:
+    """Each phase that runs has a section, other phases have none, and `schedule/legal.py` accepts the numbers in it."""
+    for phase in ENGINE_PHASES:
+        section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
+        if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
+            continue  # whether the phase runs depends on a mini-batch size that is illegal
+        if section is None or not runs:
+            if runs:
+                size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
+                example = f"{phase}: {{{size}micro_batch: {{max_tokens: ...}}}}"
+                yield Violation(key, MISSING, f"required: {REASONS[phase][0]}", example)
+            elif section is not None:
+                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[phase][1]}", f"remove {key}")
+            continue
+        role, cap = ROLE_OF[phase], section.micro_batch.max_tokens
+        layout, longest = recipe.layout(role), recipe.max_sequence_tokens
+        if isinstance(cap, str) and recipe.device is None:
+            rule = "needs device.memory_gib, the memory that the cap must fit"
+            yield Violation(f"{key}.micro_batch.max_tokens", cap, rule, "device: {memory_gib: 80}")
+        schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(longest, layout))
+        for fault in violations(schedule, recipe.num_sequences, layout, longest):
+            rule, value = fault.rule, cap if fault.field == "micro_batch.max_tokens" else fault.value
+            if fault.field == "micro_batch.max_tokens":
+                made_of = f"{recipe.data.max_prompt_tokens} + {recipe.completion_key} {recipe.max_completion_tokens}"
+                rule += f" (data.max_prompt_tokens {made_of} = {longest})"
+            if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
+                yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
+        if section.share_prompts:
+            owner = layout_owner(recipe, role)
+            if layout.context > 1:
+                rule = f"{owner}.layout.context = {layout.context} ranks share each sequence"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+            if role == "reward_model":
+                rule = "a reward model reads each sequence to its end"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+            if role == "actor" and recipe.actor.router_replay:
+                rule = "actor.router_replay repeats what each sequence's prompt chose"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+
+
+def batch_size(recipe: Recipe) -> Violations:
+    """Every data-parallel rank gets equally many sequences, and at least one for each stage of a virtual pipeline."""
+    prompts, group, sequences = recipe.phases.rollout.prompts, recipe.algorithm.group_size, recipe.num_sequences
+    layouts = recipe.layouts
+
+    def is_legal(count: int) -> bool:
+        of_step = [(count * group, layout.data, layout.micro_batch_step) for layout in layouts.values()]
+        return all(total % data == 0 and total >= data * step for total, data, step in of_step)
+
+    if is_legal(prompts):
+        return
+    rule = f"{prompts} prompts x group_size {group} = {sequences} sequences"
+    uneven = [f"{layout.data} ({role})" for role, layout in layouts.items() if sequences % layout.data]
+    if uneven:
+        rule += f" must divide over {' and '.join(uneven)} data-parallel ranks"
+    else:
+        role, layout = max(layouts.items(), key=lambda item: item[1].data * item[1].micro_batch_step)
+        rule += (
+            f" give each of {layout.data} data-parallel ranks {sequences // layout.data}, and the {role}'s virtual pipeline "
+            f"runs micro-batches by its {layout.micro_batch_step} stages"
+        )
+    sizes = [layout.data * layout.micro_batch_step for layout in layouts.values()]
+    yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, is_legal, prompts + math.lcm(*sizes)))
+
+
+def rollout_and_reward_phases(recipe: Recipe) -> Violations:
+    """Data-parallel ranks of an engine decode equally many sequences, and code under test gets its full time limit."""
     count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
     if count is not None and count % ranks:
         nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
         rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
         yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
-
-
-def code_has_time(recipe: Recipe) -> Violations:
-    """Code that loops runs into its own limit, and scores 0; a deadline of the task that comes before would mask it."""
-    parts = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
+    # Code that loops scores 0 at its own limit; an earlier deadline of the task would mask it.
+    limits = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
     section = recipe.phases.reward
-    needed = section.sequences * (sum(parts) + SANDBOX_S)
-    if parts and section.timeout_s < needed:
-        each = f"{sum(parts):g} s each, and {SANDBOX_S:g} s for the sandbox"
+    needed = section.sequences * (sum(limits) + SANDBOX_S)
+    if limits and section.timeout_s < needed:
+        each = f"{sum(limits):g} s each, and {SANDBOX_S:g} s for the sandbox"
         rule = f"{section.sequences} sequences of a task (phases.reward.sequences) may run for {each}"
         yield Violation("phases.reward.timeout_s", section.timeout_s, rule, f"{needed:g}, or fewer sequences")
-
-
-SANDBOX_S = 1.0  # for a completion, with room: 0.15 s where nothing else runs
-
-
-def _batch(recipe: Recipe) -> Violations:
-    prompts, sequences = recipe.phases.rollout.prompts, recipe.num_sequences
-    sizes = {role: _layout(recipe, role).data for role in recipe.roles}
-    if all(sequences % size == 0 for size in sizes.values()):
-        return
-    group = recipe.algorithm.group_size
-    ranks = " and ".join(f"{size} ({role})" for role, size in sizes.items() if sequences % size)
-    rule = f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over {ranks} data-parallel ranks"
-    nearest = closest_number(
-        prompts,
-        lambda count: all(count * group % size == 0 for size in sizes.values()),
-        prompts + math.lcm(*sizes.values()),
-    )
-    yield Violation("phases.rollout.prompts", prompts, rule, nearest)
-
-
-def _virtual_pipeline_batch(recipe: Recipe) -> Violations:
-    """A batch has a sequence for each micro-batch of the smallest group that a virtual pipeline runs."""
-    layouts = {role: _layout(recipe, role) for role in recipe.roles}
-    prompts, group = recipe.phases.rollout.prompts, recipe.algorithm.group_size
-    role, most = max(layouts.items(), key=lambda item: item[1].data * item[1].micro_batch_step)
-    sequences, step = recipe.num_sequences, most.micro_batch_step
-    if any(sequences % one.data for one in layouts.values()) or sequences >= most.data * step:
-        return
-    rule = (
-        f"{prompts} prompts x group_size {group} = {sequences} sequences give each of {most.data} data-parallel ranks "
-        f"{sequences // most.data}, and the {role}'s virtual pipeline runs micro-batches by its {step} stages"
-    )
-    needed = most.data * step
-    multiple = math.lcm(*(one.data for one in layouts.values()))
-    nearest = closest_number(
-        prompts, lambda count: count * group >= needed and count * group % multiple == 0, needed + multiple
-    )
-    yield Violation("phases.rollout.prompts", prompts, rule, nearest)
-
-
-def _layout(recipe: Recipe, role: str) -> Layout:
-    """A role's layout; unknown while it does not divide the ranks."""
-    section = recipe.layout_section(role)
-    if recipe.trainer.ranks % section.ranks:
-        raise UnknownField("data_parallel")
-    return recipe.layout(role)
-
-
-def _section_fits_run(recipe: Recipe, phase: str) -> Violations:
-    """A running phase has its own section; a section of a phase that never runs is read by nothing."""
-    section = recipe.phase_section(phase)
-    key = f"phases.{phase}"
-    if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
-        return  # how many updates a batch gives is not known yet
-    if recipe.runs(phase) and section is None:
-        example = (
-            "{mini_batch: ..., micro_batch: {max_tokens: ...}}"
-            if phase.endswith("update")
-            else "{micro_batch: {max_tokens: ...}}"
-        )
-        yield Violation(key, MISSING, f"required: {_reason(phase, True)}", f"{phase}: {example}")
-    if not recipe.runs(phase) and section is not None:
-        yield Violation(key, GIVEN, f"the phase never runs: {_reason(phase, False)}", f"remove {key}")
-
-
-def _reason(phase: str, runs: bool) -> str:
-    if phase == "reward_model":
-        return "the recipe has a reward_model" if runs else "the recipe has no reward_model"
-    if phase == "reference_logprob":
-        return "algorithm.kl reads the reference" if runs else "without algorithm.kl nothing reads the reference"
-    if phase == "actor_logprob":
-        if runs:
-            return "with several updates per batch, or algorithm.kl.place: reward, the phase runs"
-        return "with one update per batch the training forward gives the same numbers"
-    return "with algorithm.advantage: gae the phase runs" if runs else "it needs algorithm.advantage: gae (PPO)"
-
-
-def _cap(recipe: Recipe, phase: str) -> Violations:
-    """A hard cap must hold the longest possible sequence, with the layout's padding."""
-    section = recipe.phase_section(phase)
-    if section is None or section.micro_batch.max_tokens is None:
-        return
-    key, cap = f"phases.{phase}.micro_batch.max_tokens", section.micro_batch.max_tokens
-    if isinstance(cap, str):
-        if recipe.device is None:
-            yield Violation(
-                key, cap, "needs device.memory_gib, the memory that the cap must fit", "device: {memory_gib: 80}"
-            )
-        return
-    longest = recipe.max_sequence_tokens
-    slots = in_micro_batch(longest, recipe.layout(ROLE_OF[phase]))
-    if cap < slots:
-        padded = f", padded to {slots}" if slots != longest else ""
-        rule = (
-            f"the cap is under the longest possible sequence: data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
-            f"{recipe.completion_key} {recipe.max_completion_tokens} = {longest}{padded}"
-        )
-        yield Violation(key, cap, rule, str(slots))
-
-
-def _mini_batch(recipe: Recipe, phase: str) -> Violations:
-    section = recipe.phase_section(phase)
-    if not isinstance(section, UpdatePhaseSection):
-        return
-    size, sequences, role = section.mini_batch, recipe.num_sequences, ROLE_OF[phase]
-    try:
-        data = _layout(recipe, role).data
-    except UnknownField:
-        data = 1  # the ranks have a violation of their own; the batch is still checked
-    nearest = closest_number(size, lambda count: count % data == 0 and sequences % count == 0, sequences)
-    key = f"phases.{phase}.mini_batch"
-    if sequences % size:
-        group = recipe.algorithm.group_size
-        rule = (
-            f"must divide the {sequences} sequences of a step (prompts {recipe.phases.rollout.prompts} x group_size {group})"
-        )
-        yield Violation(key, size, rule, nearest)
-    elif size % data:
-        yield Violation(key, size, f"must be a multiple of the {role}'s data-parallel size {data}", nearest)
-
-
-def _in_flight(recipe: Recipe, phase: str) -> Violations:
-    """A pipeline of P stages never holds more than P micro-batches; draining it later than that only costs time."""
-    section = recipe.phase_section(phase)
-    if not isinstance(section, UpdatePhaseSection) or section.max_micro_batches_in_flight is None:
-        return
-    key, count = f"phases.{phase}.max_micro_batches_in_flight", section.max_micro_batches_in_flight
-    role = ROLE_OF[phase]
-    stages, chunks = recipe.layout_section(role).pipeline, recipe.layout_section(role).virtual_pipeline
-    if chunks > 1:
-        rule = f"a pipeline of {cut_by(recipe, role)}.layout.virtual_pipeline = {chunks} chunks a stage is not drained"
-        yield Violation(key, count, rule, f"remove {key}")
-    elif count >= stages:
-        rule = f"the {role}'s {stages} pipeline stage{'s hold' if stages > 1 else ' holds'} {stages} at most anyway"
-        yield Violation(key, count, rule, str(stages - 1) if stages > 1 else f"remove {key}")
-
-
-def _share_prompts(recipe: Recipe, phase: str) -> Violations:
-    """Where a prompt's rows cannot serve the completions of its group."""
-    section, role = recipe.phase_section(phase), ROLE_OF[phase]
-    if section is None or not section.share_prompts:
-        return
-    context = recipe.layout_section(role).context
-    reasons = {
-        f"{cut_by(recipe, role)}.layout.context = {context} ranks share each sequence": context > 1,
-        "a reward model reads each sequence to its end": role == "reward_model",
-        "actor.router_replay repeats what each sequence's prompt chose": role == "actor" and recipe.actor.router_replay,
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield Violation(f"phases.{phase}.share_prompts", True, reason, "false")
-
-
-def _virtual_pipeline_counts(recipe: Recipe, phase: str) -> Violations:
-    """A virtual pipeline runs micro-batches by its stages; every batch must come out as a multiple of them."""
-    section, role = recipe.phase_section(phase), ROLE_OF[phase]
-    if section is None or recipe.layout_section(role).virtual_pipeline == 1:
-        return
-    layout = _layout(recipe, role)
-    sequences, longest = recipe.num_sequences, recipe.max_sequence_tokens
-    sequences_each, cap = section.micro_batch.sequences, section.micro_batch.max_tokens
-    # The number that `auto` will be is not known yet: it may be as small as the longest sequence.
-    number = in_micro_batch(longest, layout) if isinstance(cap, str) else cap
-    size = section.mini_batch if isinstance(section, UpdatePhaseSection) else sequences
-    schedule = Schedule(phase, sequences_each, number, size)
-    share, step = size // layout.data, layout.micro_batch_step
-
-    def runs(changed: Schedule, layout: Layout = layout) -> bool:
-        return not violations(changed, sequences, layout, longest)
-
-    # What stands against it without a virtual pipeline, or against every mini-batch, has a violation of its own.
-    if runs(schedule) or not runs(schedule, replace(layout, virtual_pipeline=1)) or sequences // layout.data < step:
-        return
-    by = f"the {role}'s virtual pipeline runs micro-batches by its {step} stages"
-    if share < step:
-        rule = f"gives each of {layout.data} data-parallel ranks {share}, and {by}"
-        least, data = layout.data * step, layout.data
-        nearest = closest_number(
-            size, lambda count: count >= least and count % data == 0 and sequences % count == 0, sequences
-        )
-        yield Violation(f"phases.{phase}.mini_batch", size, rule, nearest)
-    elif sequences_each is not None:
-        rule = f"cuts {share} sequences a rank into {-(-share // sequences_each)}, and {by}"
-        nearest = closest_number(sequences_each, lambda count: runs(replace(schedule, sequences=count)), share)
-        yield Violation(f"phases.{phase}.micro_batch.sequences", sequences_each, rule, nearest or "max_tokens in its place")
-    else:
-        most = share // step * step
-        rule = f"{share} sequences a rank of up to {longest} tokens can need more than {most} micro-batches, and {by}"
-        caps = (in_micro_batch(count * padded([longest], layout)[0], layout) for count in range(1, share + 1))
-        nearest = next((str(one) for one in caps if runs(replace(schedule, max_tokens=one))), "")
-        yield Violation(f"phases.{phase}.micro_batch.max_tokens", cap, rule, nearest)

@@ -63,7 +63,7 @@ class Recipe(Section):
     rollout: RolloutSection
     """Rollout engines."""
     phases: PhasesSection
-    """How each phase cuts its batch."""
+    """How each phase divides its batch."""
     device: DeviceSection | None = None
     """The devices of the trainer ranks, for `max_tokens: auto` and for the estimates of `megarl check --plan`."""
     weight_sync: WeightSyncSection = WeightSyncSection()
@@ -86,32 +86,37 @@ class Recipe(Section):
         return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
 
     def layout(self, role: str) -> Layout:
-        """How a role is cut; the data-parallel size is what the other cuts leave of the trainer ranks."""
-        cut = self.layout_section(role)
+        """The layout of a role; the data-parallel size is what the other sizes leave of the trainer ranks."""
+        section = self.layout_section(role)
         return Layout(
-            cut.tensor,
-            cut.pipeline,
-            self.trainer.ranks // cut.ranks,
-            sequence_parallel=cut.sequence_parallel,
-            virtual_pipeline=cut.virtual_pipeline,
-            context=cut.context,
-            expert=cut.expert,
-            expert_tensor=cut.expert_tensor,
-            stages=cut.stages,
+            section.tensor,
+            section.pipeline,
+            self.trainer.ranks // section.ranks,
+            sequence_parallel=section.sequence_parallel,
+            virtual_pipeline=section.virtual_pipeline,
+            context=section.context,
+            expert=section.expert,
+            expert_tensor=section.expert_tensor,
+            stages=section.stages,
             token_multiple=self.trainer.token_multiple,
         )
 
     def layout_section(self, role: str) -> LayoutSection:
-        """The section that cuts a role: its own, else the actor's."""
-        owners = {
-            "actor": self.actor,
-            "reference": self.reference,
-            "critic": self.critic,
-            "reward_model": self.reward_model,
-        }
-        owner = owners[role]
-        own = owner.layout if owner is not None else None
-        return own or self.actor.layout
+        """The section that shards a role: its own, else the actor's."""
+        section = self.other_roles.get(role)
+        return section.layout if section is not None and section.layout is not None else self.actor.layout
+
+    @property
+    def other_roles(self) -> dict[str, ReferenceSection | CriticSection | RewardModelSection]:
+        """The sections of roles beside the actor that the recipe has."""
+        sections = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        return {role: section for role, section in sections.items() if section is not None}
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The models of the recipe by the key that names them."""
+        paths = {f"{role}.path": section.path for role, section in self.other_roles.items()}
+        return {"model.path": self.model.path} | {key: path for key, path in paths.items() if path is not None}
 
     @property
     def num_sequences(self) -> int:
@@ -188,9 +193,7 @@ class Recipe(Section):
 
     def path(self, role: str) -> str:
         """The model that a role starts from."""
-        owner = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}.get(role)
-        own = owner.path if owner is not None else None
-        return own or self.model.path
+        return self.model_paths.get(f"{role}.path", self.model.path)
 
     @property
     def verifiers(self) -> tuple[JudgeSection, ...]:
@@ -254,16 +257,17 @@ class Recipe(Section):
         }
         return sections[phase]
 
-    def schedule(self, phase: str) -> Schedule:
-        """The schedule of an engine phase. Raises ValueError for a phase without a section."""
+    def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
+        """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
+        without a section, and for `auto` without a cap."""
         section = self.phase_section(phase)
         if section is None:
             raise ValueError(f"phases.{phase} is not in the recipe; add the section")
         rule = section.micro_batch
-        cap = rule.max_tokens
-        if isinstance(cap, str):
+        cap = automatic_cap if isinstance(rule.max_tokens, str) else rule.max_tokens
+        if cap is None and rule.sequences is None:
             raise ValueError(
-                f"phases.{phase}.micro_batch.max_tokens = {cap} is not resolved; load the recipe with load_recipe"
+                f"phases.{phase}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
             in_flight = section.max_micro_batches_in_flight

@@ -14,10 +14,10 @@ from megarl.planner.attention_cost import cache_width
 from megarl.planner.engine_memory import cached_layers
 from megarl.planner.roles import BYTES
 from megarl.recipe.device_section import is_for_cpus
-from megarl.recipe.foreign_fields import dataclass_fields, needed_type
-from megarl.recipe.layout_section import divisors, tensor_size
+from megarl.recipe.foreign_fields import dataclass_fields, option_rules
+from megarl.recipe.layout_section import tensor_size
 from megarl.recipe.section import Count, FilePath, Positive, Seconds, Section
-from megarl.recipe.violation import Violation, Violations, closest_number, closest_text
+from megarl.recipe.violation import Violation, Violations, closest_number
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -41,7 +41,7 @@ class RolloutSection(Section):
     """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
     experts need none: more `engines` do the same."""
     expert_parallel: bool = False
-    """Deal experts whole over the tensor and data-parallel ranks of an engine; false cuts each over them."""
+    """Expert parallelism: each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -69,7 +69,7 @@ class RolloutSection(Section):
 
     @property
     def layout(self) -> RolloutLayout:
-        """How one engine is cut over its workers."""
+        """How one engine is sharded over its workers."""
         return RolloutLayout(self.tensor, self.pipeline, self.data, self.expert_parallel)
 
 
@@ -105,159 +105,111 @@ OWNED_ENGINE_ARGS = {
 }
 
 
-def routed_experts(recipe: Recipe) -> Violations:
-    """The experts that tokens chose are asked of one worker, which must know those of all layers and tokens."""
-    if not recipe.actor.router_replay:
-        return
-    rule = "with actor.router_replay one worker says which experts were chosen, and {}"
-    if recipe.rollout.pipeline > 1:
-        what = rule.format("a pipeline stage knows those of its own layers")
-        yield Violation("rollout.pipeline", recipe.rollout.pipeline, what, "1, with more rollout.tensor")
-    if recipe.rollout.data > 1:
-        what = rule.format("a data-parallel rank knows those of its own tokens")
-        yield Violation("rollout.data", recipe.rollout.data, what, f"1, and {_more_engines(recipe)}")
-
-
 def known_engine_args() -> dict[str, str] | None:
     """Names of vLLM's engine arguments and their annotations, from the source that is installed here; None without vLLM."""
     return dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
-def engine_args(recipe: Recipe) -> Violations:
-    """Arguments that are passed on exist, and no other key says them."""
-    given = recipe.rollout.engine_args
+def rollout_rules(recipe: Recipe) -> Violations:
+    """Engine arguments exist and belong to no other key, and features of the engines go together, whatever the model."""
+    rollout, given = recipe.rollout, recipe.rollout.engine_args
+    refused = {
+        name: (f"the recipe says it under {owner}" if owner else "megarl sets it, and works with no other value", owner)
+        for name, owner in OWNED_ENGINE_ARGS.items()
+    }
     known = known_engine_args() if given else None
-    for name, value in given.items():
-        key = f"rollout.engine_args.{name}"
-        if name in OWNED_ENGINE_ARGS:
-            yield Violation(key, value, *_owner(name, key))
-        elif known is not None and name not in known:
-            free = sorted(known.keys() - OWNED_ENGINE_ARGS.keys())
-            nearest, rule = closest_text(name, [*free, *OWNED_ENGINE_ARGS]), "vLLM's AsyncEngineArgs has no such argument"
-            if nearest in OWNED_ENGINE_ARGS:
-                reason, way_out = _owner(nearest, key)
-                yield Violation(key, value, f"{rule}, and of the nearest, {nearest}, holds: {reason}", way_out)
-            else:
-                yield Violation(key, value, rule, f"rollout.engine_args.{nearest}")
-        elif words := needed_type(value, (known or {}).get(name, "")):
-            yield Violation(key, value, f"must be {words}")
+    yield from option_rules("rollout.engine_args", given, known, refused, "vLLM's AsyncEngineArgs")
     tokens = given.get("max_num_batched_tokens")
     if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens < 1:
         yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
-
-
-def _owner(name: str, key: str) -> tuple[str, str]:
-    """Why `rollout.engine_args` must not hold an argument, and the way out of the recipe's `key`."""
-    owner = OWNED_ENGINE_ARGS[name]
-    if not owner:
-        return "megarl sets it, and works with no other value", f"remove {key}"
-    return f"the recipe says it under {owner}", owner
-
-
-def dealt_over_one(recipe: Recipe) -> Violations:
-    """Experts are dealt over several ranks."""
-    if recipe.rollout.expert_parallel and recipe.rollout.tensor * recipe.rollout.data == 1:
-        rule = "deals experts over rollout.tensor x rollout.data ranks, of which there is one"
+    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+        way_out = "the rollouts directory of a run with run.dump_rollouts: true"
+        yield Violation("rollout.replay", rollout.replay, "the directory does not exist", way_out)
+    if rollout.expert_parallel and rollout.tensor * rollout.data == 1:
+        rule = "shards experts over rollout.tensor x rollout.data ranks, of which there is one"
         yield Violation("rollout.expert_parallel", True, rule, "false")
+    if recipe.actor.router_replay:
+        rule = "with actor.router_replay one worker says which experts were chosen, and"
+        if rollout.pipeline > 1:
+            what = f"{rule} a pipeline stage knows those of its own layers"
+            yield Violation("rollout.pipeline", rollout.pipeline, what, "1, with more rollout.tensor")
+        if rollout.data > 1:
+            what = f"{rule} a data-parallel rank knows those of its own tokens"
+            yield Violation("rollout.data", rollout.data, what, f"1, and {_more_engines(recipe)}")
+    if rollout.replay is not None or rollout.quantization is None or is_for_cpus(recipe):
+        return  # on CPUs `without_gpus` refuses FP8 blocks
+    if recipe.rollout_precision == "fp32":
+        rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "rollout.precision: bf16")
+    if recipe.weight_sync.mode == "checkpoint":
+        rule = "weight_sync.mode checkpoint sends weights that nobody quantised"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "weight_sync.mode: reshard")
 
 
-def cut(recipe: Recipe, shape: ModelShape) -> Violations:
-    """An engine's layout fits the actor's model; `vllm.check_layout` proves it."""
-    tensor, rows = recipe.rollout.tensor, vllm.padded_vocab(shape)
+def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
+    """An engine's layout divides the actor's model, and its KV cache holds a whole sequence.
+
+    `models.vllm_weights.check_layout` raises for the same layouts.
+    """
+    rollout, tensor, rows = recipe.rollout, recipe.rollout.tensor, vllm.padded_vocab(shape)
     broken = list(tensor_size("rollout.tensor", tensor, shape))
     yield from broken
     if not broken and rows % tensor:
         yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
-    yield from _stages(recipe, shape)
-    if shape.experts is not None:
-        yield from _experts(recipe, shape) if not broken else ()
-        return
-    if recipe.rollout.expert_parallel:
-        yield Violation("rollout.expert_parallel", True, "the model has no experts", "false")
-    if recipe.rollout.data > 1:
-        # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
-        rule = "cuts experts, and the model has none: its data-parallel ranks would be engines like any others"
-        yield Violation("rollout.data", recipe.rollout.data, rule, f"1, and {_more_engines(recipe)}")
+    yield from _stages_fit(recipe, shape)
+    if shape.experts is None:
+        if rollout.expert_parallel:
+            yield Violation("rollout.expert_parallel", True, "the model has no experts", "false")
+        if rollout.data > 1:
+            # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
+            rule = "shards experts, and the model has none: its data-parallel ranks would be engines like any others"
+            yield Violation("rollout.data", rollout.data, rule, f"1, and {_more_engines(recipe)}")
+    elif not broken:
+        yield from _experts_fit_engines(recipe, shape)
+    # The stage with most layers has the largest cache. A cache of null has a legal size (`sizes.py`).
+    token_bytes = cached_layers(shape, rollout.layout) * cache_width(shape, tensor) * BYTES[recipe.rollout_precision]
+    needed = token_bytes * recipe.max_sequence_tokens
+    if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
+        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
+        yield Violation("rollout.kv_cache_bytes", rollout.kv_cache_bytes, rule, str(needed))
 
 
 def _more_engines(recipe: Recipe) -> str:
     return f"rollout.engines: {recipe.rollout.engines * recipe.rollout.data}"
 
 
-def _stages(recipe: Recipe, shape: ModelShape) -> Violations:
+def _stages_fit(recipe: Recipe, shape: ModelShape) -> Violations:
     stages, layers = recipe.rollout.pipeline, shape.num_layers
     if stages > layers:
         rule = f"must be at most the {layers} layers of the model: each stage has one"
         yield Violation("rollout.pipeline", stages, rule, str(layers))
-    elif (shape.family in EXPERTS_ON_EVERY_STAGE or _keeps_bias(recipe, shape)) and not _experts_everywhere(shape, stages):
-        held = next(one for one in _layers_of_stages(shape, stages) if not any(map(shape.has_experts, one)))
-        what = "sleep" if _keeps_bias(recipe, shape) else "start"
-        rule = f"leaves a stage with layers {held[0]} to {held[-1]}, none with experts, where vLLM does not {what}"
-        nearest = closest_number(stages, lambda size: _experts_everywhere(shape, size), layers)
+        return
+    # vLLM ends with an error on a stage without any of the parameters that engines keep through their sleep.
+    sleeps = recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
+    keeps_bias = sleeps and bool(vllm.fixed_parameters(shape))
+
+    def without_experts(size: int) -> list[range]:
+        of_stages = [vllm.stage_layers(layers, size, stage) for stage in range(size)]
+        return [held for held in of_stages if not any(map(shape.has_experts, held))]
+
+    empty = without_experts(stages) if keeps_bias or shape.family in EXPERTS_ON_EVERY_STAGE else []
+    if empty:
+        what = "sleep" if keeps_bias else "start"
+        rule = f"leaves a stage with layers {empty[0][0]} to {empty[0][-1]}, none with experts, where vLLM does not {what}"
+        nearest = closest_number(stages, lambda size: not without_experts(size), layers)
         yield Violation("rollout.pipeline", stages, rule, nearest)
 
 
-def _keeps_bias(recipe: Recipe, shape: ModelShape) -> bool:
-    """Whether engines keep parameters through their sleep: vLLM ends with an error on a stage that has none of them."""
-    sleeps = recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
-    return sleeps and bool(vllm.fixed_parameters(shape))
-
-
-def _layers_of_stages(shape: ModelShape, stages: int) -> list[range]:
-    return [vllm.stage_layers(shape.num_layers, stages, stage) for stage in range(stages)]
-
-
-def _experts_everywhere(shape: ModelShape, stages: int) -> bool:
-    return all(any(map(shape.has_experts, layers)) for layers in _layers_of_stages(shape, stages))
-
-
-def _experts(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Experts are cut or dealt over the tensor ranks of all data-parallel ranks."""
+def _experts_fit_engines(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Tensor ranks of all data-parallel ranks share the experts: whole ones under expert parallelism, else parts of each."""
     assert shape.experts is not None, "a model with experts"
     rollout, count, rows = recipe.rollout, shape.experts.count, shape.experts.ffn
-    ranks, key = rollout.tensor * rollout.data, "rollout.data" if rollout.data > 1 else "rollout.tensor"
-    value = rollout.data if rollout.data > 1 else rollout.tensor
-    product = f"rollout.tensor x rollout.data = {ranks}"
+    ranks, name = rollout.tensor * rollout.data, "data" if rollout.data > 1 else "tensor"
+    value, product = rollout.data if name == "data" else rollout.tensor, f"rollout.tensor x rollout.data = {ranks}"
     if ranks > count and (rollout.expert_parallel or rollout.tensor > count):
-        most = str(max(1, count // rollout.tensor)) if rollout.data > 1 else str(count)
-        yield Violation(key, value, f"makes {product}, and the model has {count} experts", most)
+        most = str(max(1, count // rollout.tensor)) if name == "data" else str(count)
+        yield Violation(f"rollout.{name}", value, f"makes {product}, and the model has {count} experts", most)
     elif not rollout.expert_parallel and rows % ranks:
-        fits = {size // (ranks // value) for size in divisors(rows) if size % (ranks // value) == 0}
-        nearest = closest_number(value, fits.__contains__, rows)
+        nearest = closest_number(value, lambda size: rows % (size * (ranks // value)) == 0, rows)
         rule = f"makes {product}, which must divide the {rows} rows of an expert"
-        yield Violation(key, value, rule, f"{nearest or '1'}, or rollout.expert_parallel: true")
-
-
-def kv_cache(recipe: Recipe, shape: ModelShape) -> Violations:
-    """The cache of the stage with most layers holds a whole sequence; one of null does (`engine_sizes.py`)."""
-    width = cache_width(shape, recipe.rollout.tensor) * BYTES[recipe.rollout_precision]
-    token_bytes = cached_layers(shape, recipe.rollout.layout) * width
-    needed = token_bytes * recipe.max_sequence_tokens
-    if recipe.rollout.kv_cache_bytes is not None and recipe.rollout.kv_cache_bytes < needed:
-        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
-        yield Violation("rollout.kv_cache_bytes", recipe.rollout.kv_cache_bytes, rule, str(needed))
-
-
-def _replay(recipe: Recipe) -> Violations:
-    replay = recipe.rollout.replay
-    if replay is not None and not Path(replay).is_dir():
-        yield Violation(
-            "rollout.replay",
-            replay,
-            "the directory does not exist",
-            "the rollouts directory of a run with run.dump_rollouts: true",
-        )
-
-
-def quantization(recipe: Recipe) -> Violations:
-    """What FP8 blocks go with on GPUs, whatever the model."""
-    key, name, rollout = "rollout.quantization", recipe.rollout.quantization, recipe.rollout
-    if name is None or rollout.replay is not None or is_for_cpus(recipe):
-        return
-    if recipe.rollout_precision == "fp32":
-        rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
-        yield Violation(key, name, rule, "rollout.precision: bf16")
-    if recipe.weight_sync.mode == "checkpoint":
-        yield Violation(
-            key, name, "weight_sync.mode checkpoint sends weights that nobody quantised", "weight_sync.mode: reshard"
-        )
+        yield Violation(f"rollout.{name}", value, rule, f"{nearest or '1'}, or rollout.expert_parallel: true")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
-
-
 Count = Annotated[int, Field(ge=0)]
-
-
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-
-
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
 Weight = Annotated[float, Field(ge=0)]
+Above = Annotated[float, Field(gt=0)]
+Below = Annotated[float, Field(gt=0, lt=1)]
+# A function or class of a user's own module.
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 
 
 def expand_path(path: str) -> str:
@@ -35,30 +32,22 @@ def expand_path(path: str) -> str:
     return expanded
 
 
+def broken_rule(rule: str, nearest: str = "") -> PydanticCustomError:
+    """Make the error that a validator of a section raises: the rule that a value breaks, and the nearest legal value."""
+    return PydanticCustomError("broken_rule", "{rule}", {"rule": rule, "nearest": nearest})
+
+
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 
 
-class UnknownField(LookupError):
-    """A field without a legal value was read; only a recipe with violations has such fields (see `load.py`)."""
+def refuse_repeats(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Validate a list whose entries must differ."""
+    if len(set(words)) < len(words):
+        raise broken_rule("names an entry twice", f"[{', '.join(dict.fromkeys(words))}]")
+    return words
 
 
 class Section(BaseModel):
     """Base of every section: frozen, strict, no unknown keys, no infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached only when the instance has no such attribute. Not an AttributeError, which a property would swallow.
-        if name in type(self).model_fields:
-            raise UnknownField(name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-
-Above = Annotated[float, Field(gt=0)]
-
-
-Below = Annotated[float, Field(gt=0, lt=1)]
-
-
-# A function of a user's own module.
-Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]

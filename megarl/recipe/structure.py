@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.recipe.recipe import Recipe
@@ -17,17 +17,14 @@ from megarl.recipe.section import Section
 from megarl.recipe.violation import MISSING, Violation, closest_text
 
 
-def read_sections(data: dict[str, Any]) -> tuple[Recipe, list[Violation]]:
-    """The recipe, partial if there are violations, and the violations of single fields."""
+def read_sections(data: dict[str, Any]) -> tuple[Recipe | None, list[Violation]]:
+    """The recipe, or None and every violation of a single field or section."""
     try:
         return Recipe.model_validate(data), []
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors(include_url=False)]
-    # pydantic counts the legal items of a list, so a list of one illegal item is "too short" as well
-    violations = [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
-    recipe = _legal_part(Recipe, data)
-    assert isinstance(recipe, Recipe), "a mapping always has a legal part"
-    return recipe, violations
+    # pydantic counts only the legal items of a list, so it also calls a list of one illegal item too short.
+    return None, [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -106,50 +103,6 @@ def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(inner, f"{prefix}{name}.")
 
 
-def _legal_part(section: type[Section], data: Any) -> Section | None:
-    """The section with its legal fields only; None when nothing of it can be read."""
-    if not isinstance(data, dict):
-        return None
-    values: dict[str, Any] = {}
-    unknown = set()
-    for name, field in section.model_fields.items():
-        if name in data:
-            value = _legal_value(field, data[name])
-            if value is MISSING:
-                unknown.add(name)
-            else:
-                values[name] = value
-    # A key that was probably meant to be this one: its default would be a guess.
-    strangers = [str(key) for key in data if key not in section.model_fields]
-    for stranger in strangers:
-        unknown |= set(difflib.get_close_matches(stranger, set(section.model_fields) - set(data), 1, 0.6))
-    part = section.model_construct(**values)
-    for name in unknown:
-        part.__dict__.pop(name, None)
-    return part
-
-
-def _legal_value(field: FieldInfo, value: Any) -> Any:
-    """The value of one field, or MISSING if it is not legal. Sections may be partial."""
-    inner = sections_of(field.annotation)
-    try:
-        # the field's own rules live in its annotation and its metadata, the strictness in the sections' configuration
-        return _adapter(field, bool(inner)).validate_python(value)
-    except ValidationError:
-        pass
-    if isinstance(value, dict) and inner:
-        chosen = [one for one in inner if value.get("kind") in kinds(one)] if len(inner) > 1 else inner
-        part = _legal_part(chosen[0], value) if chosen else None
-        return MISSING if part is None else part
-    return MISSING
-
-
-def _adapter(field: FieldInfo, holds_sections: bool) -> TypeAdapter:
-    # pydantic takes no configuration for an annotation that is a model; models bring their own
-    annotation = typing.Annotated[field.annotation, field]  # type: ignore[name-defined]
-    return TypeAdapter(annotation) if holds_sections else TypeAdapter(annotation, config=Section.model_config)
-
-
 TYPE_WORDS = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -190,8 +143,10 @@ def way_out(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tupl
         return f"must match {pattern}", cleaned if re.search(
             pattern, cleaned
         ) else "module:function" if ":" in pattern else "run-1"
+    if kind == "broken_rule":
+        return context["rule"], context["nearest"]
     if kind == "value_error":
-        return str(context["error"]), _one_of(value)
+        return str(context["error"]), ""
     if kind in ("too_short", "string_too_short"):
         return "must not be empty", ""
     return detail["msg"][:1].lower() + detail["msg"][1:], ""
@@ -233,8 +188,3 @@ def _converted(kind: str, value: Any) -> str:
     if not math.isfinite(number):
         return ""
     return str(max(1, round(number))) if kind == "int_type" else str(number)
-
-
-def _one_of(value: Any) -> str:
-    given = [f"{{{key}: {number}}}" for key, number in value.items()] if isinstance(value, dict) else []
-    return " or ".join(given) or "{max_tokens: ...} or {sequences: ...}"

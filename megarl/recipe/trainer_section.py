@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Set
+import importlib.metadata
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from megarl.models import ModelShape
 from megarl.recipe.device_section import is_for_cpus
-from megarl.recipe.foreign_fields import dataclass_fields, needed_type
-from megarl.recipe.layout_section import cut_by
-from megarl.recipe.section import Positive, Seconds, Section
-from megarl.recipe.violation import Violation, Violations, closest_text
+from megarl.recipe.foreign_fields import dataclass_fields, option_rules
+from megarl.recipe.layout_section import layout_owner
+from megarl.recipe.section import Positive, Seconds, Section, broken_rule
+from megarl.recipe.violation import Violation, Violations
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -29,9 +27,29 @@ class TrainerSection(Section):
     (`actor/skipped_updates`)."""
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     """The loss scale that `precision: fp16` starts with; it is lowered after overflows and raised after good updates."""
+
+    @field_validator("initial_loss_scale")
+    @classmethod
+    def _fp16_scales_the_loss(cls, scale: float, info: ValidationInfo) -> float:
+        precision = info.data.get("precision", "fp16")
+        # The default may stand: a resolved recipe writes it out.
+        if precision != "fp16" and scale != cls.model_fields["initial_loss_scale"].default:
+            raise broken_rule(f"only fp16 scales the loss, and trainer.precision is {precision}", "remove it")
+        return scale
+
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
     """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
     Needs a GPU that has FP8."""
+
+    @field_validator("fp8")
+    @classmethod
+    def _fp8_is_over_bf16(cls, name: str | None, info: ValidationInfo) -> str | None:
+        precision = info.data.get("precision", "bf16")
+        if name is not None and precision != "bf16":
+            rule = f"FP8 products work on bf16 weights, and trainer.precision is {precision}"
+            raise broken_rule(rule, "trainer.precision: bf16, or remove trainer.fp8")
+        return name
+
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
     megatron: dict[str, Any] = {}
@@ -45,6 +63,17 @@ class TrainerSection(Section):
     compile_timeout_s: Seconds = 120.0
     """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
 
+    @field_validator("compile_timeout_s")
+    @classmethod
+    def _others_wait_for_a_compiler(cls, seconds: float, info: ValidationInfo) -> float:
+        compiles, longest = info.data.get("compile"), info.data.get("collective_timeout_s")
+        if compiles is False and seconds != cls.model_fields["compile_timeout_s"].default:
+            raise broken_rule("nothing is compiled: trainer.compile is false", "trainer.compile: true, or remove it")
+        if compiles and longest is not None and seconds >= longest:
+            rule = f"must be below trainer.collective_timeout_s = {longest:g}, else other ranks give up"
+            raise broken_rule(rule, f"{longest / 2:g}")
+        return seconds
+
     @property
     def token_multiple(self) -> int:
         """What FP8 products want the tokens of a rank to be a multiple of: their rows are scaled by 32 under `mxfp8`, and
@@ -56,62 +85,6 @@ class TrainerSection(Section):
 
 # Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
 FP8_MULTIPLE = 16
-
-
-def fp8(recipe: Recipe) -> Violations:
-    name = recipe.trainer.fp8
-    if name is None:
-        return
-    if recipe.trainer.precision != "bf16":
-        rule = f"FP8 products work on bf16 weights, and trainer.precision is {recipe.trainer.precision}"
-        yield Violation("trainer.fp8", name, rule, "trainer.precision: bf16, or remove trainer.fp8")
-    elif is_for_cpus(recipe):
-        yield Violation("trainer.fp8", name, "FP8 products run on GPUs, and device.kind is cpu", "remove trainer.fp8")
-
-
-def fp8_sizes(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """The sizes that a tensor rank multiplies."""
-    name = recipe.trainer.fp8
-    if name is None:
-        return
-    tensor = recipe.layout_section(role).tensor
-    sizes = {
-        "hidden size": shape.hidden,
-        "attention width": shape.heads * shape.head_dim // tensor,
-        "feed-forward rows": shape.ffn // tensor,
-    }
-    if shape.latent is not None:
-        latent = shape.latent
-        sizes["attention width"] = shape.heads * latent.value_dim // tensor
-        sizes["rows of queries"] = shape.heads * latent.key_dim // tensor
-        sizes["rows of keys and values"] = shape.heads * (latent.plain_dim + latent.value_dim) // tensor
-        sizes |= {"query rank": latent.query_rank, "key-value rank": latent.key_value_rank}
-    if shape.experts is not None:
-        sizes["rows of an expert"] = shape.experts.ffn // recipe.layout(role).expert_tensor_size
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
-    if odd:
-        rule = f"FP8 products want multiples of {FP8_MULTIPLE}, and a tensor rank of the {role} has {', '.join(odd)}"
-        yield Violation(f"{cut_by(recipe, role)}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")
-
-
-def read_by_nothing(recipe: Recipe) -> Violations:
-    """A number that was changed and has no effect. Their defaults may stand: a resolved recipe writes them out."""
-    trainer, defaults = recipe.trainer, TrainerSection.model_fields
-    if trainer.precision != "fp16" and trainer.initial_loss_scale != defaults["initial_loss_scale"].default:
-        rule = f"only fp16 scales the loss, and trainer.precision is {trainer.precision}"
-        yield Violation("trainer.initial_loss_scale", trainer.initial_loss_scale, rule, "remove trainer.initial_loss_scale")
-    if not trainer.compile and trainer.compile_timeout_s != defaults["compile_timeout_s"].default:
-        rule = "nothing is compiled: trainer.compile is false"
-        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, "trainer.compile: true, or remove it")
-
-
-def _compile_deadline(recipe: Recipe) -> Violations:
-    """Behind a compiled function stands a collective: the other ranks wait there while one compiles."""
-    trainer = recipe.trainer
-    if trainer.compile and trainer.compile_timeout_s >= trainer.collective_timeout_s:
-        rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, else other ranks give up"
-        way_out = f"{trainer.collective_timeout_s / 2:g}"
-        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, way_out)
 
 
 _CONFIG = "megatron.core.transformer.transformer_config"
@@ -158,54 +131,41 @@ FIXED = frozenset(
 OWNER_OF = {field: owner for owner, fields in _OWNERS.items() for field in fields.split()}
 
 
-# Types of fields that a recipe has no words for.
-_OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
+def trainer_rules(recipe: Recipe) -> Violations:
+    """FP8 has a GPU, and each option of `trainer.megatron` is a TransformerConfig field that megarl leaves alone."""
+    trainer = recipe.trainer
+    if trainer.fp8 is not None and is_for_cpus(recipe):
+        yield Violation("trainer.fp8", trainer.fp8, "FP8 products run on GPUs, and device.kind is cpu", "remove trainer.fp8")
+    fields = dataclass_fields(_CONFIG, "TransformerConfig") if trainer.megatron else None
+    latent = (dataclass_fields(_CONFIG, "MLATransformerConfig") or {}).keys() - (fields or {}).keys() if fields else ()
+    refused = {name: ("megarl sets this field itself", owner) for name, owner in OWNER_OF.items()}
+    refused |= dict.fromkeys(sorted(FIXED), ("megarl sets this field itself and needs it as it is", ""))
+    rule = "is a field of Megatron's latent attention; megarl has its own, which reads the model's config.json"
+    refused |= {name: (rule, "") for name in sorted(latent) if name not in refused}
+    owner = "" if fields is None else f"the TransformerConfig of megatron-core {importlib.metadata.version('megatron-core')}"
+    yield from option_rules("trainer.megatron", trainer.megatron, fields, refused, owner)
 
 
-def options(recipe: Recipe) -> Violations:
-    """Each key of `trainer.megatron` is a field of megatron-core's TransformerConfig that megarl leaves alone. Where
-    megatron-core is not installed its fields are not known."""
-    fields = dataclass_fields(_CONFIG, "TransformerConfig") if recipe.trainer.megatron else None
-    latent = (dataclass_fields(_CONFIG, "MLATransformerConfig") or {}).keys() - (fields or {}).keys()
-    for name, value in recipe.trainer.megatron.items():
-        key = f"trainer.megatron.{name}"
-        if refusal := _refusal(name, key, latent):
-            yield Violation(key, value, *refusal)
-        elif fields is None:
-            continue
-        elif name in fields:
-            yield from _type(key, value, fields[name])
-        else:
-            free = [field for field in fields if _refusal(field, key, latent) is None]
-            nearest = closest_text(name, [*free, *OWNER_OF, *sorted(FIXED | latent)])
-            rule = f"the TransformerConfig of megatron-core {importlib.metadata.version('megatron-core')} has no such field"
-            way_out = f"trainer.megatron.{nearest}"
-            if refusal := _refusal(nearest, key, latent):
-                rule, way_out = f"{rule}, and of the nearest, {nearest}, holds: {refusal[0]}", refusal[1]
-            yield Violation(key, value, rule, way_out)
-
-
-def _refusal(name: str, key: str, latent: Set[str]) -> tuple[str, str] | None:
-    """Why a recipe cannot set a field of Megatron's, and the way out of the recipe's `key`; None for a free field."""
-    if name in OWNER_OF:
-        return "megarl sets this field itself", OWNER_OF[name]
-    if name in FIXED:
-        return "megarl sets this field itself and needs it as it is", f"remove {key}"
-    if name in latent:
-        rule = "is a field of Megatron's latent attention; megarl has its own, which reads the model's config.json"
-        return rule, f"remove {key}"
-    return None
-
-
-def _type(key: str, value: Any, annotation: str) -> Violations:
-    """The value is of the field's type, where that is a plain one."""
-    optional = re.fullmatch(r"Optional\[(.*)\]", annotation)
-    inner = annotation if optional is None else optional[1]
-    if _OBJECTS.search(inner):
-        yield Violation(key, value, f"is a Python object ({annotation}), which a recipe cannot hold", f"remove {key}")
-    elif words := needed_type(value, annotation):
-        yield Violation(key, value, f"must be {words}: megatron-core says {annotation}")
-    elif value is not None and inner.startswith("Literal["):
-        words_of = re.findall(r"'([^']*)'", inner)
-        if words_of and value not in words_of:
-            yield Violation(key, value, f"must be one of {', '.join(words_of)}", closest_text(value, words_of))
+def fp8_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """FP8 kernels take the sizes that a tensor rank of the role multiplies."""
+    if recipe.trainer.fp8 is None:
+        return
+    section = recipe.layout_section(role)
+    tensor = section.tensor
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tensor,
+        "feed-forward rows": shape.ffn // tensor,
+    }
+    if shape.latent is not None:
+        latent = shape.latent
+        sizes["attention width"] = shape.heads * latent.value_dim // tensor
+        sizes["rows of queries"] = shape.heads * latent.key_dim // tensor
+        sizes["rows of keys and values"] = shape.heads * (latent.plain_dim + latent.value_dim) // tensor
+        sizes |= {"query rank": latent.query_rank, "key-value rank": latent.key_value_rank}
+    if shape.experts is not None:
+        sizes["rows of an expert"] = shape.experts.ffn // (section.expert_tensor or tensor)
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    if odd:
+        rule = f"FP8 products want multiples of {FP8_MULTIPLE}, and a tensor rank of the {role} has {', '.join(odd)}"
+        yield Violation(f"{layout_owner(recipe, role)}.layout.tensor", tensor, rule, "a smaller one, or remove trainer.fp8")

@@ -11,7 +11,6 @@ from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, qua
 from megarl.models.vllm_weights import vllm_segments
 from megarl.planner.roles import BYTES
 from megarl.recipe.device_section import DEVICE_TRANSPORTS, is_for_cpus
-from megarl.recipe.rollout_section import cut, quantization
 from megarl.recipe.section import Count, Positive, Seconds, Section
 from megarl.recipe.violation import Violation, Violations
 
@@ -59,90 +58,71 @@ class WeightSyncSection(Section):
     updates, so that a run has nothing in flight yet."""
 
 
-# At most that much of a bucket is taken by what lies beside a row (`sync/stream.py`).
+# What lies beside a row in a bucket takes at most this many bytes (`weight_sync/stream.py`).
 BESIDE_ROW_BYTES = 256
 
 
-def own_devices(recipe: Recipe) -> Violations:
-    """NCCL takes no two members of a group on one GPU, and a sync's group has trainer ranks and workers."""
-    if recipe.weight_sync.transport == "nccl" and recipe.rollout.placement == "colocated":
+def weight_sync_rules(recipe: Recipe) -> Violations:
+    """The transport reaches the engines, and carries the chosen wire format and mode."""
+    section, rollout = recipe.weight_sync, recipe.rollout
+    if section.transport == "nccl" and rollout.placement == "colocated":
+        # A process group of NCCL has one member a GPU, and a sync's group has trainer ranks and workers.
         rule = "needs a GPU for each trainer rank and each worker, and rollout.placement is colocated"
         yield Violation("weight_sync.transport", "nccl", rule, "auto, or rollout.placement: separate")
-
-
-def reload(recipe: Recipe) -> Violations:
-    """Checkpoint mode hands every expert to vLLM's loader, which has put an expert layer together when its own experts are
-    there, and then has no place for those of other ranks (0.32; some models' loaders, DeepSeek's not)."""
-    if recipe.weight_sync.mode == "checkpoint" and recipe.rollout.expert_parallel:
-        rule = "vLLM cannot reload experts that rollout.expert_parallel deals over ranks"
+    if section.mode == "checkpoint" and rollout.expert_parallel:
+        # vLLM's loaders (0.32; not DeepSeek's) finish an expert layer once the worker's experts are there, and then have
+        # no place for those of other ranks.
+        rule = "vLLM cannot reload experts that rollout.expert_parallel shards over ranks"
         yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
+    if recipe.actor.router_replay and section.in_flight == "keep":
+        rule = "actor.router_replay repeats one choice of experts, and a kept completion's tokens chose under two versions"
+        yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
+    if rollout.replay is not None:
+        return  # nothing is synced
+    if section.verify == "sampled" and section.transport not in ("auto", *DEVICE_TRANSPORTS):
+        rule = (
+            f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {section.transport} nothing does"
+        )
+        yield Violation("weight_sync.verify", "sampled", rule, "all")
+    if section.wire == "delta" and section.transport != "gloo":
+        auto = "auto may choose shared memory"
+        other = f"weight_sync.transport is {section.transport}, which is faster than they are"
+        rule = f"differences travel as messages, and {auto if section.transport == 'auto' else other}"
+        yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
 
 
-def mapped(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Parts go where a family's table says."""
-    if recipe.weight_sync.mode == "reshard" and recipe.rollout.replay is None and not vllm.is_mapped(shape):
+def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
+    """megarl knows where vLLM holds the weights, and a bucket holds the longest row. For layouts that divide the model."""
+    section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
+    if rollout.replay is not None:
+        return
+    if section.mode == "reshard" and not vllm.is_mapped(shape):
         rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"
         yield Violation("weight_sync.mode", "reshard", rule, "checkpoint")
-
-
-def bucket(recipe: Recipe, shape: ModelShape) -> Violations:
-    """A matrix is cut by rows, so that a bucket must take the longest row."""
-    if recipe.rollout.replay is not None or list(cut(recipe, shape)) or list(mapped(recipe, shape)):
         return
-    layout = recipe.rollout.layout
-    if recipe.weight_sync.mode == "checkpoint":
+    if section.mode == "checkpoint":
         sizes = checkpoint_sizes(shape)
     else:
-        stages = [vllm.parameter_sizes(shape, layout, layout.worker(0, stage)) for stage in range(layout.pipeline)]
-        sizes = {name: size for one in stages for name, size in one.items()}
+        workers = [rollout.layout.worker(0, stage) for stage in range(rollout.pipeline)]
+        stages = [vllm.parameter_sizes(shape, rollout.layout, worker) for worker in workers]
+        sizes = {name: size for stage in stages for name, size in stage.items()}
     name = max(sizes, key=lambda parameter: sizes[parameter][1])
     needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
-    if (given := recipe.weight_sync.bucket_bytes) is not None and given < needed:
+    if section.bucket_bytes is not None and section.bucket_bytes < needed:
         rule = f"must hold a row of {name}, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", given, rule, str(needed))
-
-
-def delta(recipe: Recipe) -> Violations:
-    """Differences have a length of their own, and cost more than a fast transport takes for the whole."""
-    section = recipe.weight_sync
-    if section.wire != "delta" or recipe.rollout.replay is not None:
+        yield Violation(key, section.bucket_bytes, rule, str(needed))
+    if rollout.quantization is None or is_for_cpus(recipe) or recipe.rollout_precision == "fp32":
         return
-    if section.transport == "auto":
-        rule = "differences travel as messages alone, and auto may choose shared memory"
-        yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
-    elif section.transport != "gloo":
-        rule = f"differences travel as messages, and weight_sync.transport is {section.transport}, which is faster than them"
-        yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
-
-
-def blocks(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Neither the actor's layout nor the engines' cuts a block, so that one rank quantises it and one worker takes it."""
-    name = recipe.rollout.quantization
-    if name is None or recipe.rollout.replay is not None or is_for_cpus(recipe) or list(quantization(recipe)):
-        return
-    rollout = recipe.rollout.layout
+    # One trainer rank quantises each block and one worker takes it, so that no layout may divide a block.
     quantised = quantised_tensors(shape)
-    try:
-        sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout)
-    except ValueError:
-        return  # a layout that does not cut the model, which has rules of its own
+    sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout.layout)
     try:
         check_blocks(sources, destinations, quantised)
     except ValueError as error:
         way_out = "null, or smaller actor.layout.tensor and rollout.tensor"
-        yield Violation("rollout.quantization", name, str(error), way_out)
+        yield Violation("rollout.quantization", rollout.quantization, str(error), way_out)
     widest = max(box.col1 - box.col0 for box in destinations if box.name in quantised)
     needed = block_bytes(BLOCK, widest) + BESIDE_ROW_BYTES
-    if (given := recipe.weight_sync.bucket_bytes) is not None and given < needed:
+    if section.bucket_bytes is not None and section.bucket_bytes < needed:
         rule = f"must hold a row of FP8 blocks of {widest} columns, {needed} bytes with its checksum"
-        yield Violation("weight_sync.bucket_bytes", given, rule, str(needed))
-
-
-def sampled_weights(recipe: Recipe) -> Violations:
-    """Samples are taken on GPUs alone."""
-    transport = recipe.weight_sync.transport
-    if recipe.rollout.replay is not None:
-        return  # nothing is synced
-    if recipe.weight_sync.verify == "sampled" and transport not in ("auto", *DEVICE_TRANSPORTS):
-        rule = f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {transport} nothing does"
-        yield Violation("weight_sync.verify", "sampled", rule, "all")
+        yield Violation(key, section.bucket_bytes, rule, str(needed))

@@ -332,5 +332,6 @@ def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
     """With the model that set-up makes for it."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     recipe = load_recipe(f"recipes/{name}.yaml")
+    assert recipe.data.prompts.kind == "reasoning_gym"
     prompts = PromptStream(recipe.data, recipe.run.seed, load_tokenizer(recipe.model.path))
     assert prompts.num_dropped == 0 and len(list(prompts.every())) == recipe.data.prompts.size

@@ -71,9 +71,9 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
             ("critic.memory", SELECTIVE | {"recompute_num_layers": 2}),
         ],
         {
-            "actor.memory.recompute_modules": "actor.memory.recompute: selective",
-            "actor.memory.recompute_method": "actor.memory.recompute: full",
-            "critic.memory.recompute_num_layers": "critic.memory.recompute: full",
+            "actor.memory.recompute_modules": "memory.recompute: selective",
+            "actor.memory.recompute_method": "memory.recompute: full",
+            "critic.memory.recompute_num_layers": "memory.recompute: full",
         },
     ),
     "modules that a dense model has none of": (

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.rollout_section import quantization
-from megarl.recipe.weight_sync_section import blocks
+from megarl.recipe.rollout_section import rollout_rules
+from megarl.recipe.weight_sync_section import weight_sync_fits_model
 from tests.rollout_cases import recipe
 from tests.weight_sync.test_stream import BLOCKS
 
@@ -28,7 +28,7 @@ def fp8_recipe(**changes: Any) -> Recipe:
 
 
 def messages(made: Recipe, config: dict[str, Any]) -> list[str]:
-    found = [*quantization(made), *blocks(made, ModelShape.from_config(config))]
+    found = [*rollout_rules(made), *weight_sync_fits_model(made, ModelShape.from_config(config))]
     return [f"{one.key}: {one.rule}; {one.nearest}" for one in found]
 
 
