@@ -154,7 +154,7 @@ class OverlongSection(Section):
     buffer: Annotated[int, Field(ge=0)] = 0
     """Over the last this many tokens below rollout.max_new_tokens the penalty grows to its full size; 0 for no penalty."""
     penalty: Above = 1.0
-    """What a completion of rollout.max_new_tokens loses."""
+    """Penalty of a completion of rollout.max_new_tokens."""
 
     @model_validator(mode="after")
     def _does_something(self) -> OverlongSection:
@@ -166,13 +166,13 @@ class OverlongSection(Section):
 class DynamicSamplingSection(Section):
     max_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds of `phases.rollout.prompts` prompts that a step may take until it has as many groups whose rewards differ;
-    behind the last one groups without a signal fill up the batch."""
+    after the last round, groups of equal rewards fill up the batch."""
 
 
 class EarlyStopSection(Section):
     target_kl: Above
-    """The mean KL of a token from the policy before the first update of the step, behind which the step's remaining
-    mini-batches are skipped."""
+    """Skip a step's remaining mini-batches once the mean KL of a token from the policy before the first update of the step
+    exceeds this."""
     estimator: Literal["k1", "k3"] = "k3"
     """Estimator of that KL, by Schulman's names."""
 
@@ -213,13 +213,13 @@ class AlgorithmSection(Section):
     value_loss: ValueLossSection | None = None
     """The critic's loss; with `advantage: gae` only."""
     overlong: OverlongSection | None = None
-    """What becomes of completions at the limit of their length; null for nothing special."""
+    """Mask or penalise completions at the limit of their length; null does neither."""
     dynamic_sampling: DynamicSamplingSection | None = None
     """Take further prompts in place of those whose completions all have the same reward; null trains on all."""
     early_stop: EarlyStopSection | None = None
     """End the actor's updates of a step once the policy has moved far; null takes all of them."""
     mismatch: MismatchSection | None = None
-    """Correct for the engine's probabilities not being the trainer's, by importance sampling; null for no correction."""
+    """Correct the difference between the engine's and the trainer's probabilities by importance sampling; null does not."""
     max_ratio_drift: Above = 0.1
     """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
     `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""

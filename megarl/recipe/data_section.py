@@ -89,9 +89,9 @@ PromptsSection = Annotated[SourceSection | MixturePromptsSection, Field(discrimi
 
 class CurriculumSection(Section):
     low: Share
-    """A prompt whose last pass rate is below is passed over, ..."""
+    """Skip prompts whose last pass rate was below this."""
     high: Share
-    """... and so is one whose last pass rate is above. Prompts without a rate are taken."""
+    """Skip prompts whose last pass rate was above this. Prompts without a rate are taken."""
 
     @field_validator("high")
     @classmethod
@@ -104,7 +104,7 @@ class CurriculumSection(Section):
     pass_reward: float = 1.0
     """A completion has passed where its reward, as `reward` sums it without a reward model, is at least this."""
     revisit: Positive = 4
-    """In that many epochs a prompt is passed over; in the next it is taken again, and gets a new rate."""
+    """A prompt is skipped for this many epochs; in the next one it is taken again and gets a new rate."""
 
 
 # What megarl says itself when it renders a chat, and what would have it give something else than a text.
@@ -137,7 +137,7 @@ class DataSection(Section):
     chat_template: bool = True
     """Render the prompt as a chat with the model's own template."""
     template_options: dict[str, Any] = {}
-    """What the chat template is told beside the messages, as `{enable_thinking: false}`; see the model's card."""
+    """Options of the chat template, as `{enable_thinking: false}`; see the model's card."""
 
     @field_validator("template_options")
     @classmethod
@@ -160,7 +160,7 @@ class DataSection(Section):
     judge by, or with token ids that the model has not: it ends the run before it starts, or is left out and counted in
     `data/num_bad_rows`."""
     curriculum: CurriculumSection | None = None
-    """Pass over prompts that are too easy or too hard by now; null takes each once an epoch."""
+    """Skip prompts that are too easy or too hard by now; null takes each once an epoch."""
 
 
 def data_rules(recipe: Recipe) -> Violations:

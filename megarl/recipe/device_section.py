@@ -43,12 +43,12 @@ CPU_BLOCK = 32
 
 
 def is_for_cpus(recipe: Recipe) -> bool:
-    """Whether the recipe says so; without `device` only the start of a run knows."""
+    """Whether `device.kind` is cpu; without `device` only the start of a run knows."""
     return recipe.device is not None and recipe.device.kind == "cpu"
 
 
 def without_gpus(recipe: Recipe) -> Violations:
-    """Features of a run with engines that need GPUs."""
+    """Features of engines and weight sync that need GPUs."""
     rollout, transport = recipe.rollout, recipe.weight_sync.transport
     if rollout.replay is not None:
         return  # no engine runs, and nothing is synced
@@ -65,7 +65,7 @@ def without_gpus(recipe: Recipe) -> Violations:
 
 
 def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Arguments that break the engines of the actor's model."""
+    """Engine arguments that break the actor's model on CPUs."""
     if recipe.rollout.replay is None:
         needed = engine_choices(shape, recipe.actor.router_replay)[1]
         yield from refused_engine_args(recipe.rollout.engine_args, needed)

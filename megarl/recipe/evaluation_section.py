@@ -19,9 +19,9 @@ class EvaluationSection(Section):
     """Where the held-out questions and answers come from; they are rendered as `data` says. Those that are among the
     training prompts are left out, and counted."""
     max_prompts: Positive | None = None
-    """The first that many of them; null for all."""
+    """Take the first this many of them; null takes all."""
     every: Count = 0
-    """Evaluate after every that many steps; in any case before the first step and after the last."""
+    """Evaluate every this many steps, and always before the first step and after the last."""
     completions: Positive = 1
     """Completions of each prompt."""
     temperature: Weight | None = None

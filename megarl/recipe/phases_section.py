@@ -27,7 +27,7 @@ Cap = Annotated[
 
 class MicroBatchSection(Section):
     sequences: Positive | None = None
-    """Exactly that many sequences in each micro-batch (fewer in the last)."""
+    """Exactly this many sequences in each micro-batch (fewer in the last)."""
     max_tokens: Cap | None = None
     """As many sequences as fit under this cap, padding included, on each data-parallel rank. `auto` takes the largest cap
     that fits `device.memory_gib`, and the resolved recipe shows the number."""
@@ -61,7 +61,7 @@ class RewardPhaseSection(Section):
 
 class ForwardPhaseSection(Section):
     micro_batch: MicroBatchSection
-    """How the batch is cut into forward passes."""
+    """How the batch is divided into forward passes."""
     share_prompts: bool = False
     """Run a prompt once for the completions of its group that lie in one micro-batch, not once for each. On engines of
     megarl's own attention: on CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
@@ -71,14 +71,14 @@ class UpdatePhaseSection(Section):
     mini_batch: Positive
     """Sequences of one optimizer update, over all data-parallel ranks."""
     micro_batch: MicroBatchSection
-    """How a mini-batch is cut into forward and backward passes."""
+    """How a mini-batch is divided into forward and backward passes."""
     epochs: Positive = 1
     """How often each sequence is used."""
     max_micro_batches_in_flight: Positive | None = None
     """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
     stage hold one for each stage. Less memory, a longer bubble."""
     share_prompts: bool = False
-    """As of a forward phase. Gradients are those of prompts that each completion has for itself."""
+    """As for a forward phase. Gradients equal those of a prompt that runs once for each completion."""
 
 
 class PhasesSection(Section):

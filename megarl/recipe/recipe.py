@@ -35,7 +35,7 @@ from megarl.schedule.schedule import Schedule
 
 
 class Recipe(Section):
-    """One run. Frozen; a loaded recipe has passed every rule of `rules.py`."""
+    """One run. A loaded recipe has passed every rule of `rules.py`."""
 
     run: RunSection
     """Name, length and seed of the run."""
@@ -46,8 +46,8 @@ class Recipe(Section):
     data: DataSection
     """Prompts."""
     reward: Annotated[tuple[RewardSection, ...], Field(strict=False)] = ()
-    """Parts of the reward; it is their weighted sum, and that of what an environment gives. Of an episode they see what the
-    policy said last."""
+    """Parts of the reward, which is their weighted sum plus the rewards of an environment. Of an episode they see the last
+    message of the policy."""
     environment: EnvironmentSection | None = None
     """What answers the policy, turn by turn; null for completions of one turn."""
     trainer: TrainerSection
@@ -71,7 +71,7 @@ class Recipe(Section):
     evaluation: EvaluationSection | None = None
     """How the run is measured on prompts that it does not train on; null for not at all."""
     telemetry: TelemetrySection = TelemetrySection()
-    """What the run measures of itself, and where it says so."""
+    """What the run measures of itself, and where it writes that."""
     watchdog: WatchdogSection = WatchdogSection()
     """How long a rank may stand still before the run is ended."""
 
@@ -125,7 +125,7 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Most tokens behind a prompt: those of one turn, or of an episode's turns with the observations between them."""
+        """Most tokens after a prompt: those of one turn, or of an episode's turns with the observations between them."""
         section, turn = self.environment, self.rollout.max_new_tokens
         if section is None:
             return turn
@@ -134,7 +134,7 @@ class Recipe(Section):
 
     @property
     def max_own_tokens(self) -> int:
-        """Most tokens that the policy samples behind a prompt."""
+        """Most tokens that the policy samples after a prompt."""
         turns = 1 if self.environment is None else self.environment.max_turns
         return min(turns * self.rollout.max_new_tokens, self.max_completion_tokens)
 
@@ -213,7 +213,7 @@ class Recipe(Section):
 
     @property
     def refresh_every(self) -> int | None:
-        """After how many steps the reference takes the actor's weights, over and over; None for never."""
+        """The reference takes the actor's weights every this many steps; None for never."""
         return self.reference.refresh_every if self.reference is not None else None
 
     @property
@@ -223,8 +223,11 @@ class Recipe(Section):
 
     @property
     def warmup_phases(self) -> tuple[str, ...]:
-        """Phases of one of the first `critic.warmup_steps` steps, in order: the actor stays as it is, and log-probabilities
-        that its update alone would read are not computed. Engines that have slept take its weights again even so."""
+        """Phases of one of the first `critic.warmup_steps` steps, in order.
+
+        The actor is not updated, and log-probabilities that only its update would read are not computed. Engines that slept
+        still take its weights again.
+        """
         kl = self.algorithm.kl
         idle = {"actor_update", "weight_sync"}
         if kl is None or kl.place != "reward":  # where advantages read none

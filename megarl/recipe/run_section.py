@@ -20,7 +20,7 @@ class RunSection(Section):
     """Directory that holds run directories, from the working directory. In this and every other path of a recipe `~` is the
     home directory, and `$NAME` an environment variable."""
     checkpoint_every: Count = 0
-    """Write a checkpoint after every that many steps; one is written after the last step in any case."""
+    """Write a checkpoint every this many steps, and always after the last step."""
     dump_rollouts: bool = False
     """Write every step's rollouts into the run directory, for `rollout.replay`."""
     preemption: Literal["finish", "abandon"] = "finish"

@@ -21,6 +21,7 @@ from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.role_sections import trained_sections
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
 
@@ -29,52 +30,37 @@ GIB = 2**30
 
 def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
     """The roles that are resident on the trainer ranks, by name. Raises what `model_shape` raises."""
-    trained = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
-    bonus = recipe.algorithm.entropy_coefficient > 0
-    lora = recipe.actor.lora
-    return {
-        role: Role(
+    updated = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
+    lora, sections = recipe.actor.lora, dict(trained_sections(recipe))
+    roles = {}
+    for role in recipe.roles:
+        savings, frozen = Savings(), Frozen()
+        if (section := sections.get(role)) is not None:
+            memory, freeze = section.memory, section.freeze
+            modules, method, count = memory.recompute_modules, memory.recompute_method, memory.recompute_num_layers
+            savings = Savings(memory.recompute, memory.offload_activations, memory.offload, modules, method, count)
+            frozen = Frozen(freeze.embedding, freeze.head, freeze.norms, freeze.layers)
+        elif role == "reference" and recipe.reference is not None:
+            savings = Savings(offload=recipe.reference.memory.offload)
+        roles[role] = Role(
             role,
-            _shape(recipe, role, fetch),
+            model_shape(recipe.path(role), fetch),
             recipe.layout(role),
             recipe.trainer.precision,
-            trained=role in trained,
-            entropy_bonus=bonus and role == "actor",
+            trained=role in updated,
+            entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
             adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
             borrows_weights=role == "reference" and recipe.reference_is_base,
             on_cpu=is_for_cpus(recipe),
-            savings=_savings(recipe, role),
-            frozen=_frozen(recipe, role),
+            savings=savings,
+            frozen=frozen,
         )
-        for role in recipe.roles
-    }
-
-
-def _savings(recipe: Recipe, role: str) -> Savings:
-    if role == "reference":
-        return Savings() if recipe.reference is None else Savings(offload=recipe.reference.memory.offload)
-    owner = {"actor": recipe.actor, "critic": recipe.critic}.get(role)
-    if owner is None:  # a reward model has no memory section
-        return Savings()
-    memory = owner.memory
-    modules, method, count = memory.recompute_modules, memory.recompute_method, memory.recompute_num_layers
-    return Savings(memory.recompute, memory.offload_activations, memory.offload, modules, method, count)
-
-
-def _frozen(recipe: Recipe, role: str) -> Frozen:
-    owner = {"actor": recipe.actor, "critic": recipe.critic}.get(role)
-    if owner is None:
-        return Frozen()
-    return Frozen(owner.freeze.embedding, owner.freeze.head, owner.freeze.norms, owner.freeze.layers)
-
-
-def _shape(recipe: Recipe, role: str, fetch: Fetch | None) -> ModelShape:
-    return model_shape(recipe.path(role), fetch)
+    return roles
 
 
 def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> Engines | None:
     """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed. `on_gpu` is the recipe's
-    `device.kind` where it is not given. Sizes that nobody has settled (`engine_sizes.py`) are those of CPUs."""
+    `device.kind` where it is not given. Open sizes are those of CPUs."""
     rollout, given = recipe.rollout, recipe.rollout.engine_args
     if rollout.replay is not None:
         return None
@@ -100,47 +86,56 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
 
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
-    least = {
-        phase: in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]))
-        for phase in ENGINE_PHASES
-        if _is_automatic(recipe, phase)
-    }
-    return _with_caps(recipe, least)
+    return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
     """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
-    one."""
-    automatic = [phase for phase in ENGINE_PHASES if _is_automatic(recipe, phase)]
-    device_bytes = None if recipe.device is None else recipe.device.memory_bytes
-    if not automatic or device_bytes is None:  # `auto` without a device is a violation of its own
+    one. `auto` has a device: `phases_section.py` refuses it without one."""
+    automatic = _automatic_phases(recipe)
+    if not automatic or recipe.device is None:
         return recipe, []
-    roles = memory_roles(recipe, fetch)
+    roles, room, longest = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes), recipe.max_sequence_tokens
     engines = engines_of(recipe, roles["actor"].shape)
     engine_bytes = 0 if engines is None else engines.beside_bytes(recipe.trainer.ranks)
-    least, caps, violations = with_least_caps(recipe), {}, []
+    caps, faults = dict[str, int](), list[Violation]()
     for phase in automatic:
 
         def largest(budget: int, phase: str = phase) -> int | None:
             return largest_cap(
                 list(roles.values()),
                 roles[ROLE_OF[phase]],
-                least.schedule(phase),
+                recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase)),
                 budget,
                 num_sequences=recipe.num_sequences,
-                longest=recipe.max_sequence_tokens,
+                longest=longest,
                 longest_prompt=recipe.data.max_prompt_tokens,
                 group_size=recipe.algorithm.group_size,
             )
 
-        cap = largest(usable_bytes(device_bytes) - engine_bytes)
-        if cap is not None:
+        if (cap := largest(room - engine_bytes)) is not None:
             caps[phase] = cap
-        elif engines is not None and largest(usable_bytes(device_bytes)) is not None:
-            violations.append(_no_room_beside(recipe, phase, engine_bytes))
-        else:
-            violations.append(_does_not_fit(recipe, phase))
-    return _with_caps(recipe, caps), violations
+            continue
+        device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{ROLE_OF[phase]}.layout.tensor or pipeline"
+        rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
+        way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
+        if engines is not None and largest(room) is not None:
+            rule = (
+                f"one sequence of {longest} tokens fits {device} without rollout engines, and not beside the "
+                f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
+            )
+            way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
+        faults.append(Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out))
+    return _with_caps(recipe, caps), faults
+
+
+def _automatic_phases(recipe: Recipe) -> list[str]:
+    sections = {phase: recipe.phase_section(phase) for phase in ENGINE_PHASES if recipe.runs(phase)}
+    return [phase for phase, section in sections.items() if section and section.micro_batch.max_tokens == "auto"]
+
+
+def _least_cap(recipe: Recipe, phase: str) -> int:
+    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]))
 
 
 def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
@@ -151,34 +146,6 @@ def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
         micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
         phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
     return recipe.model_copy(update={"phases": phases})
-
-
-def _is_automatic(recipe: Recipe, phase: str) -> bool:
-    section = recipe.phase_section(phase)
-    return recipe.runs(phase) and section is not None and section.micro_batch.max_tokens == "auto"
-
-
-def _does_not_fit(recipe: Recipe, phase: str) -> Violation:
-    """The trainer alone is too large."""
-    assert recipe.device is not None, "`auto` without a device"
-    role = ROLE_OF[phase]
-    rule = (
-        f"one sequence of {recipe.max_sequence_tokens} tokens, with everything else on the device, does not fit "
-        f"device.memory_gib = {recipe.device.memory_gib:g}"
-    )
-    way_out = f"more {role}.layout.tensor or pipeline, a shorter rollout.max_new_tokens, or more trainer.ranks"
-    return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)
-
-
-def _no_room_beside(recipe: Recipe, phase: str, engine_bytes: int) -> Violation:
-    """The engines take what the trainer would need, of the memory of a CPU's host."""
-    assert recipe.device is not None, "`auto` without a device"
-    rule = (
-        f"one sequence of {recipe.max_sequence_tokens} tokens fits device.memory_gib = {recipe.device.memory_gib:g} without "
-        f"rollout engines, and not beside the {engine_bytes / GIB:.3g} GiB that they take for each rank"
-    )
-    way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {ROLE_OF[phase]}.layout.tensor or pipeline"
-    return Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out)
 
 
 @dataclass(frozen=True)

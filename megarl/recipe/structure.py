@@ -1,9 +1,13 @@
-"""Violations of single fields: unknown keys, missing keys, wrong types, values out of range."""
+"""The structure of a recipe: unknown keys, missing keys, wrong types, values out of range, and rules of single sections.
+
+pydantic finds the faults; here they become violations with a dotted key and the nearest legal value."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
+import operator
 import re
 import typing
 from collections.abc import Iterator
@@ -40,18 +44,20 @@ def kinds(section: type[Section]) -> tuple[str, ...]:
     return typing.get_args(field.annotation) if field else ()
 
 
-def _violation(detail: dict[str, Any], data: dict[str, Any]) -> Violation:
+def _violation(detail: dict[str, Any], data: Any) -> Violation:
+    """Translate one of pydantic's error details."""
     path, owners, field = _locate(detail["loc"])
     key = ".".join(str(part) for part in path)
     value = MISSING if detail["type"] == "missing" else detail["input"]
     if detail["type"] == "extra_forbidden":
-        return Violation(key, value, "unknown key", _meant_key(path, owners, _mapping_at(data, path[:-1])))
+        siblings = functools.reduce(operator.getitem, path[:-1], data)
+        return Violation(key, value, "unknown key", _meant_key(path, owners, siblings))
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         options = [kind for owner in sections_of(field.annotation if field else None) for kind in kinds(owner)]
         given = value.get("kind", MISSING) if isinstance(value, dict) else value
         rule = "required: one of " if given is MISSING else "must be one of "
         return Violation(f"{key}.kind", given, rule + ", ".join(options), closest_text(given, options))
-    rule, nearest = way_out(detail, value, field)
+    rule, nearest = _rule_and_nearest(detail, value, field)
     return Violation(key, value, rule, nearest)
 
 
@@ -75,12 +81,6 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], Field
         field = next((one.model_fields[part] for one in here if part in one.model_fields), None)
         here = sections_of(field.annotation) if field else []
     return path, owners, field
-
-
-def _mapping_at(data: Any, path: list[Any]) -> dict[str, Any]:
-    for part in path:
-        data = data[part]
-    return data
 
 
 def _meant_key(path: list[Any], owners: list[type[Section]], given: dict[str, Any]) -> str:
@@ -117,8 +117,8 @@ TYPE_WORDS = {
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def way_out(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tuple[str, str]:
-    """Rule and nearest legal value for one of pydantic's error details."""
+def _rule_and_nearest(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tuple[str, str]:
+    """The rule that a value breaks, in words, and the nearest legal value."""
     kind, context = detail["type"], detail.get("ctx", {})
     options = _options(field.annotation) if field else []
     if kind == "missing":

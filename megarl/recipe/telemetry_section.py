@@ -54,16 +54,17 @@ class ProfileSection(Section):
 class TelemetrySection(Section):
     device_sync: Literal["always", "sampled", "never"] = "always"
     """When a phase ends only once the device has finished it, so that its seconds are its own: `always`; `sampled`, in every
-    `device_sync_every`-th step; or `never`, and then a phase's rest is found where the host next waits for the device."""
+    `device_sync_every`-th step; or `never`: a later phase, in which the host waits for the device, then gets the remaining
+    time."""
     device_sync_every: Positive = 10
     """With `device_sync: sampled`, every how many steps."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """What a device can compute at most, in 10**12 operations a second, for the model FLOPs utilisation of each phase
-    (`mfu/<phase>`). Without it known GPUs have what their maker says for the precision, and there is none on a CPU."""
+    """Peak rate of one device in 10**12 operations a second, for the model FLOPs utilisation of each phase
+    (`mfu/<phase>`). null takes the vendor's number for the precision of a known GPU, and gives no utilisation on a CPU."""
     sinks: Annotated[tuple[SinkSection, ...], Field(strict=False)] = ()
-    """Where figures and samples go besides the run directory; each kind at most once."""
+    """Where metrics and samples go besides the run directory; each kind at most once."""
     samples_per_step: Count = 0
-    """Write that many of a step's prompts and completions, with their rewards, into `samples/` of the run directory and into
+    """Write this many of a step's prompts and completions, with their rewards, into `samples/` of the run directory and into
     the sinks."""
     profile: ProfileSection | None = None
     """Profile some steps of some ranks; null for none."""
@@ -72,7 +73,7 @@ class TelemetrySection(Section):
 
 
 class Package(NamedTuple):
-    """What a sink's writer imports, and what pip calls it."""
+    """The module that a sink's writer imports, and its name for pip."""
 
     module: str
     name: str

@@ -111,8 +111,10 @@ def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
     if section.bucket_bytes is not None and section.bucket_bytes < needed:
         rule = f"must hold a row of {name}, {needed} bytes with its checksum"
         yield Violation(key, section.bucket_bytes, rule, str(needed))
-    if rollout.quantization is None or is_for_cpus(recipe) or recipe.rollout_precision == "fp32":
+    if rollout.quantization is None or is_for_cpus(recipe):
         return
+    if section.mode == "checkpoint" or recipe.rollout_precision == "fp32":
+        return  # `rollout_rules` refuses both
     # One trainer rank quantises each block and one worker takes it, so that no layout may divide a block.
     quantised = quantised_tensors(shape)
     sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout.layout)

@@ -318,7 +318,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("phases.critic_value.micro_batch", {"sequences": 5}),
         ),
         {
-            "phases.critic_update.mini_batch": "virtual pipeline runs micro-batches by its 4 stages (layout of the critic) 8",
+            "phases.critic_update.mini_batch": "runs micro-batches by its 4 stages (layout of the critic) 8",
             "phases.critic_value.micro_batch.sequences": "a rank into 3 micro-batches",
         },
     ),

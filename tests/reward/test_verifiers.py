@@ -22,8 +22,8 @@ from megarl.recipe.reward_section import (
     PatternRewardSection,
     SchemaRewardSection,
     VerifierSection,
-    reward_rules,
     part_names,
+    reward_rules,
 )
 from megarl.reward.process import MASKED
 from megarl.reward.process_tree import SCORED
