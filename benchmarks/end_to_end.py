@@ -121,14 +121,15 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     bf16 = multiplies_bf16()
     precision = arguments.precision or ("bf16" if bf16 else "fp32")
     recipe = load_recipe(RECIPE, [f"trainer.precision={precision}"])
-    optimizer = recipe.actor.optimizer
+    optimizer, loss = recipe.actor.optimizer, recipe.algorithm.policy_loss
+    assert loss.kind == "clip", "TRL clips the ratio"
     config = {
         "model": recipe.model.path, "precision": precision, "steps": arguments.steps, "cores": os.cpu_count(),
         "prompts": recipe.phases.rollout.prompts, "group_size": recipe.algorithm.group_size, "kl": KL,
         "max_prompt_tokens": recipe.data.max_prompt_tokens, "max_new_tokens": MAX_NEW_TOKENS,
         "max_model_len": recipe.data.max_prompt_tokens + MAX_NEW_TOKENS,
-        "temperature": recipe.rollout.temperature, "low": recipe.algorithm.policy_loss.low,
-        "high": recipe.algorithm.policy_loss.high, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
+        "temperature": recipe.rollout.temperature, "low": loss.low,
+        "high": loss.high, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
         "beta1": optimizer.beta1, "beta2": optimizer.beta2, "epsilon": optimizer.epsilon, "grad_clip": optimizer.grad_clip,
         "megarl": {"ranks": arguments.ranks, "max_tokens": MAX_TOKENS},
         "trl": {"micro_batch": arguments.micro_batch, "checkpointing": arguments.checkpointing, "version": TRL},

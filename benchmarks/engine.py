@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # the tests' batches
 
 from megarl.cluster.doctor_checks import multiplies_bf16  # noqa: E402
 from megarl.models.layout import Layout  # noqa: E402
-from megarl.recipe.sections import MemorySection  # noqa: E402
+from megarl.recipe.role_sections import MemorySection  # noqa: E402
 from megarl.schedule import Schedule, plan_phase  # noqa: E402
 from tests.engine_cases import engine, random_batch, start  # noqa: E402
 

@@ -253,7 +253,7 @@ def memory(dry: bool, folder: Path) -> Result:
     """How much more memory another process finds free once a role has gone to the host."""
     from megarl import platform as megarl_platform
     from megarl.models.layout import Layout
-    from megarl.recipe.sections import MemorySection
+    from megarl.recipe.role_sections import MemorySection
     from tests.engine_cases import engine, start
 
     config = tiny(DENSE) if dry else DENSE

@@ -67,8 +67,8 @@ from benchmarks.sync_model import Cluster, Machine, Rates, Reader, bucket_parts,
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
-from megarl.recipe import Recipe, layout_rules  # noqa: E402
-from megarl.recipe.layout_rules import spread_layers  # noqa: E402
+from megarl.recipe import Recipe  # noqa: E402
+from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
 from megarl.weight_sync.engines import engine_plan  # noqa: E402
 from megarl.weight_sync.order import copy_order  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan  # noqa: E402
@@ -182,12 +182,7 @@ def check_cut(shape: ModelShape, trainer: Layout, rollout: RolloutLayout) -> Non
     recipe = Recipe.model_validate(
         ANY_RECIPE | {"trainer": {"ranks": trainer.ranks, "precision": "bf16"}, "actor": ANY_ACTOR | {"layout": layout}}
     )
-    broken = [
-        *layout_rules.expert_ranks(recipe),
-        *layout_rules.tensor_size("actor.layout.tensor", trainer.tensor, shape),
-        *layout_rules.pipeline(recipe, shape, "actor"),
-        *layout_rules.experts(recipe, shape, "actor"),
-    ]
+    broken = [*rank_rules(recipe), *layout_fits_model(recipe, shape, "actor")]
     # What may be written into a recipe in place of another number has no option here.
     said = [str(replace(one, nearest=one.nearest.partition(", or ")[0])) for one in broken]
     try:

@@ -58,12 +58,12 @@ from megarl.models.model_files import model_directory  # noqa: E402
 from megarl.models.stored_weights import check_weights  # noqa: E402
 from megarl.planner.placement import PlacementError  # noqa: E402
 from megarl.platform import current as platform  # noqa: E402
-from megarl.recipe import ROLE_OF, Recipe, RecipeError, cpu_rules, load_recipe  # noqa: E402
-from megarl.recipe.engine_sizes import with_engine_sizes  # noqa: E402
-from megarl.recipe.feature_rules import trained_sections  # noqa: E402
-from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
-from megarl.recipe.sections import BUCKET_BYTES  # noqa: E402
+from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
+from megarl.recipe.device_section import cpu_engine_args, without_gpus  # noqa: E402
+from megarl.recipe.role_sections import trained_sections, without_transformer_engine  # noqa: E402
+from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
+from megarl.recipe.weight_sync_section import BUCKET_BYTES  # noqa: E402
 from megarl.reward.service import check_services  # noqa: E402
 from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
@@ -231,9 +231,9 @@ def check_models(recipe: Recipe) -> None:
             rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
             found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
     if platform.kind == "cpu":
-        found += cpu_rules.without_gpus(recipe)
+        found += without_gpus(recipe)
         if (actor := shapes.get("model.path")) is not None:
-            found += cpu_rules.engine_args(recipe, actor)
+            found += cpu_engine_args(recipe, actor)
     if found:
         raise RecipeError(found)
 

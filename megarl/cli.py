@@ -20,7 +20,7 @@ from megarl.telemetry.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
-    from megarl.recipe.checkpoint import Fetch
+    from megarl.recipe.model_section import Fetch
     from megarl.telemetry.run_directory import Resume
 
 app = typer.Typer(
@@ -154,7 +154,7 @@ def launch(
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
     from megarl.cluster.slurm_job import check_time, describe, fill, fit_job, submit_job
-    from megarl.recipe.checkpoint import fetch_config
+    from megarl.recipe.model_section import fetch_config
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
     if not slurm:
@@ -369,7 +369,7 @@ def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int 
     from megarl.planner.nodes import find_placement, placement_lines
     from megarl.planner.placement import PlacementError
     from megarl.recipe import RecipeError, load_recipe
-    from megarl.recipe.checkpoint import fetch_config
+    from megarl.recipe.model_section import fetch_config
     from megarl.recipe.rules import not_checked
     from megarl.recipe.table import engine_lines
 

@@ -22,7 +22,7 @@ from megarl.megatron.weights import WeightFiles
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
-from megarl.recipe.sections import OptimizerSection
+from megarl.recipe.role_sections import OptimizerSection
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 

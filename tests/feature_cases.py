@@ -17,7 +17,7 @@ from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.role import Engine
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
+from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
 from megarl.schedule import MiniBatch, Schedule, plan_phase
 from tests.engine_cases import objective_of, small_batch, start_places, total_loss
 

@@ -41,7 +41,7 @@ def open_engine(model: Path, **more: Any) -> LLM:
     from vllm import LLM
 
     from megarl.models import ModelShape
-    from megarl.recipe.cpu_rules import engine_choices
+    from megarl.recipe.device_section import engine_choices
 
     chosen, needed = engine_choices(ModelShape.from_directory(model))
     common: dict[str, Any] = dict(

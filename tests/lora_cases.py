@@ -13,7 +13,7 @@ from torch import nn
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.role import Engine, share_results
 from megarl.models.layout import Layout
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 from megarl.schedule import Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 from tests.engine_cases import engine, objective_of, small_batch, start, total_loss

@@ -26,13 +26,7 @@ from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.planner.adapters import Adapters
 from megarl.planner.memory import Memory, peak
 from megarl.planner.roles import Frozen, Role, Savings
-from megarl.recipe.sections import (
-    FreezeSection,
-    LoraSection,
-    MemorySection,
-    OptimizerSection,
-    ReferenceMemorySection,
-)
+from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Plan, Schedule, plan_phase
 from tests.engine_cases import in_groups, random_batch, start_places
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from megarl.megatron.batch import Batch, pack
 from megarl.megatron.role import Engine, share_results
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.recipe.sections import MemorySection
+from megarl.recipe.role_sections import MemorySection
 from megarl.schedule import Schedule, compare, plan_phase
 from tests.engine_cases import Figures, engine, keeping_entropy, objective_of, small_batch, start, total_loss
 

@@ -80,7 +80,7 @@ def fake_rollouts(
     from megarl.data.prompts import PromptStream
     from megarl.data.sample import Completion, Sample
     from megarl.data.tokenizer import load_tokenizer
-    from megarl.recipe.data_sections import DataSection
+    from megarl.recipe.data_section import DataSection
     from megarl.rollout.groups import RolloutBatch, RolloutExecuted
     from megarl.rollout.replay import dump_rollout
 

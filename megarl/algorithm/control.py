@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from megarl.algorithm.kl import adapted
-from megarl.recipe.algorithm_sections import AlgorithmSection, EarlyStopSection
+from megarl.recipe.algorithm_section import AlgorithmSection, EarlyStopSection
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, tok
 from megarl.algorithm.kl import kl
 from megarl.algorithm.overlong import apply_overlong
 from megarl.algorithm.registry import ADVANTAGE
-from megarl.recipe.algorithm_sections import AlgorithmSection, GroupSection
+from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection
 from megarl.recipe.own_code import load_marked
 
 

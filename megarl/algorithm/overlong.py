@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.recipe.algorithm_sections import OverlongSection
+from megarl.recipe.algorithm_section import OverlongSection
 
 
 def overlong_penalties(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:

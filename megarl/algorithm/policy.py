@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.algorithm.kl import MAX_LOG_RATIO
 from megarl.algorithm.registry import POLICY_LOSS
-from megarl.recipe.algorithm_sections import (
+from megarl.recipe.algorithm_section import (
     CispoLossSection,
     ClipLossSection,
     FunctionLossSection,

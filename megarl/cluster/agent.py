@@ -36,7 +36,7 @@ from torch.distributed.launcher import api as launcher
 from megarl.cluster.agent_nodes import OtherNodes, Outcome
 from megarl.cluster.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.sections import RunSection
+from megarl.recipe.run_section import RunSection
 from megarl.telemetry import starts
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
 from megarl.telemetry.run_directory import RunDirectory

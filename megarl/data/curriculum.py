@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.recipe.data_sections import CurriculumSection
+from megarl.recipe.data_section import CurriculumSection
 
 
 class Curriculum:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.tokenizer import check_template, render_chat, render_questions, rendering_errors
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.data_section import DataSection
 
 Message = dict[str, str]
 # In the place of a turn of the policy; no template has a reason to change it.

@@ -13,7 +13,7 @@ from megarl.data.curriculum import Curriculum
 from megarl.data.sample import Prompt
 from megarl.data.sources import BadRows, Row, load_rows
 from megarl.data.tokenizer import render_chat, render_questions
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.data_section import DataSection
 
 
 class PromptStream:

@@ -24,12 +24,7 @@ from typing import IO, Any
 
 from megarl.data.generated import generate
 from megarl.models.model_files import check_fetched
-from megarl.recipe.data_sections import (
-    DataSection,
-    FilePromptsSection,
-    HuggingFacePromptsSection,
-    SourceSection,
-)
+from megarl.recipe.data_section import DataSection, FilePromptsSection, HuggingFacePromptsSection, SourceSection
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # of the bad rows that are left out

@@ -20,7 +20,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import rank_segments
 from megarl.models.model_files import model_directory
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 
 
 def export_adapter(run_dir: str | Path, target: str | Path) -> Path:

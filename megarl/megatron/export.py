@@ -26,7 +26,7 @@ from megarl.models.layout import Layout, Segment
 from megarl.models.megatron_weights import rank_segments
 from megarl.models.model_files import copy_model_files, model_directory
 from megarl.recipe import Recipe
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 from megarl.recipe.yaml_text import apply_overrides
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megarl.megatron.model import DecoderModel
-from megarl.recipe.sections import FreezeSection
+from megarl.recipe.role_sections import FreezeSection
 
 
 def freeze(chunks: Sequence[DecoderModel], frozen: FreezeSection) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 
 from megatron.core.tensor_parallel import (  # isort: skip
     copy_to_tensor_model_parallel_region,

@@ -22,7 +22,7 @@ from megarl.models.layers import RMSNorm, ValueHead
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_prefix, padded_vocab
 from megarl.models.rotary import inverse_frequencies, token_angles
-from megarl.recipe.sections import MemorySection
+from megarl.recipe.role_sections import MemorySection
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip

@@ -15,7 +15,7 @@ from megarl.algorithm.mismatch import mismatch_weights
 from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
 from megarl.megatron.batch import Batch, PackedMicroBatch
 from megarl.platform import current as platform
-from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.schedule import MiniBatch
 
 Sums = dict[str, Tensor]

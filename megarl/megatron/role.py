@@ -42,7 +42,7 @@ from megarl.megatron.weights import load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_segments
-from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
+from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Executed, MiniBatch
 from megarl.telemetry.clock import span
 

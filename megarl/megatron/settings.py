@@ -9,7 +9,7 @@ from torch import nn
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.models import ModelShape
-from megarl.recipe.sections import MemorySection, OptimizerSection
+from megarl.recipe.role_sections import MemorySection, OptimizerSection
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip

@@ -17,7 +17,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, Segment
 from megarl.models.megatron_weights import rank_segments
 from megarl.planner.adapters import adapted_sizes
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 
 
 def stored_adapters(

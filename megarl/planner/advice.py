@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, forecast_phase
 from megarl.planner.job import Job
 from megarl.planner.layouts import longest_slots
-from megarl.recipe.memory import GIB
+from megarl.recipe.sizes import GIB
 from megarl.schedule import Schedule
 
 # A change must raise the efficiency of a phase by this share to be worth a line.

@@ -19,8 +19,8 @@ from megarl.planner.measured import MeasuredError, measured
 from megarl.planner.placement import PlacementError
 from megarl.planner.suggest import NoDevice, NothingFits, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe.checkpoint import fetch_config
 from megarl.recipe.load import load_unfitted
+from megarl.recipe.model_section import fetch_config
 from megarl.recipe.rules import not_checked
 
 # Exit statuses: an answer of "nothing fits" is none of bad input.

@@ -14,7 +14,7 @@ from megarl.planner.memory import moved_away, optimizer_share
 from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError
 from megarl.planner.roles import Role, Savings, adapter_weights, stage_weights
 from megarl.recipe import Recipe
-from megarl.recipe.sections import BUCKET_BYTES
+from megarl.recipe.weight_sync_section import BUCKET_BYTES
 
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
 # likely in each octave grow by 1 / ln 2 on average.

@@ -10,8 +10,8 @@ from megarl.planner.engine_memory import Engines
 from megarl.planner.lengths import Lengths, Limits, find_lengths
 from megarl.planner.roles import Role
 from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.memory import engines_of, memory_roles
-from megarl.recipe.recipe import ROLE_OF
+from megarl.recipe.phases_section import ROLE_OF
+from megarl.recipe.sizes import engines_of, memory_roles
 from megarl.schedule import Schedule, violations
 
 DEFAULT_LENGTHS = "log-normal"

@@ -10,7 +10,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.planner.job import Job
 from megarl.recipe import ROLE_OF
-from megarl.recipe.layout_rules import divisors, tensor_divides
+from megarl.recipe.layout_section import divisors, tensor_divides
 from megarl.schedule import Schedule
 from megarl.schedule.schedule import in_micro_batch
 

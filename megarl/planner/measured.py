@@ -19,7 +19,7 @@ from megarl.planner.advice import gib
 from megarl.planner.forecast import Forecast, forecast
 from megarl.planner.job import job_of
 from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.checkpoint import ModelNotFound, model_shape
+from megarl.recipe.model_section import ModelNotFound, model_shape
 from megarl.telemetry.metrics import read_metrics
 
 # Bytes that the allocators of the fullest trainer rank's device reserved in a step.

@@ -19,7 +19,7 @@ from megarl.planner.measured import Measured
 from megarl.planner.memory import Memory
 from megarl.planner.suggest import Suggestion
 from megarl.recipe import Recipe
-from megarl.recipe.memory import GIB
+from megarl.recipe.sizes import GIB
 from megarl.recipe.table import concurrency, engine_name, layout_name
 
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")

@@ -22,7 +22,7 @@ from megarl.planner.forecast import Forecast, cap_that_fits, engine_room, foreca
 from megarl.planner.job import Job
 from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe import ROLE_OF
-from megarl.recipe.layout_rules import tensor_divides
+from megarl.recipe.layout_section import tensor_divides
 from megarl.schedule import Schedule, bubble_share
 
 # Mean sequences in a cap that leaves the packing free to fill it.

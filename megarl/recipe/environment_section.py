@@ -1,16 +1,18 @@
-"""What can be written under `environment` in a recipe: what answers the policy, turn by turn."""
+"""`environment`: what answers the policy, turn by turn."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from megarl.recipe.section import Positive, Seconds, Section, Target
+from megarl.recipe.violation import Violation, Violations
 
-from megarl.recipe.sections import Positive, Seconds, Section
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
 
 
 class EnvironmentSection(Section):
-    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+    target: Target
     """The class as `module:Class`, one of yours or of megarl: `megarl.rollout.calculator:Calculator`,
     `megarl.rollout.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
     options: dict[str, Any] = {}
@@ -40,3 +42,23 @@ class EnvironmentSection(Section):
     def most_tokens(self, turn: int) -> int:
         """Tokens of all turns, of `turn` each, with the observations between them, at their longest."""
         return self.max_turns * turn + (self.max_turns - 1) * self.max_observation_tokens
+
+
+def environment_rules(recipe: Recipe) -> Violations:
+    """The turns of an episode fit its tokens, and their deadlines that of a rollout."""
+    section, turn, limit = recipe.environment, recipe.rollout.max_new_tokens, recipe.rollout.timeout_s
+    if section is None:
+        return
+    key, episode, most = "environment.max_episode_tokens", section.max_episode_tokens, section.most_tokens(turn)
+    if episode is not None and episode < turn:
+        yield Violation(key, episode, f"has no room for one turn of rollout.max_new_tokens = {turn}", str(turn))
+    if episode is not None and episode > most:
+        rule = f"is never reached: {section.max_turns} turns and the observations between them have {most} tokens at most"
+        yield Violation(key, episode, rule, f"{most}, or null")
+    calls = section.max_turns + 1
+    if calls * section.timeout_s >= limit:
+        rule = (
+            f"a reset and environment.max_turns = {section.max_turns} steps may take {calls * section.timeout_s:g} s, which "
+            f"must be below rollout.timeout_s = {limit:g}, the deadline of all turns of a step"
+        )
+        yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / (calls + 1):g}")

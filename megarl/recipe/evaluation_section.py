@@ -1,13 +1,17 @@
-"""How a run is measured on prompts that it does not train on."""
+"""`evaluation`: how a run is measured on prompts that it does not train on."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from megarl.recipe.data_sections import PromptsSection
-from megarl.recipe.sections import Count, Positive, Section, Weight
+from megarl.recipe.data_section import PromptsSection
+from megarl.recipe.section import Count, Positive, Section, Weight, broken_rule
+from megarl.recipe.violation import GIVEN, Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
 
 
 class EvaluationSection(Section):
@@ -15,14 +19,55 @@ class EvaluationSection(Section):
     """Where the held-out questions and answers come from; they are rendered as `data` says. Those that are among the
     training prompts are left out, and counted."""
     max_prompts: Positive | None = None
-    """The first that many of them; null for all."""
+    """Take the first this many of them; null takes all."""
     every: Count = 0
-    """Evaluate after every that many steps; in any case before the first step and after the last."""
+    """Evaluate every this many steps, and always before the first step and after the last."""
     completions: Positive = 1
     """Completions of each prompt."""
     temperature: Weight | None = None
     """0 for the most likely token, else at least 0.01, which is vLLM's least; null takes `rollout.temperature`."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _vllm_takes_it(cls, temperature: float | None, info: ValidationInfo) -> float | None:
+        if temperature is not None and 0 < temperature < 0.01:
+            rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
+            raise broken_rule(rule, "0.01")
+        if temperature == 0 and info.data.get("completions", 1) > 1:
+            rule = "without chance all evaluation.completions of a prompt are the same"
+            raise broken_rule(rule, "evaluation.completions: 1")
+        return temperature
+
     pass_at: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)] = (1,)
     """Each k of pass@k, how likely one of k completions passes; at most `completions`."""
+
+    @field_validator("pass_at")
+    @classmethod
+    def _k_completions(cls, pass_at: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        completions = info.data.get("completions", max(pass_at))
+        if max(pass_at) > completions:
+            rule = f"pass@k needs k completions of a prompt, and evaluation.completions is {completions}"
+            raise broken_rule(rule, f"at most {completions}")
+        return pass_at
+
     pass_reward: float = 1.0
     """The reward from which on a completion passes."""
+
+
+def evaluation_rules(recipe: Recipe) -> Violations:
+    """Engines answer within their deadlines, and rewards score the answers without a trainer rank."""
+    section = recipe.evaluation
+    if section is None:
+        return
+    if section.completions > recipe.num_sequences:
+        rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
+        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
+    if section.every > recipe.run.steps:
+        rule = f"the run has {recipe.run.steps} steps (run.steps)"
+        yield Violation("evaluation.every", section.every, rule, str(recipe.run.steps))
+    if not recipe.verifiers and recipe.environment is None:
+        rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
+        yield Violation("evaluation", GIVEN, rule, "add such a part to `reward`, or leave the section out")
+    if recipe.rollout.replay is not None:
+        rule = "replayed rollouts have no engines to answer other prompts"
+        yield Violation("evaluation", GIVEN, rule, "leave the section out, or rollout.replay")

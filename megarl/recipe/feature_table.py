@@ -14,16 +14,27 @@ from pydantic.fields import FieldInfo
 from megarl.models import FAMILIES
 from megarl.models.layout import RolloutLayout
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import ActorSection, Section, TrainerSection, WeightSyncSection
+from megarl.recipe.role_sections import ActorSection
+from megarl.recipe.section import Section
 from megarl.recipe.structure import kinds, sections_of
+from megarl.recipe.trainer_section import TrainerSection
+from megarl.recipe.weight_sync_section import WeightSyncSection
 
 # The number of a layout that no key holds.
 DATA = "data (what the others leave of `trainer.ranks`, with a distributed optimizer)"
+
+
 DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: what has run is in `docs/gpu.md`"
+
+
 # Options that ask for nothing, or leave the choice to megarl.
 UNSAID = ("none", "auto")
+
+
 # Keys of a role that have rows of their own, or need none.
 ROLE_KEYS = ("path", "layout")
+
+
 # Keys whose options are rows: (what a user looks for, dotted key).
 OPTIONS = (
     ("advantages", "algorithm.advantage"),

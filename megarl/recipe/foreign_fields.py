@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megarl.recipe.violation import Violation, Violations, closest_text
 
 _TYPES: dict[str, tuple[type, str]] = {
     "int": (int, "a whole number"),
@@ -17,19 +18,57 @@ _TYPES: dict[str, tuple[type, str]] = {
     "bool": (bool, "true or false"),
     "str": (str, "text"),
 }
+
+
+# Types of fields that a recipe has no words for.
+_OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
 _OPTIONAL = re.compile(r"Optional\[(.*)\]|(\w+) \| None|None \| (\w+)")
 
 
-def needed_type(value: Any, annotation: str) -> str | None:
-    """What a value must be for a field of a plain type, as "a whole number", where it is not; None for a fitting value and
-    for annotations that are no plain type."""
+def option_rules(
+    section: str,
+    given: Mapping[str, Any],
+    fields: Mapping[str, str] | None,
+    refused: Mapping[str, tuple[str, str]],
+    owner: str,
+) -> Violations:
+    """Options under `section` of a recipe are fields of another library's class `owner`, and fit their types.
+
+    `fields` are names and annotations of the class, or None where the library is not installed. `refused` are names that a
+    recipe must not set: the rule, and the key that says the same, or "" where there is none.
+    """
+    for name, value in given.items():
+        key = f"{section}.{name}"
+        if name in refused:
+            rule, way_out = refused[name]
+            yield Violation(key, value, rule, way_out or f"remove {key}")
+        elif fields is not None and name not in fields:
+            nearest = closest_text(name, [*sorted(fields.keys() - refused.keys()), *refused])
+            rule, way_out = f"{owner} has no such field", f"{section}.{nearest}"
+            if nearest in refused:
+                reason, way_out = refused[nearest]
+                rule, way_out = f"{rule}, and of the nearest, {nearest}, holds: {reason}", way_out or f"remove {key}"
+            yield Violation(key, value, rule, way_out)
+        elif fields is not None:
+            yield from _type_rules(key, value, fields[name])
+
+
+def _type_rules(key: str, value: Any, annotation: str) -> Violations:
+    """The value is of the field's type, where that is a plain one."""
     optional = _OPTIONAL.fullmatch(annotation)
     inner = annotation if optional is None else next(part for part in optional.groups() if part is not None)
-    if inner not in _TYPES or (value is None and optional is not None):
-        return None
-    kind, words = _TYPES[inner]
-    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-    return None if fits else words
+    if _OBJECTS.search(inner):
+        yield Violation(key, value, f"is a Python object ({annotation}), which a recipe cannot hold", f"remove {key}")
+    if value is None and optional is not None:
+        return
+    if inner in _TYPES:
+        kind, words = _TYPES[inner]
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+            yield Violation(key, value, f"must be {words}: the field is {annotation}")
+    elif inner.startswith("Literal["):
+        options = re.findall(r"'([^']*)'", inner)
+        if options and value not in options:
+            yield Violation(key, value, f"must be one of {', '.join(options)}", closest_text(value, options))
 
 
 @cache

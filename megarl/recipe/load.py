@@ -6,11 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.checkpoint import Fetch
-from megarl.recipe.engine_sizes import size_engines
-from megarl.recipe.memory import resolve_caps, with_least_caps
+from megarl.recipe.model_section import Fetch
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rules import cross_violations
+from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
 from megarl.recipe.structure import read_sections
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
@@ -52,9 +51,11 @@ def _read(path: str | Path, overrides: list[str] | tuple[str, ...], fetch: Fetch
 
 
 def _prove(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
+    """Check the structure first: rules across sections need a recipe whose every field is legal."""
     recipe, structural = read_sections(data)
-    found = [*violations, *structural, *cross_violations(recipe, fetch)]
-    if found:
+    if recipe is None or violations:
+        raise RecipeError([*violations, *structural])
+    if found := cross_violations(recipe, fetch):
         raise RecipeError(found)
     return recipe
 

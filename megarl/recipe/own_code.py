@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.recipe.violation import RecipeError, Violation
+from megarl.recipe.violation import RecipeError, Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
 _MARK = "__megarl__"
 
 
@@ -38,3 +46,20 @@ def load_marked(key: str, target: str, decorator: str, options: Mapping[str, Any
         way_out = ", ".join(known) or "no options"
         raise RecipeError([Violation(key, target, f"takes no {', '.join(unknown)}", way_out)])
     return found
+
+
+def modules_exist(recipe: Recipe) -> Violations:
+    """The modules of a user's functions exist. Only the outermost package is looked for: nothing of it runs here."""
+    targets = {f"reward.{at}.target": part.target for at, part in enumerate(recipe.reward) if part.kind == "function"}
+    if recipe.algorithm.policy_loss.kind == "function":
+        targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target
+    if ":" in recipe.algorithm.advantage:
+        targets["algorithm.advantage"] = recipe.algorithm.advantage
+    if recipe.environment is not None:
+        targets["environment.target"] = recipe.environment.target
+    for key, target in targets.items():
+        outermost = target.split(":")[0].split(".")[0]
+        # From the working directory, as `python -m megarl` finds it.
+        if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd(), *sys.path]) is None:
+            rule = f"no module {outermost!r} in the working directory or the environment"
+            yield Violation(key, target, rule, "the module's directory on PYTHONPATH")

@@ -7,62 +7,35 @@ from typing import Annotated
 from pydantic import Field
 
 from megarl.models.layout import Layout
-from megarl.recipe.algorithm_sections import AlgorithmSection
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.algorithm_section import AlgorithmSection
+from megarl.recipe.data_section import DataSection
+from megarl.recipe.device_section import DeviceSection
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.recipe.reward_sections import JudgeSection, RewardSection
-from megarl.recipe.sections import (
-    ActorSection,
-    CriticSection,
-    DeviceSection,
+from megarl.recipe.layout_section import LayoutSection
+from megarl.recipe.model_section import ModelSection
+from megarl.recipe.phases_section import (
+    ENGINE_PHASES,
+    PHASES,
+    ROLE_OF,
     ForwardPhaseSection,
-    LayoutSection,
-    ModelSection,
     PhasesSection,
-    ReferenceSection,
-    RewardModelSection,
-    RolloutSection,
-    RunSection,
-    Section,
-    TrainerSection,
     UpdatePhaseSection,
-    WeightSyncSection,
 )
-from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.recipe.reward_section import JudgeSection, RewardSection
+from megarl.recipe.role_sections import ActorSection, CriticSection, ReferenceSection, RewardModelSection
+from megarl.recipe.rollout_section import RolloutSection
+from megarl.recipe.run_section import RunSection
+from megarl.recipe.section import Section
+from megarl.recipe.telemetry_section import TelemetrySection
+from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
+from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.schedule.schedule import Schedule
-
-# Every phase, in the order of a step.
-PHASES = (
-    "rollout",
-    "reward",
-    "reward_model",
-    "actor_logprob",
-    "reference_logprob",
-    "critic_value",
-    "advantage",
-    "critic_update",
-    "actor_update",
-    "weight_sync",
-)
-# Phases an engine runs by micro-batches; each has a section of its own under `phases`.
-FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
-UPDATE_PHASES = ("critic_update", "actor_update")
-ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
-# Which role runs an engine phase.
-ROLE_OF = {
-    "reward_model": "reward_model",
-    "actor_logprob": "actor",
-    "reference_logprob": "reference",
-    "critic_value": "critic",
-    "critic_update": "critic",
-    "actor_update": "actor",
-}
 
 
 class Recipe(Section):
-    """One run. Frozen; a loaded recipe has passed every rule of `rules.py`."""
+    """One run. A loaded recipe has passed every rule of `rules.py`."""
 
     run: RunSection
     """Name, length and seed of the run."""
@@ -73,8 +46,8 @@ class Recipe(Section):
     data: DataSection
     """Prompts."""
     reward: Annotated[tuple[RewardSection, ...], Field(strict=False)] = ()
-    """Parts of the reward; it is their weighted sum, and that of what an environment gives. Of an episode they see what the
-    policy said last."""
+    """Parts of the reward, which is their weighted sum plus the rewards of an environment. Of an episode they see the last
+    message of the policy."""
     environment: EnvironmentSection | None = None
     """What answers the policy, turn by turn; null for completions of one turn."""
     trainer: TrainerSection
@@ -90,7 +63,7 @@ class Recipe(Section):
     rollout: RolloutSection
     """Rollout engines."""
     phases: PhasesSection
-    """How each phase cuts its batch."""
+    """How each phase divides its batch."""
     device: DeviceSection | None = None
     """The devices of the trainer ranks, for `max_tokens: auto` and for the estimates of `megarl check --plan`."""
     weight_sync: WeightSyncSection = WeightSyncSection()
@@ -98,7 +71,7 @@ class Recipe(Section):
     evaluation: EvaluationSection | None = None
     """How the run is measured on prompts that it does not train on; null for not at all."""
     telemetry: TelemetrySection = TelemetrySection()
-    """What the run measures of itself, and where it says so."""
+    """What the run measures of itself, and where it writes that."""
     watchdog: WatchdogSection = WatchdogSection()
     """How long a rank may stand still before the run is ended."""
 
@@ -113,32 +86,37 @@ class Recipe(Section):
         return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
 
     def layout(self, role: str) -> Layout:
-        """How a role is cut; the data-parallel size is what the other cuts leave of the trainer ranks."""
-        cut = self.layout_section(role)
+        """The layout of a role; the data-parallel size is what the other sizes leave of the trainer ranks."""
+        section = self.layout_section(role)
         return Layout(
-            cut.tensor,
-            cut.pipeline,
-            self.trainer.ranks // cut.ranks,
-            sequence_parallel=cut.sequence_parallel,
-            virtual_pipeline=cut.virtual_pipeline,
-            context=cut.context,
-            expert=cut.expert,
-            expert_tensor=cut.expert_tensor,
-            stages=cut.stages,
+            section.tensor,
+            section.pipeline,
+            self.trainer.ranks // section.ranks,
+            sequence_parallel=section.sequence_parallel,
+            virtual_pipeline=section.virtual_pipeline,
+            context=section.context,
+            expert=section.expert,
+            expert_tensor=section.expert_tensor,
+            stages=section.stages,
             token_multiple=self.trainer.token_multiple,
         )
 
     def layout_section(self, role: str) -> LayoutSection:
-        """The section that cuts a role: its own, else the actor's."""
-        owners = {
-            "actor": self.actor,
-            "reference": self.reference,
-            "critic": self.critic,
-            "reward_model": self.reward_model,
-        }
-        owner = owners[role]
-        own = owner.layout if owner is not None else None
-        return own or self.actor.layout
+        """The section that shards a role: its own, else the actor's."""
+        section = self.other_roles.get(role)
+        return section.layout if section is not None and section.layout is not None else self.actor.layout
+
+    @property
+    def other_roles(self) -> dict[str, ReferenceSection | CriticSection | RewardModelSection]:
+        """The sections of roles beside the actor that the recipe has."""
+        sections = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        return {role: section for role, section in sections.items() if section is not None}
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The models of the recipe by the key that names them."""
+        paths = {f"{role}.path": section.path for role, section in self.other_roles.items()}
+        return {"model.path": self.model.path} | {key: path for key, path in paths.items() if path is not None}
 
     @property
     def num_sequences(self) -> int:
@@ -147,7 +125,7 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Most tokens behind a prompt: those of one turn, or of an episode's turns with the observations between them."""
+        """Most tokens after a prompt: those of one turn, or of an episode's turns with the observations between them."""
         section, turn = self.environment, self.rollout.max_new_tokens
         if section is None:
             return turn
@@ -156,7 +134,7 @@ class Recipe(Section):
 
     @property
     def max_own_tokens(self) -> int:
-        """Most tokens that the policy samples behind a prompt."""
+        """Most tokens that the policy samples after a prompt."""
         turns = 1 if self.environment is None else self.environment.max_turns
         return min(turns * self.rollout.max_new_tokens, self.max_completion_tokens)
 
@@ -215,9 +193,7 @@ class Recipe(Section):
 
     def path(self, role: str) -> str:
         """The model that a role starts from."""
-        owner = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}.get(role)
-        own = owner.path if owner is not None else None
-        return own or self.model.path
+        return self.model_paths.get(f"{role}.path", self.model.path)
 
     @property
     def verifiers(self) -> tuple[JudgeSection, ...]:
@@ -237,7 +213,7 @@ class Recipe(Section):
 
     @property
     def refresh_every(self) -> int | None:
-        """After how many steps the reference takes the actor's weights, over and over; None for never."""
+        """The reference takes the actor's weights every this many steps; None for never."""
         return self.reference.refresh_every if self.reference is not None else None
 
     @property
@@ -247,8 +223,11 @@ class Recipe(Section):
 
     @property
     def warmup_phases(self) -> tuple[str, ...]:
-        """Phases of one of the first `critic.warmup_steps` steps, in order: the actor stays as it is, and log-probabilities
-        that its update alone would read are not computed. Engines that have slept take its weights again even so."""
+        """Phases of one of the first `critic.warmup_steps` steps, in order.
+
+        The actor is not updated, and log-probabilities that only its update would read are not computed. Engines that slept
+        still take its weights again.
+        """
         kl = self.algorithm.kl
         idle = {"actor_update", "weight_sync"}
         if kl is None or kl.place != "reward":  # where advantages read none
@@ -281,16 +260,17 @@ class Recipe(Section):
         }
         return sections[phase]
 
-    def schedule(self, phase: str) -> Schedule:
-        """The schedule of an engine phase. Raises ValueError for a phase without a section."""
+    def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
+        """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
+        without a section, and for `auto` without a cap."""
         section = self.phase_section(phase)
         if section is None:
             raise ValueError(f"phases.{phase} is not in the recipe; add the section")
         rule = section.micro_batch
-        cap = rule.max_tokens
-        if isinstance(cap, str):
+        cap = automatic_cap if isinstance(rule.max_tokens, str) else rule.max_tokens
+        if cap is None and rule.sequences is None:
             raise ValueError(
-                f"phases.{phase}.micro_batch.max_tokens = {cap} is not resolved; load the recipe with load_recipe"
+                f"phases.{phase}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
             in_flight = section.max_micro_batches_in_flight

@@ -1,37 +1,34 @@
-"""Violations of single fields (unknown keys, missing keys, wrong types, values out of range), and what is left.
+"""The structure of a recipe: unknown keys, missing keys, wrong types, values out of range, and rules of single sections.
 
-pydantic finds them all; here they become violations with a dotted key and a way out. `read_sections` also returns the
-recipe as far as it is legal, so that the rules over several fields (`rules.py`) run on the rest: reading a field
-without a legal value raises `UnknownField` there.
-"""
+pydantic finds the faults; here they become violations with a dotted key and the nearest legal value."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import math
+import operator
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megarl.recipe.nearest import closest_text, way_out
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sections import Section
-from megarl.recipe.violation import MISSING, Violation
+from megarl.recipe.section import Section
+from megarl.recipe.violation import MISSING, Violation, closest_text
 
 
-def read_sections(data: dict[str, Any]) -> tuple[Recipe, list[Violation]]:
-    """The recipe, partial if there are violations, and the violations of single fields."""
+def read_sections(data: dict[str, Any]) -> tuple[Recipe | None, list[Violation]]:
+    """The recipe, or None and every violation of a single field or section."""
     try:
         return Recipe.model_validate(data), []
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors(include_url=False)]
-    # pydantic counts the legal items of a list, so a list of one illegal item is "too short" as well
-    violations = [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
-    recipe = _legal_part(Recipe, data)
-    assert isinstance(recipe, Recipe), "a mapping always has a legal part"
-    return recipe, violations
+    # pydantic counts only the legal items of a list, so it also calls a list of one illegal item too short.
+    return None, [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -47,18 +44,20 @@ def kinds(section: type[Section]) -> tuple[str, ...]:
     return typing.get_args(field.annotation) if field else ()
 
 
-def _violation(detail: dict[str, Any], data: dict[str, Any]) -> Violation:
+def _violation(detail: dict[str, Any], data: Any) -> Violation:
+    """Translate one of pydantic's error details."""
     path, owners, field = _locate(detail["loc"])
     key = ".".join(str(part) for part in path)
     value = MISSING if detail["type"] == "missing" else detail["input"]
     if detail["type"] == "extra_forbidden":
-        return Violation(key, value, "unknown key", _meant_key(path, owners, _mapping_at(data, path[:-1])))
+        siblings = functools.reduce(operator.getitem, path[:-1], data)
+        return Violation(key, value, "unknown key", _meant_key(path, owners, siblings))
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         options = [kind for owner in sections_of(field.annotation if field else None) for kind in kinds(owner)]
         given = value.get("kind", MISSING) if isinstance(value, dict) else value
         rule = "required: one of " if given is MISSING else "must be one of "
         return Violation(f"{key}.kind", given, rule + ", ".join(options), closest_text(given, options))
-    rule, nearest = way_out(detail, value, field)
+    rule, nearest = _rule_and_nearest(detail, value, field)
     return Violation(key, value, rule, nearest)
 
 
@@ -84,12 +83,6 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], Field
     return path, owners, field
 
 
-def _mapping_at(data: Any, path: list[Any]) -> dict[str, Any]:
-    for part in path:
-        data = data[part]
-    return data
-
-
 def _meant_key(path: list[Any], owners: list[type[Section]], given: dict[str, Any]) -> str:
     """The key that was probably meant: a sibling that is not given yet, else the same name elsewhere in the recipe."""
     name, above = str(path[-1]), ".".join(str(part) for part in path[:-1])
@@ -110,45 +103,88 @@ def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(inner, f"{prefix}{name}.")
 
 
-def _legal_part(section: type[Section], data: Any) -> Section | None:
-    """The section with its legal fields only; None when nothing of it can be read."""
-    if not isinstance(data, dict):
-        return None
-    values: dict[str, Any] = {}
-    unknown = set()
-    for name, field in section.model_fields.items():
-        if name in data:
-            value = _legal_value(field, data[name])
-            if value is MISSING:
-                unknown.add(name)
-            else:
-                values[name] = value
-    # A key that was probably meant to be this one: its default would be a guess.
-    strangers = [str(key) for key in data if key not in section.model_fields]
-    for stranger in strangers:
-        unknown |= set(difflib.get_close_matches(stranger, set(section.model_fields) - set(data), 1, 0.6))
-    part = section.model_construct(**values)
-    for name in unknown:
-        part.__dict__.pop(name, None)
-    return part
+TYPE_WORDS = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "finite_number": "must be a finite number",
+}
 
 
-def _legal_value(field: FieldInfo, value: Any) -> Any:
-    """The value of one field, or MISSING if it is not legal. Sections may be partial."""
-    inner = sections_of(field.annotation)
+BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _rule_and_nearest(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tuple[str, str]:
+    """The rule that a value breaks, in words, and the nearest legal value."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    options = _options(field.annotation) if field else []
+    if kind == "missing":
+        about = f": {field.description.rstrip('.')}" if field and field.description else ""
+        return f"required{about}", " | ".join(options)
+    if kind == "literal_error" and field is not None and _takes_numbers(field.annotation):
+        return f"must be a whole number or {' or '.join(options)}", _converted("int_type", value) or options[0]
+    if kind == "literal_error":
+        return f"must be one of {', '.join(options)}" if len(options) > 1 else f"must be {options[0]}", closest_text(
+            value, options
+        )
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        (name, bound), *_ = context.items()
+        return f"must be {BOUND_WORDS[name]} {bound}", _inside(name, bound, field)
+    if kind in TYPE_WORDS:
+        return TYPE_WORDS[kind], _converted(kind, value)
+    if kind in ("model_type", "model_attributes_type"):
+        return "must be a section, a mapping of keys to values", ""
+    if kind == "string_pattern_mismatch":
+        pattern = context["pattern"]
+        cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
+        return f"must match {pattern}", cleaned if re.search(
+            pattern, cleaned
+        ) else "module:function" if ":" in pattern else "run-1"
+    if kind == "broken_rule":
+        return context["rule"], context["nearest"]
+    if kind == "value_error":
+        return str(context["error"]), ""
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty", ""
+    return detail["msg"][:1].lower() + detail["msg"][1:], ""
+
+
+def _options(annotation: Any) -> list[str]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(option) for option in typing.get_args(annotation)]
+    return [option for argument in typing.get_args(annotation) for option in _options(argument)]
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    return annotation is int or any(_takes_numbers(argument) for argument in typing.get_args(annotation))
+
+
+def _inside(name: str, bound: float, field: FieldInfo | None) -> str:
+    """A legal value at the bound; an open bound (above, below) has no nearest value, so the default is named."""
+    if name in ("ge", "le"):
+        return str(bound)
+    if field is not None and isinstance(field.default, (int, float)):
+        return str(field.default)
+    return f"a value {BOUND_WORDS[name]} {bound}"
+
+
+def _converted(kind: str, value: Any) -> str:
+    """What a value of another type probably meant."""
+    if kind == "string_type":
+        return f'"{value}"' if isinstance(value, (int, float)) else ""
+    if kind == "tuple_type":
+        return f"[{value}]"
+    if kind == "bool_type":
+        return "false" if str(value).lower() in ("no", "off", "0", "none", "false") else "true"
+    if isinstance(value, bool):
+        return str(int(value))
     try:
-        # the field's own rules live in its annotation and its metadata, the strictness in the sections' configuration
-        return _adapter(field, bool(inner)).validate_python(value)
-    except ValidationError:
-        pass
-    if isinstance(value, dict) and inner:
-        chosen = [one for one in inner if value.get("kind") in kinds(one)] if len(inner) > 1 else inner
-        part = _legal_part(chosen[0], value) if chosen else None
-        return MISSING if part is None else part
-    return MISSING
-
-
-def _adapter(field: FieldInfo, holds_sections: bool) -> TypeAdapter:
-    # pydantic takes no configuration for an annotation that is a model; models bring their own
-    annotation = typing.Annotated[field.annotation, field]  # type: ignore[name-defined]
-    return TypeAdapter(annotation) if holds_sections else TypeAdapter(annotation, config=Section.model_config)
+        number = float(str(value).replace("_", "").replace(",", ""))
+    except ValueError:
+        return ""
+    if not math.isfinite(number):
+        return ""
+    return str(max(1, round(number))) if kind == "int_type" else str(number)

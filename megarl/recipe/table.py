@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.recipe.rollout_rules import known_engine_args
+from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.rollout_section import known_engine_args
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 
@@ -42,17 +43,17 @@ def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
     count = worst_case_micro_batches(schedule, recipe.num_sequences, layout, recipe.max_sequence_tokens)
     rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
     rule += ", prompts shared" if schedule.share_prompts else ""
-    cut = f"{recipe.num_sequences} (whole batch)"
+    mini_batch = f"{recipe.num_sequences} (whole batch)"
     if phase in UPDATE_PHASES:
         assert schedule.mini_batch is not None, "an update phase has a mini-batch"
         updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
-        cut = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
+        mini_batch = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
     return PhaseRow(
         phase=phase,
         role=role,
         layout=layout_name(layout),
         micro_batch=rule,
-        mini_batch=cut,
+        mini_batch=mini_batch,
         data_parallel=str(layout.data),
         worst_case=str(count),
         bubble_share=f"{bubble_share(count, layout.pipeline, layout.virtual_pipeline):.0%}",
@@ -66,7 +67,7 @@ def concurrency(recipe: Recipe) -> str:
 
 
 def engine_lines(recipe: Recipe) -> list[str]:
-    """The sizes of the rollout engines, and what of `rollout.engine_args` nobody could check here."""
+    """The sizes of the rollout engines, and whether `rollout.engine_args` could be checked here."""
     rollout = recipe.rollout
     if rollout.replay is not None:
         return []
@@ -82,8 +83,8 @@ def engine_lines(recipe: Recipe) -> list[str]:
 
 
 def layout_name(layout: Layout) -> str:
-    """The layout in the field's short words, without the data-parallel size: TP2+SP x CP2 x PP2xVP2(1+3+2+2) x EP4xETP1, of
-    all but tensor and pipeline only what is cut."""
+    """Name a layout in short, without the data-parallel size: TP2+SP x CP2 x PP2xVP2(1+3+2+2) x EP4xETP1. Sizes of 1 are
+    left out, but for tensor and pipeline."""
     context = f" x CP{layout.context}" if layout.context > 1 else ""
     chunks = f"xVP{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
     layers = f"({'+'.join(map(str, layout.stages))})" if layout.stages else ""
@@ -94,7 +95,7 @@ def layout_name(layout: Layout) -> str:
 
 
 def engine_name(layout: RolloutLayout) -> str:
-    """How an engine is cut, in the field's short words: TP2 x PP2 x DP2 x EP, of all but tensor only what is cut."""
+    """Name an engine's layout in short: TP2 x PP2 x DP2 x EP. Sizes of 1 are left out, but for tensor."""
     pipeline = f" x PP{layout.pipeline}" if layout.pipeline > 1 else ""
     data = f" x DP{layout.data}" if layout.data > 1 else ""
     return f"TP{layout.tensor}{pipeline}{data}{' x EP' if layout.expert_parallel else ''}"
@@ -111,13 +112,8 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
             batch += f", up to {recipe.algorithm.dynamic_sampling.max_rounds} times"
         return PhaseRow(phase, source, engines, concurrency(recipe), batch)
     if phase == "reward":
-        return PhaseRow(
-            phase,
-            "reward workers",
-            "",
-            f"{recipe.phases.reward.sequences} a task",
-            f"{recipe.num_sequences} (whole batch)",
-        )
+        tasks, batch = f"{recipe.phases.reward.sequences} a task", f"{recipe.num_sequences} (whole batch)"
+        return PhaseRow(phase, "reward workers", "", tasks, batch)
     if phase == "weight_sync":
         return PhaseRow(phase, "actor to engines", engines, recipe.weight_sync.transport)
     return PhaseRow(phase, "", "", "", f"{recipe.num_sequences} (whole batch)")

@@ -1,7 +1,9 @@
-"""What is wrong with a recipe: one violation per fault, all of them at once."""
+"""What is wrong with a recipe: one violation per fault, all of them at once, with the nearest legal value."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,4 +47,29 @@ class _Marker:
 
 
 MISSING = _Marker("(missing)")
+
+
 GIVEN = _Marker("(given)")
+
+
+# How far from a wrong number a legal one is looked for; sizes in a recipe may be huge.
+SEARCH = 10_000
+
+
+def closest_text(value: Any, options: Iterable[Any]) -> str:
+    """The option that looks most like the value; the first where none does."""
+    options = [str(option) for option in options]
+    return (difflib.get_close_matches(str(value).lower(), options, 1, 0.4) or options[:1] or [""])[0]
+
+
+def closest_number(value: int, legal: Callable[[int], bool], high: int) -> str:
+    """The legal number in 1 ... `high` nearest to the value, the smaller of two; '' where none is near."""
+    start = min(max(value, 1), high)
+    for distance in range(min(high, SEARCH) + 1):
+        for candidate in (start - distance, start + distance):
+            if 1 <= candidate <= high and legal(candidate):
+                return str(candidate)
+    return ""
+
+
+Violations = Iterator[Violation]

@@ -1,8 +1,15 @@
-"""What a recipe says about ranks that do not go on."""
+"""`watchdog`: how long a rank may stand still before the run is ended."""
 
 from __future__ import annotations
 
-from megarl.recipe.sections import Seconds, Section
+from typing import TYPE_CHECKING
+
+from megarl.recipe.section import Seconds, Section
+from megarl.recipe.violation import Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
 
 # Below trainer.collective_timeout_s: the end of a collective names nobody.
 FIRST_STEP_SHARE, STEP_SHARE = 0.8, 0.5
@@ -19,3 +26,22 @@ class WatchdogSection(Section):
     """The same in phases that read or write files of the model: `start`, `load_checkpoint` and `checkpoint`."""
     stacks_s: Seconds = 5.0
     """How long the processes of a run that hangs may take to write their stacks before they are ended."""
+
+
+def watchdog_rules(recipe: Recipe) -> Violations:
+    """The watchdog names a rank that hangs before a collective ends, which names no rank, and not while a rank compiles."""
+    section, trainer, (first_step_s, _) = recipe.watchdog, recipe.trainer, recipe.standing_s
+    for key, seconds in (("first_step_s", section.first_step_s), ("step_s", section.step_s)):
+        if seconds is None:
+            continue
+        if seconds >= trainer.collective_timeout_s:
+            rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, whose end names no rank"
+            yield Violation(f"watchdog.{key}", seconds, rule, f"{STEP_SHARE * trainer.collective_timeout_s:g}")
+        elif trainer.compile and seconds <= trainer.compile_timeout_s:
+            rule = (
+                f"must be above trainer.compile_timeout_s = {trainer.compile_timeout_s:g}: ranks wait for one that compiles"
+            )
+            yield Violation(f"watchdog.{key}", seconds, rule, "null")
+    if section.step_s is not None and section.step_s > first_step_s:
+        rule = f"must not pass watchdog.first_step_s = {first_step_s:g}: a first step takes longer than the others"
+        yield Violation("watchdog.step_s", section.step_s, rule, f"{first_step_s:g}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import CodeRewardSection
+from megarl.recipe.reward_section import CodeRewardSection
 from megarl.reward.sandbox import Limits, Program, refusal, run_programs
 
 # Language and lines of a fenced block; of any language, as the end of one must not be taken for the start of another.

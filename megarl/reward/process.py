@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
+from megarl.recipe.reward_section import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
 from megarl.reward.process_tree import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, SCORED, below, end_all, is_over
 from megarl.reward.sandbox import SandboxFault
 from megarl.reward.verifiers import load_terms, read_answer, score_terms

@@ -22,7 +22,7 @@ import numpy as np
 import tenacity
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection, part_names
+from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, part_names
 from megarl.reward.process import Verdict
 
 # What became of a completion: judged at once or after another request; or masked, because the service gave no answer after

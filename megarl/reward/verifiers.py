@@ -20,7 +20,7 @@ import jsonschema
 import referencing
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import (
+from megarl.recipe.reward_section import (
     CodeRewardSection,
     FunctionRewardSection,
     HttpRewardSection,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_sections import JudgeSection
-from megarl.recipe.sections import RewardPhaseSection
+from megarl.recipe.phases_section import RewardPhaseSection
+from megarl.recipe.reward_section import JudgeSection
 from megarl.reward import sandbox, service
 from megarl.reward.process import MASKED, START_TIMEOUT_S, Verdict, VerifierProcess
 from megarl.reward.process_tree import SCORED

@@ -12,7 +12,7 @@ from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import fixed_parameters
 from megarl.planner.engine_memory import device_share
 from megarl.planner.placement import EnginePlace
-from megarl.recipe.cpu_rules import engine_choices, refused_engine_args
+from megarl.recipe.device_section import engine_choices, refused_engine_args
 from megarl.rollout import RolloutError
 from megarl.rollout.plugin import BACKEND
 

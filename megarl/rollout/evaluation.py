@@ -17,7 +17,7 @@ from megarl.algorithm.pass_at import Estimate, majority, mean_reward, pass_at
 from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt
 from megarl.recipe import Recipe
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.data_section import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.reward.workers import add_episodes
 from megarl.rollout.pool import Sampling

@@ -18,7 +18,7 @@ from megarl.models.model_files import model_directory
 from megarl.planner.placement import EnginePlace
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
-from megarl.recipe.engine_sizes import with_engine_sizes
+from megarl.recipe.sizes import with_engine_sizes
 from megarl.reward.service import check_services
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers

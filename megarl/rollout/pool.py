@@ -21,8 +21,8 @@ from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
-from megarl.recipe.memory import engines_of
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.sizes import engines_of
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import EngineReport, GroupRequest, request_seed
 from megarl.rollout.engine_settings import EngineSettings

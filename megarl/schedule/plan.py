@@ -191,4 +191,4 @@ def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layou
     # One token a sequence: whether these very lengths need more micro-batches than a rank has sequences shows in packing.
     found = violations(schedule, len(lengths), layout, max_sequence_tokens=1)
     if found:
-        raise ValueError("; ".join(found))
+        raise ValueError("; ".join(map(str, found)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.telemetry.clock import span
 
 # The host has nothing left to do in the phase, the device has.

@@ -15,7 +15,7 @@ os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from megarl.recipe.telemetry_sections import MlflowSinkSection
+from megarl.recipe.telemetry_section import MlflowSinkSection
 from megarl.telemetry.sink import Row, Start, flat, numbers
 from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 

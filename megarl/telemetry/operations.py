@@ -10,7 +10,7 @@ from megarl.planner.adapters import Adapters
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.roles import Frozen
 from megarl.recipe import ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.recipe.sections import FreezeSection
+from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.recipe.telemetry_sections import ProfileSection
+from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
 
 FOLDER = "profile"

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from megarl.recipe import Recipe
-from megarl.recipe.telemetry_sections import WandbSinkSection
+from megarl.recipe.telemetry_section import WandbSinkSection
 from megarl.recipe.violation import Violation
 
 # Where wandb looks for a key (0.31), besides the netrc file.

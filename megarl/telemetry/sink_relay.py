@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.recipe import Recipe
-from megarl.recipe.telemetry_sections import SinkSection
+from megarl.recipe.telemetry_section import SinkSection
 from megarl.telemetry.exit_status import REQUEUE, Preempted
 from megarl.telemetry.sink import FOLDER, Memory, Row, Sink, Start
 from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED

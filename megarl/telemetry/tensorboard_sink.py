@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from megarl.recipe.telemetry_sections import TensorboardSinkSection
+from megarl.recipe.telemetry_section import TensorboardSinkSection
 from megarl.telemetry.sink import Row, Start, numbers
 
 FOLDER = "tensorboard"

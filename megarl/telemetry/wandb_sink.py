@@ -11,7 +11,7 @@ from typing import Any
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
-from megarl.recipe.telemetry_sections import WandbSinkSection
+from megarl.recipe.telemetry_section import WandbSinkSection
 from megarl.telemetry.sink import Row, Start, numbers
 from megarl.telemetry.starts import COMPLETE
 

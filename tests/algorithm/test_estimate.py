@@ -13,7 +13,7 @@ from megarl.algorithm.estimate import ADVANTAGES, Scored, check_advantage, estim
 from megarl.algorithm.mismatch import mismatch_weights
 from megarl.algorithm.overlong import overlong_penalties
 from megarl.recipe import RecipeError
-from megarl.recipe.algorithm_sections import AlgorithmSection, GaeSection, GroupSection
+from megarl.recipe.algorithm_section import AlgorithmSection, GaeSection, GroupSection
 
 # Groups of unlike sizes, in no order: one of equal rewards, one of a lone member, one with a masked member.
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 3.0, 0.25, 0.0]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from megarl.algorithm import PolicyTokens, policy_loss
 from megarl.algorithm.policy import Loss, cispo, clip, gspo, load_policy_loss, policy_gradient
 from megarl.recipe import RecipeError
-from megarl.recipe.algorithm_sections import PolicyLossSection
+from megarl.recipe.algorithm_section import PolicyLossSection
 from megarl.recipe.structure import kinds, sections_of
 
 # Empty, of one token, and longer; ratios near 1, and beyond every bound.

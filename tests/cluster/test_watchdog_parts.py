@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from megarl.cluster.agent_verdict import judge as judge_ends
 
 from megarl.cluster import watched
+from megarl.cluster.agent import judge as judge_ends
 from megarl.cluster.watchdog import RANK_ENDED, _Rank
 from megarl.cluster.watchdog_judge import ENDED, Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.data.curriculum import Curriculum
 from megarl.data.prompts import PromptStream
-from megarl.recipe.data_sections import CurriculumSection, DataSection
-from megarl.recipe.reward_sections import VerifierSection
+from megarl.recipe.data_section import CurriculumSection, DataSection
+from megarl.recipe.reward_section import VerifierSection
 from megarl.reward.verifiers import check_answer, load_terms
 from tests.data.test_prompts import as_tuples, byte_tokenizer
 

@@ -16,7 +16,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
 from megarl.data.tokenizer import load_tokenizer, prompt_tokenizer, render_chat, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.recipe.data_sections import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_section import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 from megarl.telemetry.run_directory import RunDirectory
 
 CHAT = (
@@ -332,5 +332,6 @@ def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
     """With the model that set-up makes for it."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     recipe = load_recipe(f"recipes/{name}.yaml")
+    assert recipe.data.prompts.kind == "reasoning_gym"
     prompts = PromptStream(recipe.data, recipe.run.seed, load_tokenizer(recipe.model.path))
     assert prompts.num_dropped == 0 and len(list(prompts.every())) == recipe.data.prompts.size

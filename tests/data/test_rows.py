@@ -14,8 +14,8 @@ import pytest
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.data_sections import HuggingFacePromptsSection
-from megarl.recipe.reward_sections import CodeRewardSection, VerifierSection
+from megarl.recipe.data_section import HuggingFacePromptsSection
+from megarl.recipe.reward_section import CodeRewardSection, VerifierSection
 from megarl.reward.verifiers import check_answer, load_terms
 from tests.data.test_prompts import byte_tokenizer, jsonl, rows_of, section
 from tests.recipe_cases import edited, make_folder, write

@@ -6,7 +6,7 @@ import torch
 
 from megarl.megatron.lora import Adapter
 from megarl.models.layout import Layout
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 from tests.engine_cases import EPSILON, small_batch
 from tests.feature_cases import Feature, train_with
 from tests.lora_cases import LORA, hand_made_lora, train_lora

@@ -10,13 +10,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch, pack
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.models.layout import Layout
-from megarl.recipe.algorithm_sections import (
-    AlgorithmSection,
-    EarlyStopSection,
-    KlSection,
-    MismatchSection,
-    ValueLossSection,
-)
+from megarl.recipe.algorithm_section import AlgorithmSection, EarlyStopSection, KlSection, MismatchSection, ValueLossSection
 from megarl.schedule import MicroBatch, MiniBatch
 
 LENGTHS = [(2, 3), (4, 1), (1, 5)]

@@ -14,13 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.models.layout import Layout
-from megarl.recipe.algorithm_sections import (
-    AlgorithmSection,
-    GspoLossSection,
-    KlSection,
-    MismatchSection,
-    ValueLossSection,
-)
+from megarl.recipe.algorithm_section import AlgorithmSection, GspoLossSection, KlSection, MismatchSection, ValueLossSection
 from megarl.schedule import Schedule, plan_phase
 from tests import router_cases
 from tests.engine_cases import engine, in_groups, random_batch, start

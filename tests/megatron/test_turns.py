@@ -15,7 +15,7 @@ from megarl.data.sample import Completion
 from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
 from megarl.models.layout import Layout
-from megarl.recipe.algorithm_sections import AlgorithmSection
+from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, random_batch, start
 from tests.ranks import run_ranks

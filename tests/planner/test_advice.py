@@ -10,7 +10,7 @@ import pytest
 from megarl.planner.advice import ALIKE, WORTHWHILE, Advice, advise
 from megarl.planner.fit import fit
 from megarl.planner.forecast import Forecast
-from megarl.recipe.memory import GIB
+from megarl.recipe.sizes import GIB
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
 

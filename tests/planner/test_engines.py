@@ -16,7 +16,7 @@ from megarl.planner.lengths import Lengths, Limits
 from megarl.planner.memory import Memory, resident, resting
 from megarl.planner.roles import Role, Savings
 from megarl.recipe import load_recipe
-from megarl.recipe.memory import GIB, memory_roles
+from megarl.recipe.sizes import GIB, memory_roles
 from tests.planner_cases import forecast_of, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"

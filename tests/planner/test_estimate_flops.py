@@ -17,7 +17,7 @@ from megarl.models.shape import Experts
 from megarl.planner.adapters import Adapters
 from megarl.planner.flops import executed_flops, forward_flops, update_flops
 from megarl.planner.roles import Frozen, Role, Savings
-from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection
+from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start
 from tests.memory_cases import HEADS, MODELS, write_model

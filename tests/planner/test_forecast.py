@@ -17,7 +17,7 @@ from megarl.planner.forecast import Forecast, cap_that_fits, forecast, forecast_
 from megarl.planner.job import Job, job_of
 from megarl.planner.lengths import Lengths
 from megarl.recipe import load_recipe
-from megarl.recipe.memory import GIB
+from megarl.recipe.sizes import GIB
 from megarl.schedule import Schedule, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from megarl.recipe import Recipe
-from megarl.recipe.data_sections import DataSection
+from megarl.recipe.data_section import DataSection
 from megarl.recipe.structure import kinds, sections_of
 from megarl.reward.workers import REASONS
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from megarl.megatron.step_metrics import schedule_metrics
 from megarl.models.layout import Layout
-from megarl.recipe.recipe import PHASES
-from megarl.recipe.sections import ForwardPhaseSection, PhasesSection, UpdatePhaseSection
+from megarl.recipe.phases_section import PHASES, ForwardPhaseSection, PhasesSection, UpdatePhaseSection
 from megarl.rollout.metrics import rollout_metrics
 from megarl.schedule import Cost, Executed, Schedule, plan_phase
 

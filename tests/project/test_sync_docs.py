@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-from megarl.recipe.sections import WeightSyncSection
+from megarl.recipe.weight_sync_section import WeightSyncSection
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
 

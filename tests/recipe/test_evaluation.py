@@ -32,8 +32,8 @@ def test_a_run_is_measured_before_the_first_step_and_after_the_last(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("edits", "changes", "key", "rule"), [
-    ((), {"completions": 2, "pass_at": [1, 4]}, "evaluation.pass_at.1", "needs k completions"),
-    ((), {"completions": 2, "temperature": 0.0}, "evaluation.completions", "the same"),
+    ((), {"completions": 2, "pass_at": [1, 4]}, "evaluation.pass_at", "needs k completions"),
+    ((), {"completions": 2, "temperature": 0.0}, "evaluation.temperature", "the same"),
     ((), {"temperature": 0.005}, "evaluation.temperature", "at least 0.01"),
     ((), {"completions": 64}, "evaluation.completions", "16 sequences of a step"),
     ((), {"every": 9}, "evaluation.every", "3 steps"),

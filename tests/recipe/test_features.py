@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.models import FAMILIES
 from megarl.recipe.feature_table import features, markdown
-from megarl.recipe.sections import ActorSection, LayoutSection
+from megarl.recipe.layout_section import LayoutSection
+from megarl.recipe.role_sections import ActorSection
 from tests.megatron import test_golden as test_engine_golden
 from tests.tiny_models import save_tiny_model
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app, train_command
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
-from megarl.recipe.sections import Section
+from megarl.recipe.section import Section
 from megarl.recipe.table import phase_table
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.telemetry.run_directory import Resume

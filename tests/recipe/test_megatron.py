@@ -15,8 +15,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.foreign_fields import dataclass_fields
-from megarl.recipe.megatron_rules import FIXED, OWNER_OF
-from megarl.recipe.sections import MemorySection
+from megarl.recipe.role_sections import MemorySection
+from megarl.recipe.trainer_section import FIXED, OWNER_OF
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.tiny_models import save_tiny_model
 
@@ -71,9 +71,9 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
             ("critic.memory", SELECTIVE | {"recompute_num_layers": 2}),
         ],
         {
-            "actor.memory.recompute_modules": "actor.memory.recompute: selective",
-            "actor.memory.recompute_method": "actor.memory.recompute: full",
-            "critic.memory.recompute_num_layers": "critic.memory.recompute: full",
+            "actor.memory.recompute_modules": "memory.recompute: selective",
+            "actor.memory.recompute_method": "memory.recompute: full",
+            "critic.memory.recompute_num_layers": "memory.recompute: full",
         },
     ),
     "modules that a dense model has none of": (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe import Recipe
-from megarl.recipe.sections import Section
+from megarl.recipe.section import Section
 from megarl.recipe.structure import sections_of
 from tests.recipe_reads import Member, read_members
 

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.planner.roles import Savings
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.memory import memory_roles
+from megarl.recipe.sizes import memory_roles
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
 JUDGE = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}

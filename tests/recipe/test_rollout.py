@@ -14,9 +14,11 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_segments
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.rollout_rules import bucket, concurrent, cut, kv_cache, own_devices, reload, routed_experts
-from megarl.recipe.sections import DeviceSection
+from megarl.recipe.device_section import DeviceSection
+from megarl.recipe.phases_section import rollout_and_reward_phases
+from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
 from megarl.recipe.table import engine_name
+from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout_cases import recipe, without_vllm_table
 from tests.weight_sync.test_fp8_experts import DEEPSEEK
@@ -36,7 +38,7 @@ def test_a_layout_is_legal_where_the_plan_and_vllm_take_it(name: str) -> None:
     shape = SHAPES[name]
     for tensor, pipeline, data, dealt in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4), (False, True)):
         layout = RolloutLayout(tensor, pipeline, data, dealt)
-        found = list(cut(recipe(Path("model"), **asdict(layout)), shape))
+        found = list(engines_fit_model(recipe(Path("model"), **asdict(layout)), shape))
         try:
             check_layout(shape, layout)
             legal = True
@@ -104,42 +106,42 @@ def test_engines_that_sleep_have_what_they_keep_on_every_stage(kind: str) -> Non
     shape = ModelShape.from_config(DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2})
     made = recipe(Path("model"), pipeline=2)
     made = made.model_copy(update={"device": DeviceSection.model_validate({"memory_gib": 80, "kind": kind})})
-    found = [f"{one.key} {one.rule}" for one in cut(made, shape)]
+    found = [f"{one.key} {one.rule}" for one in engines_fit_model(made, shape)]
     refused = "rollout.pipeline leaves a stage with layers 0 to 1, none with experts, where vLLM does not sleep"
     assert found == ([refused] if kind == "gpu" else [])
 
 
 def test_recorded_experts_need_all_layers_and_tokens_in_one_place() -> None:
     wanted = recipe(Path("model"), pipeline=2, data=2)
-    assert not list(routed_experts(wanted))
+    assert not list(rollout_rules(wanted))
     wanted = wanted.model_copy(update={"actor": wanted.actor.model_copy(update={"router_replay": True})})
-    assert {one.key for one in routed_experts(wanted)} == {"rollout.pipeline", "rollout.data"}
+    assert {one.key for one in rollout_rules(wanted)} == {"rollout.pipeline", "rollout.data"}
 
 
 def test_a_stage_caches_its_own_layers_and_sends_its_own_rows() -> None:
     """Two of three layers: 2 groups x 16 x 2 elements of 4 bytes a token."""
     needed = 2 * 2 * 2 * 16 * 4 * 40
-    assert not list(kv_cache(recipe(Path("model"), pipeline=2, kv_cache_bytes=needed), SHAPES["dense"]))
-    (short,) = kv_cache(recipe(Path("model"), pipeline=2, kv_cache_bytes=needed - 1), SHAPES["dense"])
+    assert not list(engines_fit_model(recipe(Path("model"), pipeline=2, kv_cache_bytes=needed), SHAPES["dense"]))
+    (short,) = engines_fit_model(recipe(Path("model"), pipeline=2, kv_cache_bytes=needed - 1), SHAPES["dense"])
     assert short.nearest == str(needed)
     wide = recipe(Path("model"), tensor=4, pipeline=3)
     tight = wide.model_copy(update={"weight_sync": wide.weight_sync.model_copy(update={"bucket_bytes": 64 * 4 + 255})})
-    assert not list(bucket(wide, SHAPES["dense"]))
-    assert [one.nearest for one in bucket(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
+    assert not list(weight_sync_fits_model(wide, SHAPES["dense"]))
+    assert [one.nearest for one in weight_sync_fits_model(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
 
 
 def test_nccl_needs_devices_that_no_rank_has() -> None:
     for transport, placement, refused in (("nccl", "colocated", 1), ("nccl", "separate", 0), ("auto", "colocated", 0)):
         one = recipe(Path("model"), placement=placement)
         one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"transport": transport})})
-        assert [found.key for found in own_devices(one)] == ["weight_sync.transport"] * refused
+        assert [found.key for found in weight_sync_rules(one)] == ["weight_sync.transport"] * refused
 
 
 def test_checkpoint_mode_takes_no_dealt_experts() -> None:
     for mode, dealt, refused in (("checkpoint", True, True), ("checkpoint", False, False), ("reshard", True, False)):
         one = recipe(Path("model"), tensor=2, expert_parallel=dealt)
         one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"mode": mode})})
-        assert bool(list(reload(one))) == refused
+        assert bool(list(weight_sync_rules(one))) == refused
 
 
 def test_a_family_without_a_table_of_vllm_takes_whole_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +223,4 @@ def test_a_check_asks_the_recipe_s_device_and_a_start_asks_its_machine(
 def test_engines_are_named_by_what_is_cut() -> None:
     assert engine_name(RolloutLayout(2)) == "TP2"
     assert engine_name(RolloutLayout(1, 2, 4, True)) == "TP1 x PP2 x DP4 x EP"
-    assert not list(concurrent(recipe(Path("model"), data=7)))
+    assert not list(rollout_and_reward_phases(recipe(Path("model"), data=7)))

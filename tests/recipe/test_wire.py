@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.models import ModelShape
-from megarl.recipe import wire_rules
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.rollout_section import rollout_rules
+from megarl.recipe.weight_sync_section import weight_sync_fits_model
 from tests.rollout_cases import recipe
 from tests.weight_sync.test_stream import BLOCKS
 
@@ -27,7 +28,7 @@ def fp8_recipe(**changes: Any) -> Recipe:
 
 
 def messages(made: Recipe, config: dict[str, Any]) -> list[str]:
-    found = [*wire_rules.quantization(made), *wire_rules.blocks(made, ModelShape.from_config(config))]
+    found = [*rollout_rules(made), *weight_sync_fits_model(made, ModelShape.from_config(config))]
     return [f"{one.key}: {one.rule}; {one.nearest}" for one in found]
 
 

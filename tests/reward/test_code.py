@@ -16,8 +16,8 @@ from megarl.cluster import doctor_checks
 from megarl.cluster.doctor_checks import Severity
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.reward_sections import CodeRewardSection
-from megarl.recipe.sections import RewardPhaseSection
+from megarl.recipe.phases_section import RewardPhaseSection
+from megarl.recipe.reward_section import CodeRewardSection
 from megarl.reward import code, sandbox
 from megarl.reward.code import code_of, code_verifier, programs_of
 from megarl.reward.sandbox import Limits, Program, SandboxFault, run_programs

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.reward_sections import HttpRewardSection, JudgeSection, VerifierSection
-from megarl.recipe.sections import RewardPhaseSection
+from megarl.recipe.phases_section import RewardPhaseSection
+from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, VerifierSection
 from megarl.reward import service
 from megarl.reward.process import Verdict
 from megarl.reward.service import Service, both, check_services

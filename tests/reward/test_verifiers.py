@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 import megarl
 from megarl.data.sample import Prompt
-from megarl.recipe.reward_rules import COUNTS, OWN_FIGURES, functions_have_figures
-from megarl.recipe.reward_sections import (
+from megarl.recipe.reward_section import (
+    COUNTS,
+    OTHER_METRICS,
     FunctionRewardSection,
     HttpRewardSection,
     PatternRewardSection,
     SchemaRewardSection,
     VerifierSection,
     part_names,
+    reward_rules,
 )
 from megarl.reward.process import MASKED
 from megarl.reward.process_tree import SCORED
@@ -143,7 +145,7 @@ def test_terms_add_up_by_weight_and_keep_their_names():
 
 
 JUDGE = HttpRewardSection(kind="http", url="http://judge/")
-KNOWN = st.sampled_from([*sorted(OWN_FIGURES), "exact", "exact_2", "exact_1_2", "http_num_late", "http_num", "judge"])
+KNOWN = st.sampled_from([*sorted(OTHER_METRICS), "exact", "exact_2", "exact_1_2", "http_num_late", "http_num", "judge"])
 FUNCTIONS = st.from_regex("[aZ_][a_1ñ]*", fullmatch=True) | KNOWN
 PARTS = st.lists(
     FUNCTIONS.map(lambda name: spec("function", target=f"m:{name}")) | st.sampled_from([spec("exact"), JUDGE]), max_size=6
@@ -156,19 +158,19 @@ PARTS = st.lists(
 def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
     names = part_names(parts)
     assert len(set(names)) == len(names)
-    recipe: Any = SimpleNamespace(reward=parts)
-    refused = {one.key for one in functions_have_figures(recipe)}
+    recipe: Any = SimpleNamespace(reward=parts, environment="some")
+    refused = {one.key for one in reward_rules(recipe)}
     kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
     reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
     counts = {f"{name}_num_{reason}" for name, reason in reasons}
     assert all(KEY.fullmatch(f"reward/{name}") for name in kept)
-    assert not set(kept) & (OWN_FIGURES | counts)
+    assert not set(kept) & (OTHER_METRICS | counts)
 
 
 def test_figures_of_no_part_are_all_known():
     code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
     causes = {f"num_zero_{one}" for one in SCORED} | {f"num_masked_{one}" for one in MASKED}
-    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} | causes == OWN_FIGURES
+    assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} | causes == OTHER_METRICS
     assert set(COUNTS) == set(REASONS)
 
 

@@ -20,13 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.recipe.reward_sections import (
-    FunctionRewardSection,
-    PatternRewardSection,
-    SchemaRewardSection,
-    VerifierSection,
-)
-from megarl.recipe.sections import RewardPhaseSection
+from megarl.recipe.phases_section import RewardPhaseSection
+from megarl.recipe.reward_section import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward import process, process_tree
 from megarl.reward.process import VerifierProcess
 from megarl.reward.workers import RewardWorkers, Scorer

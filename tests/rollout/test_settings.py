@@ -13,10 +13,9 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe.engine_sizes import is_sized, with_engine_sizes
 from megarl.recipe.load import recipe_yaml
-from megarl.recipe.memory import engines_of
-from megarl.recipe.rollout_rules import OWNED_ENGINE_ARGS, known_engine_args
+from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
+from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
 from megarl.recipe.table import engine_lines
 from megarl.rollout import RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
@@ -176,7 +175,7 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
 ) -> None:
     on_cpu = qwen(tmp_path, "device={memory_gib: 80, kind: cpu}")
     assert (on_cpu.rollout.kv_cache_bytes, on_cpu.phases.rollout.max_concurrent) == (256 << 20, 64)
-    monkeypatch.setattr("megarl.recipe.engine_sizes.vllm_is_for_cpus", lambda: False)
+    monkeypatch.setattr("megarl.recipe.sizes.vllm_is_for_cpus", lambda: False)
     unsized = qwen(tmp_path, "device=null")
     assert not is_sized(unsized) and "null" in engine_lines(unsized)[0]
     assert with_engine_sizes(unsized, None).rollout.kv_cache_bytes == 256 << 20

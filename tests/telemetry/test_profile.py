@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.platform import profiling
-from megarl.recipe.telemetry_sections import ProfileSection
+from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.out_of_memory import snapshot_on_out_of_memory
 from megarl.telemetry.profile import StepProfiler

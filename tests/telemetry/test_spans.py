@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work, _create_work_from_future  # type: i
 
 from megarl.megatron.collectives import timed_waits
 from megarl.megatron.timers import MegatronTimers, span_of
-from megarl.recipe.telemetry_sections import TelemetrySection
+from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import MOST_EVENTS, Event, StepTimes, recording, span, start_span
 from megarl.telemetry.device_sync import DeviceSync

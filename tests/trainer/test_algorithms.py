@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as stored
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megarl.recipe.recipe import ENGINE_PHASES, PHASES
+from megarl.recipe.phases_section import ENGINE_PHASES, PHASES
 from tests.planner_cases import document_of
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 

@@ -72,7 +72,7 @@ def train_sampling(recipe: str, resume: bool) -> int:
     """A run without engines, which `check` would not let sample; the sequences that were scored."""
     from megarl.build import train
     from megarl.recipe import load_recipe
-    from megarl.recipe.algorithm_sections import DynamicSamplingSection
+    from megarl.recipe.algorithm_section import DynamicSamplingSection
     from megarl.reward.workers import RewardWorkers
     from megarl.rollout.replay import ReplayPool
     from megarl.telemetry.run_directory import Resume

@@ -16,8 +16,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import NcclMessages, cuda_stub, messages
 from megarl.platform import current as platform
-from megarl.recipe.feature_rules import DEVICE_TRANSPORTS
-from megarl.recipe.sections import WeightSyncSection
+from megarl.recipe.device_section import DEVICE_TRANSPORTS
+from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.weight_sync.choice import choose_transport
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.transport import TRANSPORTS

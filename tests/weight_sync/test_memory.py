@@ -25,7 +25,7 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.recipe.sections import LoraSection
+from megarl.recipe.role_sections import LoraSection
 from megarl.weight_sync.copies import MOST_THREADS, Works
 from megarl.weight_sync.in_place import share
 from megarl.weight_sync.module_work import module_works

@@ -1,4 +1,4 @@
-"""Where a model named in a recipe lies on this machine, and its shape."""
+"""`model`: where a model lies on this machine, its shape, and whether its files are complete."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.models import ModelShape
-from megarl.models.stored_weights import has_weights
+from megarl.models.model_files import check_has_tokenizer
+from megarl.models.stored_weights import check_tokenizer, check_weights, has_weights, read_vocabulary
+from megarl.recipe.section import FilePath, Section
+from megarl.recipe.violation import Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class ModelSection(Section):
+    path: FilePath
+    """Hugging Face directory or hub name the actor, the reference and the rollout engines start from."""
+
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+
+
 Fetch = Callable[[str], Path]
+
+
 # What `megarl check` reads of a model on the hub, which is little: sizes, and the tokenizer.
 CONFIG_FILES = ["config.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja"]
 
@@ -63,7 +80,7 @@ def fetch_config(path: str) -> Path:
     return directory
 
 
-def not_checked(key: str, path: str) -> str | None:
+def missing_files(key: str, path: str) -> str | None:
     """One line of what no rule looked at of the model under `key`, as its files are not on this machine yet; None for a
     complete directory. Raises ModelNotFound."""
     directory = find_model(path)
@@ -93,3 +110,58 @@ def _way_out(path: str) -> str:
     if HUB_NAME.match(path) and not folder.is_dir():
         return f"'hf download {path} config.json' where there is a network; 'megarl train' fetches the weights"
     return "a directory with a Hugging Face config.json, or a hub name like Qwen/Qwen3-0.6B"
+
+
+def files_fit_model(key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
+    """Weights and tokenizer on disk are the model's.
+
+    A directory without weights can still be checked and planned for, and the cache may lack files of a hub name; the start
+    of a run asks for all.
+    """
+    directory = find_model(path, fetch)
+    try:
+        if Path(path).is_dir() and has_weights(directory):
+            scores = key == "reward_model.path"
+            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
+            if key == "model.path":
+                check_has_tokenizer(directory)
+        check_tokenizer(directory, shape)
+    except (ValueError, OSError) as error:
+        yield Violation(key, path, f"cannot be loaded: {error}", "the complete directory that save_pretrained wrote")
+
+
+def same_tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
+    """A role reads the actor's tokens, so its own tokenizer gives them the same numbers."""
+    try:
+        numbers, actor_numbers = (read_vocabulary(find_model(one, fetch)).tokens for one in (path, recipe.model.path))
+        num_tokens = model_shape(recipe.model.path, fetch).vocab
+    except (ModelNotFound, ValueError, OSError):
+        return  # each has a violation of its own
+    # A token that the actor has no embedding of is in no prompt and no completion.
+    known = [token for token, number in actor_numbers.items() if number < num_tokens]
+    unlike = [token for token in known if numbers and numbers.get(token) != actor_numbers[token]]
+    if unlike:
+        token = unlike[0]
+        rule = (
+            f"its tokenizer gives {token!r} the number {numbers.get(token)}, that of model.path gives it "
+            f"{actor_numbers[token]}; {len(unlike)} of {len(actor_numbers)} tokens differ"
+        )
+        yield Violation(key, path, rule, "a model with the tokenizer of model.path")
+
+
+def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """The model under `role` has a position for each token of the longest sequence."""
+    longest, prompt = recipe.max_sequence_tokens, recipe.data.max_prompt_tokens
+    if longest <= shape.max_positions:
+        return
+    whose = "" if role == "model" else f"{role}'s "
+    rule = (
+        f"with data.max_prompt_tokens {prompt} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
+    )
+    room = shape.max_positions - prompt
+    nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
+    if recipe.environment is None:
+        yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
+    else:
+        rule = f"{recipe.completion_key} = {recipe.max_completion_tokens} {rule}"
+        yield Violation("environment.max_episode_tokens", recipe.environment.max_episode_tokens, rule, nearest)

@@ -1,22 +1,27 @@
-"""How advantages, losses and KL are computed. Formulas and sources: docs/algorithms.md and `megarl/algorithm/`."""
+"""`algorithm`: advantages, losses and KL. Formulas and sources: docs/algorithms.md and `megarl/algorithm/`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from megarl.recipe.sections import Positive, Section, Share, Weight
+from megarl.recipe.section import Above, Below, Positive, Section, Share, Target, Weight, broken_rule
+from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
-Above = Annotated[float, Field(gt=0)]
-Below = Annotated[float, Field(gt=0, lt=1)]
-# A function of a user's own module.
-Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
 Advantage = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
 ]  # fmt: skip
+
+
 # Those that compare the completions of a prompt with each other.
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+
+
 # Those that give the tokens of a sequence unlike advantages.
 OF_TOKENS = ("gae", "reinforce_plus_plus", "remax")
 
@@ -111,6 +116,16 @@ class KlSection(Section):
     adaptive: AdaptiveKlSection | None = None
     """Steer the coefficient to a KL; null for a fixed one."""
 
+    @field_validator("adaptive")
+    @classmethod
+    def _multiplies_the_coefficient(
+        cls, section: AdaptiveKlSection | None, info: ValidationInfo
+    ) -> AdaptiveKlSection | None:
+        if section is not None and info.data.get("coefficient") == 0:
+            rule = "multiplies algorithm.kl.coefficient, which is 0 and stays 0"
+            raise broken_rule(rule, "algorithm.kl.coefficient: 0.001")
+        return section
+
 
 class GroupSection(Section):
     deviation: bool = True
@@ -139,19 +154,25 @@ class OverlongSection(Section):
     buffer: Annotated[int, Field(ge=0)] = 0
     """Over the last this many tokens below rollout.max_new_tokens the penalty grows to its full size; 0 for no penalty."""
     penalty: Above = 1.0
-    """What a completion of rollout.max_new_tokens loses."""
+    """Penalty of a completion of rollout.max_new_tokens."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> OverlongSection:
+        if not self.buffer and not self.mask:
+            raise broken_rule("neither masks nor penalises anything", "mask: true, or a buffer above 0")
+        return self
 
 
 class DynamicSamplingSection(Section):
     max_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds of `phases.rollout.prompts` prompts that a step may take until it has as many groups whose rewards differ;
-    behind the last one groups without a signal fill up the batch."""
+    after the last round, groups of equal rewards fill up the batch."""
 
 
 class EarlyStopSection(Section):
     target_kl: Above
-    """The mean KL of a token from the policy before the first update of the step, behind which the step's remaining
-    mini-batches are skipped."""
+    """Skip a step's remaining mini-batches once the mean KL of a token from the policy before the first update of the step
+    exceeds this."""
     estimator: Literal["k1", "k3"] = "k3"
     """Estimator of that KL, by Schulman's names."""
 
@@ -192,13 +213,91 @@ class AlgorithmSection(Section):
     value_loss: ValueLossSection | None = None
     """The critic's loss; with `advantage: gae` only."""
     overlong: OverlongSection | None = None
-    """What becomes of completions at the limit of their length; null for nothing special."""
+    """Mask or penalise completions at the limit of their length; null does neither."""
     dynamic_sampling: DynamicSamplingSection | None = None
     """Take further prompts in place of those whose completions all have the same reward; null trains on all."""
     early_stop: EarlyStopSection | None = None
     """End the actor's updates of a step once the policy has moved far; null takes all of them."""
     mismatch: MismatchSection | None = None
-    """Correct for the engine's probabilities not being the trainer's, by importance sampling; null for no correction."""
+    """Correct the difference between the engine's and the trainer's probabilities by importance sampling; null does not."""
     max_ratio_drift: Above = 0.1
     """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
     `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""
+
+
+def algorithm_rules(recipe: Recipe) -> Violations:
+    """Advantages, losses and their corrections go together, and each has what it reads."""
+    algorithm = recipe.algorithm
+    yield from _advantage_rules(recipe)
+    if algorithm.policy_loss.kind == "gmpo":
+        # A geometric mean has one advantage and one weight a sequence: its tokens' losses are copies of one value.
+        if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
+            rule = "weighs each token's loss, and of algorithm.policy_loss.kind = gmpo each is the whole sequence's"
+            yield Violation("algorithm.mismatch.level", "token", rule, "sequence")
+        if algorithm.advantage in OF_TOKENS:
+            rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
+            yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
+    if (section := algorithm.overlong) is not None:
+        longest, episodes = recipe.max_own_tokens, recipe.environment
+        if section.buffer > longest:
+            key = "rollout.max_new_tokens" if episodes is None else "what the turns of an episode may have"
+            rule = f"must not exceed {key} = {longest}"
+            yield Violation("algorithm.overlong.buffer", section.buffer, rule, str(longest))
+        if section.buffer and episodes is not None and episodes.max_episode_tokens is not None:
+            rule = (
+                f"penalises the last tokens before {longest} of the policy's own, which an episode may never have where "
+                f"environment.max_episode_tokens = {episodes.max_episode_tokens} counts observations, too"
+            )
+            yield Violation("algorithm.overlong.buffer", section.buffer, rule, "0, or environment.max_episode_tokens: null")
+    updates = recipe.updates_per_batch
+    if algorithm.early_stop is not None and updates < 3:
+        # The KL of a mini-batch is that of the policy that it updates: 0 before the first update of a step.
+        rule = f"of {updates} update{'s' if updates > 1 else ''} a step none can be skipped: the KL is 0 up to the second"
+        nearest = "a smaller phases.actor_update.mini_batch, more epochs, or remove algorithm.early_stop"
+        yield Violation("algorithm.early_stop", GIVEN, rule, nearest)
+    if algorithm.dynamic_sampling is not None:
+        yield from _dynamic_sampling_rules(recipe)
+
+
+def _advantage_rules(recipe: Recipe) -> Violations:
+    """GAE has a critic and its settings, which other advantages do not read; a group has two members or more."""
+    algorithm = recipe.algorithm
+    if algorithm.advantage in OF_GROUPS and algorithm.group_size < 2:
+        rule = f"{algorithm.advantage} compares at least two completions of a prompt"
+        yield Violation("algorithm.group_size", algorithm.group_size, rule, "2")
+    if algorithm.group is not None and algorithm.advantage != "grpo":
+        rule = f"says how grpo compares, and algorithm.advantage is {algorithm.advantage}"
+        yield Violation("algorithm.group", GIVEN, rule, "remove algorithm.group")
+    if algorithm.advantage == "remax" and recipe.reward_model is not None:
+        rule = "the reward model scores what is trained on, and the greedy completions of remax are not"
+        yield Violation("algorithm.advantage", "remax", rule, "rloo, or remove reward_model and its part of reward")
+    of_gae = {
+        "critic": (recipe.critic, "critic: {optimizer: {lr: 1.0e-5}}"),
+        "algorithm.gae": (algorithm.gae, "gae: {discount: 1.0, smoothing: 0.95}"),
+        "algorithm.value_loss": (algorithm.value_loss, "value_loss: {clip: 0.2}"),
+    }
+    for key, (section, example) in of_gae.items():
+        if section is not None and algorithm.advantage != "gae":
+            yield Violation(key, GIVEN, "needs algorithm.advantage: gae (PPO)", f"remove {key}, or algorithm.advantage: gae")
+        if section is None and algorithm.advantage == "gae":
+            yield Violation(key, MISSING, "required with algorithm.advantage: gae (PPO)", example)
+
+
+def _dynamic_sampling_rules(recipe: Recipe) -> Violations:
+    """Rewards say which groups are informative, and only where groups are compared."""
+    algorithm, key = recipe.algorithm, "algorithm.dynamic_sampling"
+    if algorithm.advantage not in OF_GROUPS and ":" not in algorithm.advantage:
+        rule = f"replaces groups of equal rewards, and algorithm.advantage = {algorithm.advantage} compares no groups"
+        yield Violation(key, GIVEN, rule, f"one of {', '.join(OF_GROUPS)}, or remove {key}")
+    elif ":" in algorithm.advantage and algorithm.group_size < 2:
+        rule = f"{key} looks for groups whose rewards differ"
+        yield Violation("algorithm.group_size", algorithm.group_size, rule, "2")
+    if recipe.reward_model is not None:
+        rule = "judges groups after each round of rewards, and the reward model scores once, when the batch is complete"
+        yield Violation(key, GIVEN, rule, f"remove {key}, or reward_model and its part of reward")
+    if recipe.rollout.replay is not None:
+        rule = "takes further prompts, and rollout.replay has the completions of a fixed batch a step"
+        yield Violation(key, GIVEN, rule, f"remove {key}, or rollout.replay")
+    if recipe.run.dump_rollouts:
+        rule = f"writes rollouts for rollout.replay, which cannot stand in for the rounds of {key}"
+        yield Violation("run.dump_rollouts", True, rule, "false; telemetry.samples_per_step keeps completions to look at")

@@ -1,34 +1,54 @@
-"""What a run on CPUs cannot do, and what vLLM's engines need there.
-
-`check` asks these rules where the recipe says `device.kind: cpu`, whatever machine it runs on; the start of a run asks them
-where its machine has no GPU.
-"""
+"""`device`: the devices of the trainer ranks, and what a run on CPUs cannot do."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from megarl.models import ModelShape
-from megarl.recipe.recipe import Recipe
-from megarl.recipe.violation import Violation
+from megarl.recipe.section import Section
+from megarl.recipe.violation import Violation, Violations
 
-Violations = Iterator[Violation]
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class DeviceSection(Section):
+    memory_gib: Annotated[float, Field(gt=0)]
+    """Memory of one trainer rank's device in GiB (2**30 bytes); on CPU, the rank's share of the machine's."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
+    their own; on CPUs all processes of a machine hold theirs at the same time."""
+    host_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one node's host in GiB, for all trainer ranks and engines on it: what `megarl check` estimates of offloaded
+    roles, checkpoints, the weight sync and processes must fit. null says the estimate and checks nothing."""
+    tflops: Annotated[float, Field(gt=0)] | None = None
+    """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
+    estimates."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
 
 # Of `weight_sync.transport`: those whose buckets lie on GPUs.
 DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
+
+
 # The smallest block of the KV cache that vLLM's attention for CPUs takes without a warning.
 CPU_BLOCK = 32
 
 
 def is_for_cpus(recipe: Recipe) -> bool:
-    """Whether the recipe says so; without `device` only the start of a run knows."""
+    """Whether `device.kind` is cpu; without `device` only the start of a run knows."""
     return recipe.device is not None and recipe.device.kind == "cpu"
 
 
 def without_gpus(recipe: Recipe) -> Violations:
-    """Features of a run with engines that need GPUs."""
+    """Features of engines and weight sync that need GPUs."""
     rollout, transport = recipe.rollout, recipe.weight_sync.transport
     if rollout.replay is not None:
         return  # no engine runs, and nothing is synced
@@ -44,8 +64,8 @@ def without_gpus(recipe: Recipe) -> Violations:
         yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")
 
 
-def engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Arguments that break the engines of the actor's model."""
+def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Engine arguments that break the actor's model on CPUs."""
     if recipe.rollout.replay is None:
         needed = engine_choices(shape, recipe.actor.router_replay)[1]
         yield from refused_engine_args(recipe.rollout.engine_args, needed)
@@ -79,3 +99,8 @@ def engine_choices(shape: ModelShape, record_routing: bool = False) -> tuple[dic
         # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
         needed["enable_prefix_caching"] = False
     return chosen, needed
+
+
+def _without_gpus(recipe: Recipe) -> Violations:
+    if is_for_cpus(recipe):
+        yield from without_gpus(recipe)

@@ -1,0 +1,229 @@
+"""`data`: where prompts come from, in which order, and how they are rendered."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from megarl.recipe.section import Count, FilePath, Positive, Section, Share, broken_rule
+from megarl.recipe.violation import GIVEN, Violation, Violations, closest_text
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class PromptSource(Section):
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """In a mixture, the share of this part against those of the others; null is 1."""
+
+
+class PromptColumns(PromptSource):
+    prompt_field: Annotated[str, Field(min_length=1)]
+    """Column that holds the question."""
+    answer_field: Annotated[str, Field(min_length=1)]
+    """Column that holds the answer; a dotted name goes into nested objects."""
+
+    @field_validator("answer_field")
+    @classmethod
+    def _is_not_asked(cls, answer: str, info: ValidationInfo) -> str:
+        if answer == info.data.get("prompt_field"):
+            raise broken_rule("is prompt_field too, so that the prompt is the answer", "the field that holds the answer")
+        return answer
+
+
+class FilePromptsSection(PromptColumns):
+    kind: Literal["jsonl", "parquet"]
+    """Format of the file; `jsonl` also reads one JSON array, and what gzip has packed."""
+    path: FilePath
+    """The file, from the working directory."""
+
+
+class HuggingFacePromptsSection(PromptColumns):
+    kind: Literal["huggingface"]
+    """A data set of the `datasets` library."""
+    path: FilePath
+    """A directory that `save_to_disk` wrote, a directory of data files, or a hub name that is cached or can be reached."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Configuration of the data set, where it has several."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Split to read; but for what `save_to_disk` wrote, a slice as `train[:1000]` will do."""
+
+
+class ReasoningGymPromptsSection(PromptSource):
+    kind: Literal["reasoning_gym"]
+    """Generated questions of the reasoning-gym package."""
+    task: Annotated[str, Field(min_length=1)]
+    """reasoning-gym's name of the task."""
+    size: Positive
+    """Questions to generate."""
+    seed: Count | None = None
+    """Seed of the generator; null takes `run.seed`."""
+    options: dict[str, Any] = {}
+    """Options of the task, as reasoning-gym names them."""
+
+
+SourceSection = FilePromptsSection | HuggingFacePromptsSection | ReasoningGymPromptsSection
+
+
+class MixturePromptsSection(Section):
+    kind: Literal["mixture"]
+    """Several sources at once, each with an order and epochs of its own."""
+    parts: Annotated[tuple[Annotated[SourceSection, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
+    """Sources with their `weight`. The next prompt comes from the part that is furthest behind its share."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares of the parts, which sum to 1."""
+        given = [1.0 if part.weight is None else part.weight for part in self.parts]
+        return tuple(weight / sum(given) for weight in given)
+
+
+PromptsSection = Annotated[SourceSection | MixturePromptsSection, Field(discriminator="kind")]
+
+
+class CurriculumSection(Section):
+    low: Share
+    """Skip prompts whose last pass rate was below this."""
+    high: Share
+    """Skip prompts whose last pass rate was above this. Prompts without a rate are taken."""
+
+    @field_validator("high")
+    @classmethod
+    def _is_above_low(cls, high: float, info: ValidationInfo) -> float:
+        low = info.data.get("low", high)
+        if low > high:
+            raise broken_rule(f"must not be below data.curriculum.low = {low:g}", f"{low:g}")
+        return high
+
+    pass_reward: float = 1.0
+    """A completion has passed where its reward, as `reward` sums it without a reward model, is at least this."""
+    revisit: Positive = 4
+    """A prompt is skipped for this many epochs; in the next one it is taken again and gets a new rate."""
+
+
+# What megarl says itself when it renders a chat, and what would have it give something else than a text.
+_RESERVED = (
+    "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+)  # fmt: skip
+
+
+class DataSection(Section):
+    prompts: PromptsSection
+    """Where questions and answers come from."""
+    max_prompt_tokens: Positive
+    """Tokens of the longest prompt that is used, as rendered."""
+    on_long_prompt: Literal["stop", "skip"] = "skip"
+    """What becomes of a row with a longer prompt: it ends the run before it starts, or is left out and counted in
+    `data/num_dropped`."""
+    system_prompt: str | None = None
+    """System message of the chat; null leaves it to the chat template."""
+    prompt_template: str | None = None
+    """Text around the question, with `{question}` in it; null gives the question alone."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _holds_the_question(cls, template: str | None) -> str | None:
+        if template is not None and "{question}" not in template:
+            raise broken_rule("must contain {question}", f"{template} {{question}}".strip())
+        return template
+
+    chat_template: bool = True
+    """Render the prompt as a chat with the model's own template."""
+    template_options: dict[str, Any] = {}
+    """Options of the chat template, as `{enable_thinking: false}`; see the model's card."""
+
+    @field_validator("template_options")
+    @classmethod
+    def _are_the_template_s(cls, options: dict[str, Any]) -> dict[str, Any]:
+        reserved = [name for name in options if name in _RESERVED]
+        if reserved:
+            raise broken_rule(f"megarl sets {', '.join(reserved)} itself", f"remove {', '.join(reserved)}")
+        return options
+
+    shuffle: bool = True
+    """A new order of the prompts in each epoch."""
+    prompt_format: Literal["text", "messages", "token_ids"] = "text"
+    """What a prompt field holds: a text or number; a chat, as a list of objects with `role` and `content`, which the chat
+    template renders; or token ids, which go to the engines as they are."""
+    answer_format: Literal["text", "json"] = "text"
+    """What an answer field holds: a text or number; or with `json` also a list or an object, of which rewards get the JSON
+    text, as the tests of `reward` kind `code`."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What becomes of a row without the named fields, with a value of the wrong type, with an answer that a reward cannot
+    judge by, or with token ids that the model has not: it ends the run before it starts, or is left out and counted in
+    `data/num_bad_rows`."""
+    curriculum: CurriculumSection | None = None
+    """Skip prompts that are too easy or too hard by now; null takes each once an epoch."""
+
+
+def data_rules(recipe: Recipe) -> Violations:
+    """Prompts are there, and formats, templates and curriculum fit each other."""
+    data, key, form = recipe.data, "data.prompt_format", recipe.data.prompt_format
+    sources = list(_sources("data.prompts", data.prompts))
+    evaluation = [] if recipe.evaluation is None else list(_sources("evaluation.prompts", recipe.evaluation.prompts))
+    for place, source in [*sources, *evaluation]:
+        yield from _source_exists(place, source)
+        if source.weight is not None and ".parts." not in place:
+            rule = "is the share in a mixture, and there is one source"
+            yield Violation(f"{place}.weight", source.weight, rule, f"remove {place}.weight")
+    if data.system_prompt is not None and not data.chat_template:
+        rule = "needs data.chat_template: true; without a chat there is no system message"
+        yield Violation("data.system_prompt", data.system_prompt, rule, "put it into data.prompt_template")
+    renders = data.chat_template and (form != "token_ids" or recipe.environment is not None)
+    if data.template_options and not renders:
+        rule = "no chat is rendered (data.chat_template, data.prompt_format)"
+        yield Violation("data.template_options", data.template_options, rule, "remove data.template_options")
+    if form != "text" and data.prompt_template is not None:
+        yield Violation("data.prompt_template", data.prompt_template, f"needs {key}: text", "remove data.prompt_template")
+    if form == "messages" and not data.chat_template:
+        yield Violation(key, form, "needs data.chat_template: true, which renders them", "text")
+    if form == "token_ids" and data.system_prompt is not None:
+        yield Violation("data.system_prompt", data.system_prompt, f"{key}: {form} is complete", "remove data.system_prompt")
+    if form != "text" and any(source.kind == "reasoning_gym" for _, source in sources):
+        yield Violation(key, form, "reasoning_gym makes texts", "text")
+    if data.curriculum is not None and not recipe.verifiers and recipe.environment is None:
+        rule = "a pass rate is read from rewards, and the only one is of kind: model"
+        yield Violation("data.curriculum", GIVEN, rule, "remove data.curriculum, or add a verifier to reward")
+
+
+def _sources(key: str, prompts: PromptsSection) -> Iterator[tuple[str, SourceSection]]:
+    if prompts.kind == "mixture":
+        yield from ((f"{key}.parts.{number}", part) for number, part in enumerate(prompts.parts))
+    else:
+        yield key, prompts
+
+
+def _source_exists(key: str, source: SourceSection) -> Violations:
+    if source.kind == "reasoning_gym":
+        yield from _task_exists(key, source.task)
+    elif source.kind == "huggingface":
+        # A relative path in the form of a hub name may be one; the start of the run asks the hub for it.
+        if source.path.startswith((".", "/", "~")) and not Path(source.path).is_dir():
+            yield Violation(f"{key}.path", source.path, "the directory does not exist", "what save_to_disk wrote")
+    elif not Path(source.path).is_file():
+        folder = Path(source.path).parent
+        files = sorted(str(file) for file in folder.glob(f"*.{source.kind}")) if folder.is_dir() else []
+        close = difflib.get_close_matches(source.path, files, 1, 0.5) or files[:1]
+        nearest = close[0] if close else f"a .{source.kind} file, from the working directory"
+        yield Violation(f"{key}.path", source.path, "the file does not exist", nearest)
+
+
+def _task_exists(key: str, task: str) -> Violations:
+    # Read from the sources of reasoning-gym: importing it takes longer than the whole check.
+    package = importlib.util.find_spec("reasoning_gym")
+    if package is None or not package.submodule_search_locations:
+        rule = "the package reasoning-gym is not installed"
+        yield Violation(f"{key}.kind", "reasoning_gym", rule, "pip install reasoning-gym")
+        return
+    registered = re.compile(r"^(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)[\"'](\w+)[\"']", re.MULTILINE)
+    files = Path(package.submodule_search_locations[0]).rglob("*.py")
+    tasks = sorted({name for file in files for name in registered.findall(file.read_text(encoding="utf-8"))})
+    if task not in tasks:
+        yield Violation(f"{key}.task", task, "is no task of reasoning-gym", closest_text(task, tasks))

@@ -1,0 +1,201 @@
+"""`ROLE.layout`: how a role is sharded over the trainer ranks, and what the ranks and a model allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from megarl.models import ModelShape
+from megarl.recipe.section import Positive, Section, broken_rule
+from megarl.recipe.violation import GIVEN, Violation, Violations, closest_number
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class LayoutSection(Section):
+    tensor: Positive = 1
+    """Tensor-parallel ranks."""
+    pipeline: Positive = 1
+    """Pipeline stages."""
+    virtual_pipeline: Positive = 1
+    """Model chunks of each pipeline stage. More make the pipeline's idle time shorter, and its messages more; micro-batches
+    then run in groups, one for each stage."""
+    context: Positive = 1
+    """Context-parallel ranks: they share each sequence, for sequences that are too long for one."""
+    sequence_parallel: bool = False
+    """Shard the activations between tensor-parallel regions over the tensor ranks."""
+    expert: Positive = 1
+    """Expert-parallel ranks: each holds a part of the experts of a mixture-of-experts model. They are ranks of one stage
+    (tensor x context x data-parallel ones), and take none of their own."""
+    expert_tensor: Positive | None = None
+    """Tensor-parallel ranks of each expert; null takes `tensor`."""
+    stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Layers of each pipeline stage, first to last, for stages that are not even; with `virtual_pipeline` those of the first
+    chunk of every stage, then of the second of every stage, and so on. Empty for even ones."""
+
+    @field_validator("virtual_pipeline")
+    @classmethod
+    def _chunks_need_stages(cls, chunks: int, info: ValidationInfo) -> int:
+        if chunks > 1 and info.data.get("pipeline") == 1:
+            raise broken_rule("divides the stages of a pipeline, and layout.pipeline is 1", "1")
+        return chunks
+
+    @field_validator("sequence_parallel")
+    @classmethod
+    def _sequences_need_tensor_ranks(cls, given: bool, info: ValidationInfo) -> bool:
+        if given and info.data.get("tensor") == 1:
+            raise broken_rule("shards activations over the tensor ranks, and layout.tensor is 1", "false")
+        return given
+
+    @field_validator("stages")
+    @classmethod
+    def _stages_need_a_pipeline(cls, stages: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        pipeline, chunks = info.data.get("pipeline"), info.data.get("virtual_pipeline")
+        if not stages or pipeline is None or chunks is None:
+            return stages
+        if pipeline == 1:
+            raise broken_rule("gives the layers of each stage of a pipeline, and layout.pipeline is 1", "[]")
+        if len(stages) != pipeline * chunks:
+            needed = f"pipeline {pipeline} x virtual_pipeline {chunks} = {pipeline * chunks} chunks"
+            rule = f"has {len(stages)} numbers; {needed} need one each"
+            raise broken_rule(rule, f"{pipeline * chunks} numbers that sum to the model's layers")
+        return stages
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one copy of the model's work; the data-parallel size is what they leave of the trainer ranks."""
+        return self.tensor * self.context * self.pipeline
+
+
+def written_layouts(recipe: Recipe) -> Iterator[tuple[str, LayoutSection]]:
+    """The layout sections that the recipe writes, with their role; a role without one has the actor's."""
+    yield "actor", recipe.actor.layout
+    for role, section in recipe.other_roles.items():
+        if section.layout is not None:
+            yield role, section.layout
+
+
+def layout_owner(recipe: Recipe, role: str) -> str:
+    """The role whose section holds the layout of a role."""
+    return role if any(role == owner for owner, _ in written_layouts(recipe)) else "actor"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def rank_rules(recipe: Recipe) -> Violations:
+    """Each layout divides the trainer ranks, and its experts the ranks of one stage."""
+    for role, section in written_layouts(recipe):
+        yield from _role_rank_rules(role, section, recipe.trainer.ranks)
+
+
+def _role_rank_rules(role: str, section: LayoutSection, ranks: int) -> Violations:
+    key, model_ranks = f"{role}.layout", section.ranks
+    sizes = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
+    sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+    if ranks % model_ranks and role == "actor":
+        rule = f"must be a multiple of actor.layout.{' x '.join(sizes)} = {model_ranks}"
+        nearest = closest_number(ranks, lambda count: count % model_ranks == 0, ranks + model_ranks)
+        yield Violation("trainer.ranks", ranks, rule, nearest)
+        return
+    if ranks % model_ranks:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        rule, others = f"{shown} = {model_ranks} must divide trainer.ranks = {ranks}", model_ranks // section.pipeline
+        nearest = closest_number(section.pipeline, lambda size: ranks % (others * size) == 0, ranks)
+        yield Violation(f"{key}.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
+        return
+    stage = ranks // section.pipeline
+    tensor = section.tensor if section.expert_tensor is None else section.expert_tensor
+    rule = f"must divide the {stage} ranks of a stage (trainer.ranks {ranks} / pipeline {section.pipeline})"
+    if stage % tensor:
+        nearest = closest_number(tensor, lambda size: stage % size == 0, stage)
+        yield Violation(f"{key}.expert_tensor", tensor, rule, nearest)
+    elif stage % (section.expert * tensor):
+        shown = f"expert {section.expert} x expert_tensor {tensor} = {section.expert * tensor}"
+        nearest = closest_number(section.expert, lambda size: stage % (size * tensor) == 0, stage)
+        yield Violation(f"{key}.expert", section.expert, f"{shown} {rule}", nearest)
+
+
+def feed_forward_rows(shape: ModelShape) -> list[int]:
+    """Rows of the feed-forward networks that all tokens pass."""
+    dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
+    shared = shape.experts.shared_ffn if shape.experts is not None else 0
+    return [shape.ffn] * dense + [shared] * bool(shared)
+
+
+def tensor_divides(shape: ModelShape, tensor: int) -> bool:
+    """Whether `tensor` ranks divide heads, key-value groups (or are a multiple of them) and feed-forward rows. Routed
+    experts are not asked: they may be sharded over another number."""
+    groups = shape.groups % tensor == 0 or tensor % shape.groups == 0
+    return shape.heads % tensor == 0 and groups and all(rows % tensor == 0 for rows in feed_forward_rows(shape))
+
+
+def tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
+    """The tensor size of a role or of an engine, given under `key`, divides the model."""
+    if not tensor_divides(shape, tensor):
+        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
+        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
+        rule = (
+            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
+            f"{rows}; legal: {', '.join(map(str, legal))}"
+        )
+        yield Violation(key, tensor, rule, closest_number(tensor, legal.__contains__, shape.heads))
+
+
+def spread_layers(layers: int, chunks: int) -> list[int]:
+    """Spread layers over chunks evenly. Chunks in the middle get the remainder: the first chunk also holds the embedding,
+    the last one the head."""
+    each, more = divmod(layers, chunks)
+    start = (chunks - more) // 2
+    return [each + (start <= number < start + more) for number in range(chunks)]
+
+
+def layout_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """The layout of a role divides its model's heads, layers and experts."""
+    section, owner, layers = recipe.layout_section(role), layout_owner(recipe, role), shape.num_layers
+    stages, chunks, key = section.pipeline, section.virtual_pipeline, f"{owner}.layout"
+    yield from tensor_size(f"{key}.tensor", section.tensor, shape)
+    uneven = f", or {key}.stages: {spread_layers(layers, stages * chunks)}" if stages * chunks <= layers else ""
+    if section.stages:
+        if sum(section.stages) != layers:
+            rule = f"sum to {sum(section.stages)}, and the model has {layers} layers"
+            yield Violation(f"{key}.stages", list(section.stages), rule, str(spread_layers(layers, stages * chunks)))
+    elif layers % stages:
+        nearest = closest_number(stages, lambda size: layers % size == 0, layers)
+        yield Violation(f"{key}.pipeline", stages, f"must divide the model's {layers} layers", nearest + uneven)
+    elif layers % (stages * chunks):
+        rule = f"pipeline {stages} x virtual_pipeline {chunks} = {stages * chunks} must divide the model's {layers} layers"
+        nearest = closest_number(chunks, lambda count: layers % (stages * count) == 0, layers // stages)
+        yield Violation(f"{key}.virtual_pipeline", chunks, rule, nearest + uneven)
+    if shape.experts is not None:
+        yield from _experts_fit(recipe, shape, section, key)
+    elif section.expert > 1 or section.expert_tensor is not None:
+        name = "expert" if section.expert > 1 else "expert_tensor"
+        if owner == role:
+            yield Violation(f"{key}.{name}", getattr(section, name), "the model has no experts", f"remove {key}.{name}")
+        else:
+            rule = f"has the {owner}'s layout, which shards experts, and its model has none"
+            yield Violation(role, GIVEN, rule, f"{role}.layout: {{tensor: {section.tensor}, pipeline: {stages}}}")
+
+
+def _experts_fit(recipe: Recipe, shape: ModelShape, section: LayoutSection, key: str) -> Violations:
+    assert shape.experts is not None, "a model with experts"
+    count, rows, stage = shape.experts.count, shape.experts.ffn, recipe.trainer.ranks // section.pipeline
+    name = "tensor" if section.expert_tensor is None else "expert_tensor"
+    tensor = section.expert_tensor or section.tensor
+    if count % section.expert:
+        nearest = closest_number(section.expert, divisors(math.gcd(count, stage // tensor)).__contains__, count)
+        yield Violation(f"{key}.expert", section.expert, f"must divide the model's {count} experts", nearest)
+    if rows % tensor:
+        nearest = closest_number(tensor, divisors(math.gcd(rows, stage)).__contains__, rows)
+        nearest += "" if name == "expert_tensor" else f", or {key}.expert_tensor: 1"
+        yield Violation(f"{key}.{name}", tensor, f"must divide the {rows} feed-forward rows of an expert", nearest)
+    if section.tensor > 1 and not section.sequence_parallel:
+        rule = "a model with experts needs it with tensor above 1: each tensor rank sends its own tokens to the experts"
+        yield Violation(f"{key}.sequence_parallel", False, rule, "true")

@@ -1,0 +1,232 @@
+"""`phases`: how each phase divides its batch into mini-batches and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from megarl.recipe.layout_section import layout_owner
+from megarl.recipe.reward_section import CodeRewardSection
+from megarl.recipe.section import Positive, Seconds, Section, broken_rule
+from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_number
+from megarl.schedule.legal import violations
+from megarl.schedule.schedule import in_micro_batch
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+# A tagged union, so that a wrong value is one violation and not one of each kind.
+Cap = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+]
+
+
+class MicroBatchSection(Section):
+    sequences: Positive | None = None
+    """Exactly this many sequences in each micro-batch (fewer in the last)."""
+    max_tokens: Cap | None = None
+    """As many sequences as fit under this cap, padding included, on each data-parallel rank. `auto` takes the largest cap
+    that fits `device.memory_gib`, and the resolved recipe shows the number."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> MicroBatchSection:
+        if (self.sequences is None) == (self.max_tokens is None):
+            raise broken_rule("exactly one of sequences and max_tokens", "{max_tokens: ...} or {sequences: ...}")
+        return self
+
+
+class RolloutPhaseSection(Section):
+    prompts: Positive
+    """Prompts of one step."""
+    max_concurrent: Annotated[int, Field(ge=1, le=2048)] | None = None
+    """Sequences one engine decodes at a time. null: 64 on CPUs; on GPUs an engine's share of a step's sequences, up to 256
+    for each data-parallel rank."""
+
+
+class RewardPhaseSection(Section):
+    sequences: Positive = 32
+    """Sequences scored by one task."""
+    timeout_s: Seconds = 60.0
+    """Deadline of one task; a sequence at work then scores 0, and those behind it are masked; both are counted."""
+    workers: Positive = 1
+    """Processes that score tasks at the same time, in the Ray cluster."""
+    memory_mib: Positive = 4096
+    """Resident memory of a worker's verifiers and all that they start, in MiB, beside that of a sandbox. A completion on
+    which they pass it scores 0; a function that loads a model needs room for it."""
+
+
+class ForwardPhaseSection(Section):
+    micro_batch: MicroBatchSection
+    """How the batch is divided into forward passes."""
+    share_prompts: bool = False
+    """Run a prompt once for the completions of its group that lie in one micro-batch, not once for each. On engines of
+    megarl's own attention: on CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
+
+
+class UpdatePhaseSection(Section):
+    mini_batch: Positive
+    """Sequences of one optimizer update, over all data-parallel ranks."""
+    micro_batch: MicroBatchSection
+    """How a mini-batch is divided into forward and backward passes."""
+    epochs: Positive = 1
+    """How often each sequence is used."""
+    max_micro_batches_in_flight: Positive | None = None
+    """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
+    stage hold one for each stage. Less memory, a longer bubble."""
+    share_prompts: bool = False
+    """As for a forward phase. Gradients equal those of a prompt that runs once for each completion."""
+
+
+class PhasesSection(Section):
+    rollout: RolloutPhaseSection
+    """Prompts to engines, completions back."""
+    reward: RewardPhaseSection = RewardPhaseSection()
+    """Completions to scores."""
+    reward_model: ForwardPhaseSection | None = None
+    """Scores of the reward model; runs with one."""
+    actor_logprob: ForwardPhaseSection | None = None
+    """Log-probabilities before the first update; runs with more than one update per batch or a KL term in the reward."""
+    reference_logprob: ForwardPhaseSection | None = None
+    """Log-probabilities under the reference; runs with a KL term."""
+    critic_value: ForwardPhaseSection | None = None
+    """Values of every token; runs with a critic."""
+    critic_update: UpdatePhaseSection | None = None
+    """Updates of the critic; runs with a critic."""
+    actor_update: UpdatePhaseSection
+    """Updates of the actor."""
+
+
+# Every phase, in the order of a step.
+PHASES = (
+    "rollout",
+    "reward",
+    "reward_model",
+    "actor_logprob",
+    "reference_logprob",
+    "critic_value",
+    "advantage",
+    "critic_update",
+    "actor_update",
+    "weight_sync",
+)
+
+
+# Phases an engine runs by micro-batches; each has a section of its own under `phases`.
+FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
+
+
+UPDATE_PHASES = ("critic_update", "actor_update")
+
+
+ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
+
+
+# Which role runs an engine phase.
+ROLE_OF = {
+    "reward_model": "reward_model",
+    "actor_logprob": "actor",
+    "reference_logprob": "reference",
+    "critic_value": "critic",
+    "critic_update": "critic",
+    "actor_update": "actor",
+}
+
+
+SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
+# Why a phase runs, and why it does not.
+REASONS = {
+    "reward_model": ("the recipe has a reward_model", "the recipe has no reward_model"),
+    "reference_logprob": ("algorithm.kl reads the reference", "without algorithm.kl nothing reads the reference"),
+    "actor_logprob": (
+        "with several updates per batch, or algorithm.kl.place: reward, the phase runs",
+        "with one update per batch the training forward gives the same numbers",
+    ),
+    "critic_value": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
+    "critic_update": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
+}
+
+
+def phase_rules(recipe: Recipe) -> Violations:
+    """Each phase that runs has a section, other phases have none, and `schedule/legal.py` accepts the numbers in it."""
+    for phase in ENGINE_PHASES:
+        section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
+        if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
+            continue  # whether the phase runs depends on a mini-batch size that is illegal
+        if section is None or not runs:
+            if runs:
+                size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
+                example = f"{phase}: {{{size}micro_batch: {{max_tokens: ...}}}}"
+                yield Violation(key, MISSING, f"required: {REASONS[phase][0]}", example)
+            elif section is not None:
+                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[phase][1]}", f"remove {key}")
+            continue
+        role, cap = ROLE_OF[phase], section.micro_batch.max_tokens
+        layout, longest = recipe.layout(role), recipe.max_sequence_tokens
+        if isinstance(cap, str) and recipe.device is None:
+            rule = "needs device.memory_gib, the memory that the cap must fit"
+            yield Violation(f"{key}.micro_batch.max_tokens", cap, rule, "device: {memory_gib: 80}")
+        schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(longest, layout))
+        for fault in violations(schedule, recipe.num_sequences, layout, longest):
+            rule, value = fault.rule, cap if fault.field == "micro_batch.max_tokens" else fault.value
+            if fault.field == "micro_batch.max_tokens":
+                made_of = f"{recipe.data.max_prompt_tokens} + {recipe.completion_key} {recipe.max_completion_tokens}"
+                rule += f" (data.max_prompt_tokens {made_of} = {longest})"
+            if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
+                yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
+        if section.share_prompts:
+            owner = layout_owner(recipe, role)
+            if layout.context > 1:
+                rule = f"{owner}.layout.context = {layout.context} ranks share each sequence"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+            if role == "reward_model":
+                rule = "a reward model reads each sequence to its end"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+            if role == "actor" and recipe.actor.router_replay:
+                rule = "actor.router_replay repeats what each sequence's prompt chose"
+                yield Violation(f"{key}.share_prompts", True, rule, "false")
+
+
+def batch_size(recipe: Recipe) -> Violations:
+    """Every data-parallel rank gets equally many sequences, and at least one for each stage of a virtual pipeline."""
+    prompts, group, sequences = recipe.phases.rollout.prompts, recipe.algorithm.group_size, recipe.num_sequences
+    layouts = recipe.layouts
+
+    def is_legal(count: int) -> bool:
+        of_step = [(count * group, layout.data, layout.micro_batch_step) for layout in layouts.values()]
+        return all(total % data == 0 and total >= data * step for total, data, step in of_step)
+
+    if is_legal(prompts):
+        return
+    rule = f"{prompts} prompts x group_size {group} = {sequences} sequences"
+    uneven = [f"{layout.data} ({role})" for role, layout in layouts.items() if sequences % layout.data]
+    if uneven:
+        rule += f" must divide over {' and '.join(uneven)} data-parallel ranks"
+    else:
+        role, layout = max(layouts.items(), key=lambda item: item[1].data * item[1].micro_batch_step)
+        rule += (
+            f" give each of {layout.data} data-parallel ranks {sequences // layout.data}, and the {role}'s virtual pipeline "
+            f"runs micro-batches by its {layout.micro_batch_step} stages"
+        )
+    sizes = [layout.data * layout.micro_batch_step for layout in layouts.values()]
+    yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, is_legal, prompts + math.lcm(*sizes)))
+
+
+def rollout_and_reward_phases(recipe: Recipe) -> Violations:
+    """Data-parallel ranks of an engine decode equally many sequences, and code under test gets its full time limit."""
+    count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
+    if count is not None and count % ranks:
+        nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
+        rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
+        yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
+    # Code that loops scores 0 at its own limit; an earlier deadline of the task would mask it.
+    limits = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
+    section = recipe.phases.reward
+    needed = section.sequences * (sum(limits) + SANDBOX_S)
+    if limits and section.timeout_s < needed:
+        each = f"{sum(limits):g} s each, and {SANDBOX_S:g} s for the sandbox"
+        rule = f"{section.sequences} sequences of a task (phases.reward.sequences) may run for {each}"
+        yield Violation("phases.reward.timeout_s", section.timeout_s, rule, f"{needed:g}, or fewer sequences")

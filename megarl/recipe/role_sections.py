@@ -1,0 +1,358 @@
+"""`actor`, `reference`, `critic`, `reward_model`: a role's optimizer, memory, adapters and frozen weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from megarl.models import ModelShape
+from megarl.models.megatron_weights import chunk_layers
+from megarl.planner.adapters import adapted_sizes
+from megarl.recipe.device_section import is_for_cpus
+from megarl.recipe.layout_section import LayoutSection
+from megarl.recipe.reward_section import ModelRewardSection
+from megarl.recipe.section import Count, FilePath, Positive, Section, Share, Weight, broken_rule, refuse_repeats
+from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+# Megatron's names of what `recompute: selective` can recompute.
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+class OptimizerSection(Section):
+    kind: Literal["adam"] = "adam"
+    """Adam with decoupled weight decay."""
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    weight_decay: Weight = 0.0
+    """Decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm; a larger one is scaled down to it."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, over the steps of the run."""
+    min_lr_share: Share = 0.0
+    """The learning rate that `decay` ends at, as a share of `lr`."""
+
+    @field_validator("min_lr_share")
+    @classmethod
+    def _a_decay_ends_there(cls, share: float, info: ValidationInfo) -> float:
+        if share and info.data.get("decay") == "constant":
+            raise broken_rule("is where a decay ends, and optimizer.decay is constant", "0, or optimizer.decay: cosine")
+        return share
+
+    overlap_gradients: bool = False
+    """Sum gradients over the data-parallel ranks while the last backward pass still runs, bucket by bucket."""
+    overlap_parameters: bool = False
+    """Gather updated weights from the data-parallel ranks during the next forward pass, a bucket ahead of the layer that
+    needs it; with `overlap_gradients` only."""
+
+    @field_validator("overlap_parameters")
+    @classmethod
+    def _gathers_buckets(cls, given: bool, info: ValidationInfo) -> bool:
+        if given and info.data.get("overlap_gradients") is False:
+            rule = "gathers weights by the buckets of optimizer.overlap_gradients, which is false"
+            raise broken_rule(rule, "optimizer.overlap_gradients: true")
+        return given
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What a forward pass does not keep and the backward pass runs again: `selective` the `recompute_modules` of each layer,
+    `full` whole layers, of which only the input is kept."""
+    recompute_modules: Annotated[
+        tuple[RecomputeModule, ...], Field(min_length=1, strict=False), AfterValidator(refuse_repeats)
+    ] = ("core_attn",)
+    """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names.
+    `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
+    `block` recomputes the first `recompute_num_layers` layers of each model chunk and keeps the others."""
+    recompute_num_layers: Positive = 1
+    """With `recompute: full`, layers recomputed together (`uniform`), or recomputed layers of each model chunk (`block`)."""
+
+    @field_validator("recompute_modules", "recompute_method", "recompute_num_layers")
+    @classmethod
+    def _this_recompute_reads_it(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None, "a validator of fields"
+        reader = "selective" if info.field_name == "recompute_modules" else "full"
+        recompute = info.data.get("recompute", reader)
+        if recompute != reader and value != cls.model_fields[info.field_name].default:
+            rule = f"only memory.recompute: {reader} reads it, and it is {recompute}"
+            raise broken_rule(rule, f"memory.recompute: {reader}, or remove {info.field_name}")
+        return value
+
+    offload_activations: bool = False
+    """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
+    computation."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What moves to the host's memory while the role runs no phase that needs it: `optimizer` its fp32 weights, moments and
+    gradient buffers outside of updates, `all` the weights outside of its phases as well."""
+
+
+class ReferenceMemorySection(Section):
+    offload: Literal["none", "all"] = "none"
+    """`all` keeps the weights in the host's memory and brings them to the device for `reference_logprob`."""
+
+
+class FreezeSection(Section):
+    embedding: bool = False
+    """Leave the token embedding as it is, and the head too where the model ties them."""
+    head: bool = False
+    """Leave the vocabulary's output layer as it is."""
+    norms: bool = False
+    """Leave every norm's weight as it is."""
+    layers: Count = 0
+    """Leave this many decoder layers, the first ones, as they are."""
+
+
+class LoraSection(Section):
+    rank: Positive
+    """Inner size of each adapter."""
+    alpha: Annotated[float, Field(gt=0)]
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: Annotated[
+        tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1, strict=False), AfterValidator(refuse_repeats)
+    ] = ("qkv", "proj", "fc1", "fc2")
+    """Linear layers that get an adapter, in every decoder layer: queries, keys and values; the attention's output; gate and
+    up; down."""
+
+
+class ActorSection(Section):
+    layout: LayoutSection = LayoutSection()
+    """How the model is sharded over the trainer ranks."""
+    optimizer: OptimizerSection
+    """The actor's optimizer."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters and leave the model's weights as they are; null trains the weights. A reference under the
+    actor's layout is then the actor without its adapters, and no second model is built."""
+    memory: MemorySection = MemorySection()
+    """Ways to need less of the device's memory."""
+    freeze: FreezeSection = FreezeSection()
+    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
+    router_replay: bool = False
+    """Send each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
+    engine sent it to; the experts' weights in the sum, and the gradient of the router, are the trainer's own. The recorded
+    choice takes one byte (two beyond 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU
+    use vLLM's own recording."""
+
+
+class ReferenceSection(Section):
+    path: FilePath | None = None
+    """Hugging Face directory or hub name of another model to stay near, of any size and family with the same tokens; null
+    takes `model.path`."""
+    layout: LayoutSection | None = None
+    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
+    refresh_every: Positive | None = None
+    """Every this many steps the reference takes the actor's weights; null leaves it as it was at the start. Its path
+    and layout must then be the actor's, and checkpoints hold its weights too."""
+    memory: ReferenceMemorySection = ReferenceMemorySection()
+    """Ways to need less of the device's memory."""
+
+
+class CriticSection(Section):
+    path: FilePath | None = None
+    """Hugging Face directory or hub name the critic starts from, of any size and family with the same tokens; null takes
+    `model.path`."""
+    layout: LayoutSection | None = None
+    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
+    optimizer: OptimizerSection
+    """The critic's optimizer."""
+    warmup_steps: Count = 0
+    """The first steps, this many, update the critic alone: the actor and its learning-rate schedule stand still."""
+    memory: MemorySection = MemorySection()
+    """Ways to need less of the device's memory."""
+    freeze: FreezeSection = FreezeSection()
+    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
+
+
+class RewardModelSection(Section):
+    path: FilePath
+    """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
+    It reads exactly the tokens of prompt and completion, no chat template of its own; its score is that of the last one."""
+    layout: LayoutSection | None = None
+    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
+
+
+def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:
+    """The sections of roles that have an optimizer."""
+    yield "actor", recipe.actor
+    if recipe.critic is not None:
+        yield "critic", recipe.critic
+
+
+def trained_role_rules(recipe: Recipe) -> Violations:
+    """Warm-ups end within the run, and what is frozen or recomputed can be."""
+    steps, critic_warmup = recipe.run.steps, recipe.critic_warmup_steps
+    if critic_warmup >= steps:
+        rule = f"the actor would never be updated: must be below run.steps = {steps}"
+        yield Violation("critic.warmup_steps", critic_warmup, rule, str(steps - 1))
+    for role, section in trained_sections(recipe):
+        updates, warmup = steps - (critic_warmup if role == "actor" else 0), section.optimizer.warmup_steps
+        if warmup > updates > 0:
+            less = f" - critic.warmup_steps = {updates}" if updates < steps else ""
+            yield Violation(
+                f"{role}.optimizer.warmup_steps", warmup, f"must not pass run.steps = {steps}{less}", str(updates)
+            )
+        if section.memory.recompute == "selective" and is_for_cpus(recipe):
+            yield from without_transformer_engine(recipe, role)
+    if recipe.critic is not None and recipe.critic.freeze.head:
+        yield Violation("critic.freeze.head", True, "a critic's head is new and must be trained", "false")
+    if recipe.actor.lora is not None and recipe.actor.freeze != FreezeSection():
+        rule = "with actor.lora only the adapters are trained"
+        yield Violation("actor.freeze", GIVEN, rule, "remove actor.freeze")
+
+
+def reference_rules(recipe: Recipe) -> Violations:
+    """Something reads the reference, and it holds the same shards as the actor where it takes the actor's weights."""
+    reference, every, key = recipe.reference, recipe.refresh_every, "reference.refresh_every"
+    if reference is None:
+        return
+    if recipe.algorithm.kl is None:
+        yield Violation("reference", GIVEN, "without algorithm.kl nothing reads the reference", "remove reference")
+    if reference.memory.offload != "none" and recipe.reference_is_base:
+        rule = "the reference is the actor without its adapters and has no weights of its own"
+        yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
+    if every is None:
+        return
+    if recipe.actor.lora is not None:
+        rule = "with actor.lora the model's weights stay as they are, and there is nothing to take"
+        yield Violation(key, every, rule, f"remove {key}, or actor.lora")
+    if recipe.path("reference") != recipe.model.path:
+        rule = f"takes the weights of model.path = {recipe.model.path}, and reference.path is another model"
+        yield Violation(key, every, rule, f"remove {key}, or reference.path")
+    if recipe.layout_section("reference") != recipe.actor.layout:
+        rule = "each rank copies its own shards, and reference.layout is not actor.layout"
+        yield Violation(key, every, rule, f"remove {key}, or reference.layout")
+    if every > recipe.run.steps:
+        yield Violation(key, every, f"never comes: run.steps = {recipe.run.steps}", str(recipe.run.steps))
+
+
+def reward_model_rules(recipe: Recipe) -> Violations:
+    """A reward model and the one part of the reward that reads it come together."""
+    parts = [number for number, part in enumerate(recipe.reward) if isinstance(part, ModelRewardSection)]
+    if recipe.reward_model is not None and not parts:
+        rule = "no part of reward reads it"
+        yield Violation("reward_model", GIVEN, rule, "remove reward_model, or add {kind: model} to reward")
+    if recipe.reward_model is None and parts:
+        rule = f"required: reward.{parts[0]} is of kind: model"
+        yield Violation("reward_model", MISSING, rule, "reward_model: {path: ...}")
+    for number in parts:
+        if recipe.reward[number].weight == 0:
+            rule = "a whole model would run for nothing"
+            yield Violation(f"reward.{number}.weight", 0.0, rule, f"remove reward.{number} and reward_model")
+    for number in parts[1:]:
+        yield Violation(f"reward.{number}.kind", "model", "there is one reward model", f"remove reward.{number}")
+
+
+def reward_model_files(path: str, directory: Path) -> Violations:
+    """The reward model in `directory` is a classifier with one label."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    for architecture in config.get("architectures") or ():
+        if not architecture.endswith("ForSequenceClassification"):
+            rule = f"is a {architecture}, and a reward model is a sequence classifier"
+            yield Violation("reward_model.path", path, rule, "a checkpoint of a ...ForSequenceClassification")
+    labels = len(config.get("id2label") or ()) or int(config.get("num_labels", 2))  # as transformers reads it
+    if labels != 1:
+        rule = f"its config.json has {labels} labels, and a reward is one number"
+        yield Violation("reward_model.path", path, rule, "one label")
+
+
+def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Adapters are narrower than the weights, and lie beside layers that the actor's model has; so do routed experts."""
+    if recipe.actor.router_replay and shape.experts is None:
+        yield Violation("actor.router_replay", True, "the model has no experts to choose from", "false")
+    lora = recipe.actor.lora
+    if lora is None:
+        return
+    has_experts = any(shape.has_experts(layer) for layer in range(shape.num_layers))
+    refused = {target: "experts get no adapters" for target in ("fc1", "fc2") if has_experts}
+    if shape.latent is not None:
+        refused["qkv"] = "multi-latent attention has no such layer"
+    legal = [target for target in lora.targets if target not in refused]
+    for target in lora.targets:
+        if target in refused:
+            nearest = ", ".join(legal or (name for name in ("qkv", "proj") if name not in refused))
+            yield Violation("actor.lora.targets", target, refused[target], nearest)
+    narrowest = min((size for target in legal for size in adapted_sizes(shape, target)), default=lora.rank)
+    if lora.rank > narrowest:
+        rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
+        yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
+
+
+def freeze_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """A trained role has the frozen layers, and something is left to train."""
+    freeze, layers = dict(trained_sections(recipe))[role].freeze, shape.num_layers
+    if freeze.layers > layers:
+        yield Violation(f"{role}.freeze.layers", freeze.layers, f"the model has {layers} layers", str(layers))
+    if role == "critic":
+        return  # its head is always trained
+    if shape.tied and freeze.head and not freeze.embedding:
+        rule = "the model's head is its embedding, and actor.freeze.embedding is false"
+        yield Violation("actor.freeze.head", True, rule, "actor.freeze.embedding: true")
+    elif freeze.embedding and (freeze.head or shape.tied) and freeze.norms and freeze.layers >= layers:
+        rule = f"with the embedding, the norms and all {layers} layers nothing is left to train"
+        yield Violation("actor.freeze.layers", freeze.layers, rule, str(layers - 1))
+
+
+def without_transformer_engine(recipe: Recipe, role: str) -> Violations:
+    """A trained role whose layers are not Transformer Engine's recomputes what Megatron's own layers can."""
+    modules = dict(trained_sections(recipe))[role].memory.recompute_modules
+    foreign = [module for module in ("layernorm", "moe_act") if module in modules]
+    if foreign:
+        rule = f"Megatron recomputes {' and '.join(foreign)} in Transformer Engine's layers alone, and these are not"
+        rest = [module for module in modules if module not in foreign] or ["core_attn"]
+        yield Violation(f"{role}.memory.recompute_modules", list(modules), rule, f"[{', '.join(rest)}]")
+
+
+def recompute_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
+    """The model of a trained role has the parts that are recomputed. For a layout that divides the model."""
+    memory, layout = dict(trained_sections(recipe))[role].memory, recipe.layout(role)
+    if memory.recompute == "full" and (layout.stages or shape.num_layers % (layout.pipeline * layout.virtual_pipeline) == 0):
+        chunks = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
+        layers = sorted({len(chunk_layers(shape, layout, *chunk)) for chunk in chunks})
+        key, number = f"{role}.memory.recompute_num_layers", memory.recompute_num_layers
+        if number > layers[-1]:
+            rule = f"a model chunk of the {role}'s pipeline stages has at most {layers[-1]} layers"
+            yield Violation(key, number, rule, str(layers[-1]))
+        elif memory.recompute_method == "uniform" and any(count % number for count in layers):
+            # megatron-core 0.16.1 runs past the end of a chunk.
+            rule = f"uniform recompute divides each model chunk of the {role} evenly, and they have {layers} layers"
+            yield Violation(key, number, rule, str(math.gcd(*layers)))
+    if memory.recompute != "selective":
+        return
+    modules, missing = memory.recompute_modules, dict[str, str]()
+    if shape.experts is None:
+        missing |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "is a part of experts, and the model has none")
+    elif not shape.experts.shared_ffn:
+        missing["shared_experts"] = "is a part that the model's layers do not have"
+    if "moe" in modules:
+        missing |= dict.fromkeys(("moe_act", "shared_experts"), "is recomputed with moe already")
+    if all(shape.has_experts(layer) for layer in range(shape.num_layers)):
+        missing["mlp"] = "is a dense feed-forward network, and every layer of the model has experts"
+    if shape.latent is None:
+        missing["mla_up_proj"] = "is a part of latent attention, which the model does not have"
+        if shape.experts is None:
+            missing["layernorm"] = "of a dense model is fused into the next linear layer, which keeps only its input"
+    if recipe.trainer.fp8 == "delayed":
+        rule = "has scales of FP8 that trainer.fp8: delayed takes from earlier passes, which a second pass changes"
+        missing |= dict.fromkeys(("layernorm", "moe_act"), rule)
+    for module in (module for module in modules if module in missing):
+        rest = [other for other in modules if other not in missing] or ["core_attn"]
+        rule = f"{module} {missing[module]}"
+        yield Violation(f"{role}.memory.recompute_modules", list(modules), rule, f"[{', '.join(rest)}]")

@@ -1,0 +1,215 @@
+"""`rollout`: the vLLM engines, their layout and their arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from megarl.models import ModelShape
+from megarl.models import vllm_weights as vllm
+from megarl.models.layout import RolloutLayout
+from megarl.planner.attention_cost import cache_width
+from megarl.planner.engine_memory import cached_layers
+from megarl.planner.roles import BYTES
+from megarl.recipe.device_section import is_for_cpus
+from megarl.recipe.foreign_fields import dataclass_fields, option_rules
+from megarl.recipe.layout_section import tensor_size
+from megarl.recipe.section import Count, FilePath, Positive, Seconds, Section
+from megarl.recipe.violation import Violation, Violations, closest_number
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class RolloutSection(Section):
+    max_new_tokens: Positive
+    """Longest completion, in tokens."""
+    engines: Positive = 1
+    """vLLM engines, each with processes of its own."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
+    without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
+    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
+    `megarl/cluster/cores.py` deals the cores."""
+    tensor: Positive = 1
+    """Tensor-parallel ranks of one engine."""
+    pipeline: Positive = 1
+    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is."""
+    data: Positive = 1
+    """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
+    experts need none: more `engines` do the same."""
+    expert_parallel: bool = False
+    """Expert parallelism: each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format in the engines; null takes `trainer.precision`."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: engines hold the linear weights of the layers as e4m3 with a scale for each 128 x 128 block, and the trainer
+    ranks quantise them before they send them; null for none. vLLM has no kernels for most CPUs."""
+    timeout_s: Seconds = 600.0
+    """Deadline of one step's rollouts and of every other call to an engine."""
+    max_restarts: Count = 2
+    """How often a dead engine is started again before the run ends."""
+    kv_cache_bytes: Positive | None = None
+    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank. null: on a
+    GPU what weights, working memory and the trainer's roles at rest leave of the device, up to all concurrent sequences at
+    their longest; 256 MiB on CPUs."""
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """On GPU, share of the device's memory that must be free for an engine to start; null takes what a worker needs by
+    megarl's estimate: weights, `kv_cache_bytes`, working memory and CUDA graphs. `megarl check --plan` prints the largest
+    safe share."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engines, under vLLM's names (`AsyncEngineArgs`), as `{enforce_eager: true}`. They go
+    before what megarl chooses for a device; what other keys of the recipe say is refused here."""
+    replay: FilePath | None = None
+    """Directory of dumped rollouts to read in place of running engines."""
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """How one engine is sharded over its workers."""
+        return RolloutLayout(self.tensor, self.pipeline, self.data, self.expert_parallel)
+
+
+# Families whose vLLM model (0.32) ends with an error on a pipeline stage that has no layer with experts.
+EXPERTS_ON_EVERY_STAGE = ("mixtral", "qwen3_moe")
+
+
+# Arguments of vLLM that `rollout.engine_args` must not say, and the keys that say them; "" where megarl needs one value.
+OWNED_ENGINE_ARGS = {
+    "model": "model.path",
+    "dtype": "rollout.precision",
+    "quantization": "rollout.quantization",
+    "tensor_parallel_size": "rollout.tensor",
+    "pipeline_parallel_size": "rollout.pipeline",
+    "data_parallel_size": "rollout.data",
+    "enable_expert_parallel": "rollout.expert_parallel",
+    "max_model_len": "rollout.max_new_tokens, with data.max_prompt_tokens",
+    "max_num_seqs": "phases.rollout.max_concurrent",
+    "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
+    "gpu_memory_utilization": "rollout.memory_utilization",
+    "enable_sleep_mode": "rollout.placement",
+    "sleep_mode_offload_cudagraph": "rollout.placement",
+    "sleep_preserve_parameter_names": "rollout.placement",
+    "enable_return_routed_experts": "actor.router_replay",
+    "disable_log_stats": "run.trace",
+    "seed": "run.seed",
+    "weight_transfer_config": "weight_sync",
+    "worker_extension_cls": "",
+    "distributed_executor_backend": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "logprobs_mode": "",
+}
+
+
+def known_engine_args() -> dict[str, str] | None:
+    """Names of vLLM's engine arguments and their annotations, from the source that is installed here; None without vLLM."""
+    return dataclass_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+
+
+def rollout_rules(recipe: Recipe) -> Violations:
+    """Engine arguments exist and belong to no other key, and features of the engines go together, whatever the model."""
+    rollout, given = recipe.rollout, recipe.rollout.engine_args
+    refused = {
+        name: (f"the recipe says it under {owner}" if owner else "megarl sets it, and works with no other value", owner)
+        for name, owner in OWNED_ENGINE_ARGS.items()
+    }
+    known = known_engine_args() if given else None
+    yield from option_rules("rollout.engine_args", given, known, refused, "vLLM's AsyncEngineArgs")
+    tokens = given.get("max_num_batched_tokens")
+    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens < 1:
+        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
+    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+        way_out = "the rollouts directory of a run with run.dump_rollouts: true"
+        yield Violation("rollout.replay", rollout.replay, "the directory does not exist", way_out)
+    if rollout.expert_parallel and rollout.tensor * rollout.data == 1:
+        rule = "shards experts over rollout.tensor x rollout.data ranks, of which there is one"
+        yield Violation("rollout.expert_parallel", True, rule, "false")
+    if recipe.actor.router_replay:
+        rule = "with actor.router_replay one worker says which experts were chosen, and"
+        if rollout.pipeline > 1:
+            what = f"{rule} a pipeline stage knows those of its own layers"
+            yield Violation("rollout.pipeline", rollout.pipeline, what, "1, with more rollout.tensor")
+        if rollout.data > 1:
+            what = f"{rule} a data-parallel rank knows those of its own tokens"
+            yield Violation("rollout.data", rollout.data, what, f"1, and {_more_engines(recipe)}")
+    if rollout.replay is not None or rollout.quantization is None or is_for_cpus(recipe):
+        return  # on CPUs `without_gpus` refuses FP8 blocks
+    if recipe.rollout_precision == "fp32":
+        rule = "FP8 weights work with activations of 16 bits, and engines run in fp32"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "rollout.precision: bf16")
+    if recipe.weight_sync.mode == "checkpoint":
+        rule = "weight_sync.mode checkpoint sends weights that nobody quantised"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "weight_sync.mode: reshard")
+
+
+def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
+    """An engine's layout divides the actor's model, and its KV cache holds a whole sequence.
+
+    `models.vllm_weights.check_layout` raises for the same layouts.
+    """
+    rollout, tensor, rows = recipe.rollout, recipe.rollout.tensor, vllm.padded_vocab(shape)
+    broken = list(tensor_size("rollout.tensor", tensor, shape))
+    yield from broken
+    if not broken and rows % tensor:
+        yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
+    yield from _stages_fit(recipe, shape)
+    if shape.experts is None:
+        if rollout.expert_parallel:
+            yield Violation("rollout.expert_parallel", True, "the model has no experts", "false")
+        if rollout.data > 1:
+            # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
+            rule = "shards experts, and the model has none: its data-parallel ranks would be engines like any others"
+            yield Violation("rollout.data", rollout.data, rule, f"1, and {_more_engines(recipe)}")
+    elif not broken:
+        yield from _experts_fit_engines(recipe, shape)
+    # The stage with most layers has the largest cache. A cache of null has a legal size (`sizes.py`).
+    token_bytes = cached_layers(shape, rollout.layout) * cache_width(shape, tensor) * BYTES[recipe.rollout_precision]
+    needed = token_bytes * recipe.max_sequence_tokens
+    if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
+        rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
+        yield Violation("rollout.kv_cache_bytes", rollout.kv_cache_bytes, rule, str(needed))
+
+
+def _more_engines(recipe: Recipe) -> str:
+    return f"rollout.engines: {recipe.rollout.engines * recipe.rollout.data}"
+
+
+def _stages_fit(recipe: Recipe, shape: ModelShape) -> Violations:
+    stages, layers = recipe.rollout.pipeline, shape.num_layers
+    if stages > layers:
+        rule = f"must be at most the {layers} layers of the model: each stage has one"
+        yield Violation("rollout.pipeline", stages, rule, str(layers))
+        return
+    # vLLM ends with an error on a stage without any of the parameters that engines keep through their sleep.
+    sleeps = recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
+    keeps_bias = sleeps and bool(vllm.fixed_parameters(shape))
+
+    def without_experts(size: int) -> list[range]:
+        of_stages = [vllm.stage_layers(layers, size, stage) for stage in range(size)]
+        return [held for held in of_stages if not any(map(shape.has_experts, held))]
+
+    empty = without_experts(stages) if keeps_bias or shape.family in EXPERTS_ON_EVERY_STAGE else []
+    if empty:
+        what = "sleep" if keeps_bias else "start"
+        rule = f"leaves a stage with layers {empty[0][0]} to {empty[0][-1]}, none with experts, where vLLM does not {what}"
+        nearest = closest_number(stages, lambda size: not without_experts(size), layers)
+        yield Violation("rollout.pipeline", stages, rule, nearest)
+
+
+def _experts_fit_engines(recipe: Recipe, shape: ModelShape) -> Violations:
+    """Tensor ranks of all data-parallel ranks share the experts: whole ones under expert parallelism, else parts of each."""
+    assert shape.experts is not None, "a model with experts"
+    rollout, count, rows = recipe.rollout, shape.experts.count, shape.experts.ffn
+    ranks, name = rollout.tensor * rollout.data, "data" if rollout.data > 1 else "tensor"
+    value, product = rollout.data if name == "data" else rollout.tensor, f"rollout.tensor x rollout.data = {ranks}"
+    if ranks > count and (rollout.expert_parallel or rollout.tensor > count):
+        most = str(max(1, count // rollout.tensor)) if name == "data" else str(count)
+        yield Violation(f"rollout.{name}", value, f"makes {product}, and the model has {count} experts", most)
+    elif not rollout.expert_parallel and rows % ranks:
+        nearest = closest_number(value, lambda size: rows % (size * (ranks // value)) == 0, rows)
+        rule = f"makes {product}, which must divide the {rows} rows of an expert"
+        yield Violation(f"rollout.{name}", value, rule, f"{nearest or '1'}, or rollout.expert_parallel: true")

