@@ -200,7 +200,7 @@ def test_the_page_on_adding_a_model_is_true() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "add-a-model.md").read_text()
     example, row = (part.split("```")[0] for part in page.split("```python\n")[1:])
-    assert example == (root / "megarl" / "family" / "qwen3.py").read_text()
+    assert example == (root / "megarl" / "models" / "qwen3.py").read_text()
     exec(compile(row, "docs/add-a-model.md", "exec"), {})
     cuts = {name for name, value in vars(cut).items() if isinstance(value, type) and value.__module__ == cut.__name__}
     assert {name for name in cuts - {"Cut", "Piece"} if f"| `{name}()` |" not in page} == set()
