@@ -46,12 +46,12 @@ RECORDER = "flight-recorder-"
 class _Rank:
     """A rank of this node."""
 
-    def __init__(self, known: WatchedRank) -> None:
-        self.known = known
-        self.process = psutil.Process(known.pid)
+    def __init__(self, handle: WatchedRank) -> None:
+        self.number = handle.rank
+        self.process = psutil.Process(handle.pid)
         self.is_reported = False
-        self._page = os.open(f"/proc/{known.pid}/fd/{known.page}", os.O_RDONLY)
-        self._pipe = os.open(f"/proc/{known.pid}/fd/{known.pipe}", os.O_WRONLY | os.O_NONBLOCK)
+        self._page = os.open(f"/proc/{handle.pid}/fd/{handle.page}", os.O_RDONLY)
+        self._pipe = os.open(f"/proc/{handle.pid}/fd/{handle.pipe}", os.O_WRONLY | os.O_NONBLOCK)
 
     @property
     def state(self) -> str:
@@ -87,7 +87,7 @@ class Watcher:
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
-        self._ranks = [_Rank(known) for known in settings.ranks]
+        self._ranks = [_Rank(handle) for handle in settings.ranks]
         self._network = OtherWatchers(settings)
         self._awake_since = self._looked_at = time.monotonic()
         self._some_ended = False
@@ -122,7 +122,7 @@ class Watcher:
                 network.send("table", table)
         if any(standing.state == GONE for standing in table):
             # vLLM's processes outlive the engine that they belong to, where that was killed.
-            _wait(lambda: not marked_processes(self._settings.token), LEFT_S)
+            _wait(lambda: not self._marked_processes(), LEFT_S)
             end_at_once(self._marked_processes())
 
     def _look(self) -> list[Standing]:
@@ -175,14 +175,14 @@ class Watcher:
         stacks = read_stacks({pid: file for pid, (_, file) in marked.items()}, self._settings.deadlines.stacks_s)
         dump = Dump([], [], {})
         for rank in self._ranks:
-            standing, text = rank.standing(self._awake_since), stacks.get(rank.known.pid, "")
+            standing, text = rank.standing(self._awake_since), stacks.get(rank.process.pid, "")
             calls = threads(text)
             if calls and calls[-1]:
                 standing = replace(standing, call=str(calls[-1][0]), waits=calls[-1][0].waits)
             dump.table.append(standing)
             title = f"{standing.name}: {standing.where}"
-            dump.texts[f"rank-{standing.rank:05d}.txt"] = _page(title, rank.known.pid, standing.state, text)
-            marked.pop(rank.known.pid, None)
+            dump.texts[f"rank-{standing.rank:05d}.txt"] = _page(title, rank.process.pid, standing.state, text)
+            marked.pop(rank.process.pid, None)
         for pid, (name, _) in sorted(marked.items()):
             state, text = state_of(pid), stacks.get(pid, "")
             busy = busy_call(text)
@@ -206,7 +206,7 @@ class Watcher:
         for rank in running:
             rank.tell(HANG, verdict.folder)
         # No rank ends before all know of the hang: a rank that loses a peer would end as if that had failed.
-        _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.known.rank}.json").exists() for rank in running))
+        _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.number}.json").exists() for rank in running))
         self._end_processes(HUNG)
 
     def _write(self, verdict: HangVerdict, texts: dict[str, str]) -> None:
@@ -229,10 +229,12 @@ class Watcher:
         end_at_once({process for process in family if process.pid != os.getpid()} | {rank.process for rank in self._ranks})
 
     def _marked_processes(self) -> list[psutil.Process]:
+        """Return the marked processes of this machine that are no ranks: a rank may belong to another node of the job."""
         processes = []
-        for pid in marked_processes(self._settings.token):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(pid))
+        for pid, (name, _) in marked_processes(self._settings.token).items():
+            if not name.startswith("rank-"):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    processes.append(psutil.Process(pid))
         return processes
 
 

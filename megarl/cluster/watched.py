@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +58,7 @@ class Watch:
         self.beat(None, None)
         mark(f"{token}/rank-{rank:05d}")
         self._ear, self.pipe = os.pipe()
-        self.known = WatchedRank(rank, os.getpid(), self._page, self.pipe)
+        self.handle = WatchedRank(rank, os.getpid(), self._page, self.pipe)
         self._hangs = threading.Event()
         self._some_ended = threading.Event()  # or the run hangs
         # The main thread may wait for ever in C.
@@ -111,7 +110,7 @@ class Watch:
                 if word == HANG:
                     self._hangs.set()
                     with suppress(OSError):  # of a full disk, say: end all the same
-                        dump_flight_recorder(Path(content) / f"{RECORDER}{self.known.rank}")
+                        dump_flight_recorder(Path(content) / f"{RECORDER}{self.handle.rank}")
                 self._some_ended.set()
 
     def close(self) -> None:
@@ -136,7 +135,7 @@ def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] 
             address = listener.getsockname()[:2]
     token, address = broadcast_from_first((token, address))
     watch = Watch(token, place.rank, place_name(place), deadlines.stacks_s)
-    ranks = tuple(rank for rank_node, rank in gather_to_all((node, watch.known)) if rank_node == node)
+    ranks = tuple(rank for rank_node, rank in gather_to_all((node, watch.handle)) if rank_node == node)
     settings = WatcherSettings(str(run.absolute()), node, num_nodes, ranks, deadlines, token, address)
     watch_nodes(settings, nodes)
     if node == 0:
@@ -174,7 +173,7 @@ class WatcherProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         listener = self._settings.listener
-        with tempfile.TemporaryFile() as settings:
+        with open(os.memfd_create("megarl-watcher"), "w+b") as settings:  # no disk may be full here
             pickle.dump(self._settings, settings)
             settings.seek(0)
             return subprocess.Popen(

@@ -73,9 +73,9 @@ def test_watchers_of_other_nodes_tell_node_0_and_follow_it() -> None:
         return master.tables()
 
     poll(tables)
-    (known,) = tables()
-    assert replace(known, silent_s=3.0) == Standing(1, silent_s=3.0)
-    poll(lambda: tables()[0].silent_s > known.silent_s > 3.0)  # a watcher that says nothing more has not moved
+    (standing,) = tables()
+    assert replace(standing, silent_s=3.0) == Standing(1, silent_s=3.0)
+    poll(lambda: tables()[0].silent_s > standing.silent_s > 3.0)  # a watcher that says nothing more has not moved
     master.send("dump")
     assert follower.wait_for("dump", WAIT_S) == [None]
     stacks = [Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")]
@@ -140,11 +140,11 @@ def test_a_watcher_of_a_node_without_ranks_ends_with_node_0s(sleeper: subprocess
     assert not watching.is_alive() and sleeper.poll() is None, "it harms nobody"
 
 
-def stay(rank: int, known: Any) -> None:
+def stay(rank: int, handle: Any) -> None:
     """A rank that stays in a phase."""
     watch = Watch("token", rank, "", 5.0)
     watch.beat("rollout", None)
-    known.put(watch.known)
+    handle.put(watch.handle)
     time.sleep(2 * WAIT_S)
 
 
@@ -169,12 +169,12 @@ def test_a_cut_cable_ends_the_ranks_of_both_nodes_and_each_names_phase_and_peer(
     monkeypatch.setattr(watchdog, "end_at_once", lambda processes: None)  # it would take their statuses from this test
     context = multiprocessing.get_context("fork")
     queues = [context.SimpleQueue() for _ in range(2)]
-    processes = [context.Process(target=stay, args=(rank, known)) for rank, known in enumerate(queues)]
+    processes = [context.Process(target=stay, args=(rank, handle)) for rank, handle in enumerate(queues)]
     with two_networks() as (near, far):
         try:
             for process in processes:
                 process.start()
-            ranks = [known.get() for known in queues]
+            ranks = [handle.get() for handle in queues]
             settings, address = in_network(near, lambda: master_settings((ranks[0],), near.address))
             master = in_network(near, lambda: Watcher(settings))
             follower_settings = replace(settings, node=1, ranks=(ranks[1],), master=address, listener=None)

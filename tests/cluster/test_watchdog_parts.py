@@ -55,7 +55,7 @@ def watch():
 
 def test_the_watcher_reads_where_a_clock_stands():
     watch = Watch("word", 3, "tensor rank 1 of 2", 0.1)
-    rank = _Rank(watch.known)
+    rank = _Rank(watch.handle)
 
     def stands():
         standing = rank.standing(0.0)
@@ -203,7 +203,7 @@ def test_a_watcher_that_ends_too_early_is_replaced_and_says_why(capfd, watch):
     watch.begin(1)
     long = Deadlines(*[1e6] * 7)
     broken = replace(long, first_step_s=cast(float, "soon"))
-    settings = WatcherSettings("run", 0, 1, (watch.known,), broken, "word")
+    settings = WatcherSettings("run", 0, 1, (watch.handle,), broken, "word")
     text = ""
 
     def times(pattern):
@@ -246,14 +246,14 @@ def test_a_rank_that_has_passed_a_deadline_tells_the_watcher_which(watch, monkey
         monkeypatch.setattr(watched, name, 0.0)
     with pytest.raises(type(error)), watch.deadlines(place_of):
         raise error
-    standing = _Rank(watch.known).standing(0.0)
+    standing = _Rank(watch.handle).standing(0.0)
     assert standing.note == (str(error) if noted else "")
     assert not noted or (standing.phase, standing.span) == place_of(error)
 
 
 def test_a_rank_that_has_lost_a_peer_waits_to_hear_of_a_hang_until_a_rank_has_ended(watch, monkeypatch):
     monkeypatch.setattr(watched, "LOST_S", DEADLINE_S)
-    begun, rank = time.monotonic(), _Rank(watch.known)
+    begun, rank = time.monotonic(), _Rank(watch.handle)
 
     def leave():
         with suppress(RuntimeError), watch.deadlines(place_of):
