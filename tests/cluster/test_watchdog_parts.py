@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from megarl.cluster import watched
-from megarl.cluster.agent_verdict import judge as judge_ends
+from megarl.cluster.agent import judge as judge_ends
 from megarl.cluster.beats import Beats, BeatsReader
 from megarl.cluster.watchdog_judge import Deadlines, OtherProcess, Standing, Verdict
 from megarl.cluster.watchdog_limits import Limits
