@@ -73,8 +73,8 @@ def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restar
             assert agent.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         os.kill(agent.pid, signal.SIGHUP)
-        _, said = agent.communicate(timeout=DEADLINE_S)
-    assert agent.returncode == REQUEUE, said
+        _, errors = agent.communicate(timeout=DEADLINE_S)
+    assert agent.returncode == REQUEUE, errors
     assert (tmp_path / "saved").read_text() == "SIGHUP", "rank 1 left three seconds before, and nobody stopped rank 0"
     assert (tmp_path / "starts-0").read_text() == "0\n"
 
@@ -85,15 +85,15 @@ def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restar
 )
 def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, starts, words):
     with _agent(tmp_path, f"1={end}") as agent:
-        _, said = agent.communicate(timeout=DEADLINE_S)
-    assert agent.returncode == status and words in said, said
+        _, errors = agent.communicate(timeout=DEADLINE_S)
+    assert agent.returncode == status and words in errors, errors
     assert (tmp_path / "starts-1").read_text() == starts
 
 
 def test_nodes_that_come_and_go_are_refused(capsys):
     assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl", "recipe.yaml"]) == BAD_INPUT
-    said = capsys.readouterr().err
-    assert "--rdzv-backend = c10d" in said and "--nnodes = 2" in said and "--master-addr" in said
+    errors = capsys.readouterr().err
+    assert "--rdzv-backend = c10d" in errors and "--nnodes = 2" in errors and "--master-addr" in errors
 
 
 def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
@@ -101,8 +101,8 @@ def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
     port = unused_port()
     words = ("3=-9", "again=0")
     with _agent(tmp_path, *words, node=0, port=port) as first, _agent(tmp_path, *words, node=1, port=port) as second:
-        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
-    assert (first.returncode, second.returncode) == (COMPLETE, COMPLETE), said
+        errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (COMPLETE, COMPLETE), errors
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n"] * 4
 
 
@@ -113,10 +113,10 @@ def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
         _agent(tmp_path, "3=-9", node=0, port=port, restarts=0) as first,
         _agent(tmp_path, "3=-9", node=1, port=port, restarts=0) as second,
     ):
-        said = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
-    assert (first.returncode, second.returncode) == (FAILED, FAILED), said
-    assert "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in said[0]
-    assert "megarl.cluster.agent: rank 3 was killed by SIGKILL" in said[1]
+        errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (FAILED, FAILED), errors
+    assert "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in errors[0]
+    assert "megarl.cluster.agent: rank 3 was killed by SIGKILL" in errors[1]
 
 
 def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():

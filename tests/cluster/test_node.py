@@ -30,7 +30,7 @@ def test_settings_have_their_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"NUM_NODES": ""}, "NUM_NODES = nothing: must be a whole number from 1 on"),
         ({"RANKS_PER_NODE": "many"}, "RANKS_PER_NODE = many: must be a whole number from 1 on"),
@@ -41,8 +41,8 @@ def test_settings_have_their_defaults() -> None:
         ({"MASTER_ADDRESS": "no.such.host.invalid"}, "MASTER_ADDRESS = no.such.host.invalid: no way there"),
     ],
 )
-def test_a_wrong_setting_is_named(changes: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_wrong_setting_is_named(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_node_settings({**SETTINGS, **changes})
 
 
@@ -147,7 +147,7 @@ def test_engines_hear_no_signal_of_a_preemption_and_leave_nothing_behind_when_th
     command = [sys.executable, "-m", "tests.ray_of_a_node", str(unused_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["num_of_engine"] == 2, "its child and the tracker of resources"
-    assert found["child_lives"] and found["gone"] == [], found
-    assert found["left"] == [] and found["at_the_end"] == 0, found
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["num_of_engine"] == 2, "its child and the tracker of resources"
+    assert result["child_lives"] and result["gone"] == [], result
+    assert result["left"] == [] and result["at_the_end"] == 0, result
