@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.recipe import Recipe, load_recipe
+
 CONFIG = {
     "model_type": "qwen3",
     "num_hidden_layers": 4,
@@ -88,6 +90,11 @@ def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (path / "qa.jsonl").write_text('{"q": "1+1", "a": "2"}\n')
     monkeypatch.chdir(path)
     return path
+
+
+def load_edited(path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, Any]) -> Recipe:
+    """The good recipe with edits, in a folder with its models."""
+    return load_recipe(write(make_folder(path, monkeypatch), edited(*edits)))
 
 
 def write(folder: Path, content: str | Callable[[], dict]) -> Path:

