@@ -18,6 +18,7 @@ from megarl.cluster.agent import judge as judge_ends
 from megarl.cluster.watchdog import RANK_ENDED, _Rank
 from megarl.cluster.watchdog_judge import ENDED, Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings
+from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
 from megarl.telemetry import PhaseClock, starts
