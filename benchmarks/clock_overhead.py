@@ -31,8 +31,7 @@ from rich.table import Table
 
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import Event, StepTimes, recording, span
-from megarl.telemetry.devices import Devices
-from megarl.telemetry.idle import Spans, bubble_figures, idle_figures, role_figures
+from megarl.telemetry.time_metrics import Devices, Spans, bubble_metrics, idle_metrics, role_metrics
 from megarl.telemetry.trace import TraceWriter, read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +82,7 @@ def figures_seconds(ranks: list[Spans]) -> float:
     devices = Devices.of(len(ranks), len(ranks), (), shared=False)
 
     def work() -> None:
-        idle_figures(ranks), role_figures(ranks), bubble_figures(ranks), devices.figures(ranks, [], {})
+        idle_metrics(ranks), role_metrics(ranks), bubble_metrics(ranks), devices.metrics(ranks, [], {})
 
     return processor_seconds(work, 10)
 

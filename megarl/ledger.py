@@ -15,12 +15,10 @@ from megarl.rollout.evaluation import Evaluation
 from megarl.rollout.pool import EngineReport
 from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.engine_trace import EngineTraces
 from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory
-from megarl.telemetry.step_figures import StepFigures
-from megarl.telemetry.totals import run_totals, totals_lines
-from megarl.telemetry.trace import TraceWriter, clock_offsets
+from megarl.telemetry.time_metrics import TimeMetrics, run_totals, totals_lines
+from megarl.telemetry.trace import EngineTraces, TraceWriter, clock_offsets
 from megarl.trainer import Pipeline
 
 CLOCK_READINGS = 5
@@ -36,7 +34,7 @@ class Ledger:
         pipeline: Pipeline,
         progress: ProgressLine,
         records: Records,
-        measures: StepFigures,
+        measures: TimeMetrics,
         done: int | None,
     ) -> None:
         """`done` steps are in the checkpoint that the run goes on from, if there is one. Collective."""
@@ -93,7 +91,7 @@ class Ledger:
             if self._engine_traces is not None:
                 self._engine_traces.write(number, times.start, engines)
         # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
-        line = {} if self._metrics is None else self._metrics.write(number, figures | self._records.figures())
+        line = {} if self._metrics is None else self._metrics.write(number, figures | self._records.metrics())
         self._records.write(number, line, [] if parts.samples is None else parts.samples.rows)
         if self._trace is not None:
             self._trace.write(number, times)

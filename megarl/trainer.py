@@ -30,9 +30,10 @@ from megarl.reward.workers import add_episodes
 from megarl.rollout.dynamic_sampling import Rounds
 from megarl.rollout.evaluation import Judged
 from megarl.schedule import Executed, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
-from megarl.telemetry import PhaseClock, work
+from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import span
-from megarl.telemetry.step_figures import Sizes
+from megarl.telemetry.progress import begin_work
+from megarl.telemetry.time_metrics import Sizes
 
 Figures = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -548,4 +549,4 @@ class Pipeline:
 def _announce(engine: Engine, plan: Plan, passes: int = 1) -> None:
     """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
     own = sum(len(mini_batch.micro_batches[engine.place.data_rank]) for mini_batch in plan.mini_batches)
-    work.begin("micro-batches", own, passes * len(engine.chunks))
+    begin_work("micro-batches", own, passes * len(engine.chunks))

@@ -32,7 +32,7 @@ from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.requests import ClockOffset, EngineReport
 from megarl.rollout.store import GroupStore, StoredPayload
-from megarl.telemetry.work import advance, begin
+from megarl.telemetry.progress import advance_work, begin_work
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.publish import EngineFacts
 from megarl.weight_sync.transport import REPORT_WAITS
@@ -379,7 +379,7 @@ class EnginePool:
         facts: dict[int, GroupFacts] = {}
         tokens: dict[int, Any] = {}
         sequences = sum(len(request.seeds) for requests in work.values() for request in requests.values())
-        begin("sequences", sequences if episodes is None else len(episodes.episodes))
+        begin_work("sequences", sequences if episodes is None else len(episodes.episodes))
         arrivals = Arrivals()
         asked = set() if episodes is None else set(arrivals.expect(episodes.begin()))  # environments
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
@@ -408,7 +408,7 @@ class EnginePool:
                 result: Any = None if episodes is None else engine.get(token_reference, "rollout")
                 del work[engine.settings.index][position]
                 if episodes is None:
-                    advance(len(facts[position].lengths))
+                    advance_work(len(facts[position].lengths))
                 else:
                     asked.update(arrivals.expect(episodes.sampled(position, result)))
                     calls |= arrivals.expect(self._next_turn(episodes, engine.settings.index, work))
@@ -426,7 +426,7 @@ class EnginePool:
         """Of an engine whose turn is over, and whose environments have all answered, the next one. As `_submit`."""
         if work[index] or episodes.waits(index):
             return {}
-        advance(episodes.take_ended())
+        advance_work(episodes.take_ended())
         work[index] = episodes.requests(index)
         return self._submit(self._engines[index], work[index], goes_on=episodes.have_begun(index))
 

@@ -30,7 +30,7 @@ from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload
 from megarl.rollout.tool_calls import SHORT_ERROR
-from megarl.telemetry.step_figures import Sizes
+from megarl.telemetry.time_metrics import Sizes
 from megarl.trainer import Pipeline
 from tests.rollout_cases import Reference
 from tests.rollout_cases import recipe as pool_recipe

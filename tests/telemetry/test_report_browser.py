@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.telemetry.report import compare, report
+from megarl.telemetry.report import report
+from megarl.telemetry.report_compare import compare
 from tests.report_cases import figures, make_run
 
 CHROMIUM = shutil.which("chromium")
