@@ -18,7 +18,7 @@ from megarl.telemetry.progress import advance_work, begin_work, watching_work
 
 def test_a_step_is_one_line_readable_at_once(tmp_path):
     writer = MetricsWriter(tmp_path / "run" / "metrics.jsonl")
-    figures = {
+    metrics = {
         "reward/mean": np.float32(0.5),
         "actor/grad_norm": torch.tensor(2.0),
         "sync/received_bytes": np.int64(7),
@@ -27,7 +27,7 @@ def test_a_step_is_one_line_readable_at_once(tmp_path):
         "schedule/actor_update/useful_share": 1,
         "idle/device/busy_s": [np.float32(1.5), float("inf")],
     }
-    writer.write(1, figures)
+    writer.write(1, metrics)
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.count("\n") == 1
     assert json.loads(text) == {

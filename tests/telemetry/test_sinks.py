@@ -40,11 +40,11 @@ class Kept:
         self.fails, self.gate = fails, threading.Event()
         self.gate.set()
 
-    def write(self, step: int, figures: Any) -> None:
+    def write(self, step: int, metrics: Any) -> None:
         self.gate.wait()
         if step in self.fails:
             raise OSError("no space left on device")
-        self.given.append((step, figures["reward/mean"]))
+        self.given.append((step, metrics["reward/mean"]))
 
     def samples(self, step: int, rows: Any) -> None:
         self.given.append((step, len(rows)))
@@ -227,8 +227,8 @@ def twice(tmp_path_factory):
     for start, (done, steps) in enumerate(((0, (1, 2, 3)), (2, (3, 4)))):
         with open_sinks(recipe, folder, done) as sinks:
             for step in steps:
-                figures = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
-                sinks.write(step, figures, [sample_row(step, sample) for sample in (0, 5)])
+                metrics = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
+                sinks.write(step, metrics, [sample_row(step, sample) for sample in (0, 5)])
         assert sinks.metrics() == {"telemetry/sink_failures": 0}
         wait_for_wandb(folder, start + 1)
     return folder

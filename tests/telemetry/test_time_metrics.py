@@ -53,13 +53,13 @@ def test_idle_time_has_a_cause_and_a_straggler():
 
 
 def test_a_role_is_busy_waits_or_rests_while_others_run():
-    figures = role_metrics(RANKS)
-    own = {key.removeprefix("idle/actor/"): value for key, value in figures.items() if key.startswith("idle/actor/")}
+    metrics = role_metrics(RANKS)
+    own = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
     assert own == pytest.approx({
         "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
         "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
     })  # fmt: skip
-    assert figures["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in figures)
+    assert metrics["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in metrics)
 
 
 def test_the_bubble_is_measured_in_the_pipeline_s_own_time():
@@ -83,10 +83,10 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
-    figures = Devices.of(2, 2, places, shared=False).metrics(RANKS, BUSY_S, PHASES)
-    assert figures["idle/device/rollout_s"] == BUSY_S and figures["idle/device/engines_s"] == [1.0, 0.25]
-    assert figures["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in figures
-    assert figures["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
+    metrics = Devices.of(2, 2, places, shared=False).metrics(RANKS, BUSY_S, PHASES)
+    assert metrics["idle/device/rollout_s"] == BUSY_S and metrics["idle/device/engines_s"] == [1.0, 0.25]
+    assert metrics["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in metrics
+    assert metrics["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -95,11 +95,11 @@ def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
     devices = Devices.of(2, 2, places, shared)
     assert devices == Devices(2, ((2,), (3,)), (0, 1))
-    figures = devices.metrics(RANKS, BUSY_S, PHASES)
-    assert figures["idle/device/engine"] == [0, 1]
-    assert figures["idle/device/rollout_s"] == [0, 0, *BUSY_S] and figures["idle/device/engines_s"] == [3, 3, 0, 0]
-    assert figures["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and figures["idle/device/training_s"] == [0, 0, 7, 7]
-    columns = [value for key, value in figures.items() if key.endswith("_s")]
+    metrics = devices.metrics(RANKS, BUSY_S, PHASES)
+    assert metrics["idle/device/engine"] == [0, 1]
+    assert metrics["idle/device/rollout_s"] == [0, 0, *BUSY_S] and metrics["idle/device/engines_s"] == [3, 3, 0, 0]
+    assert metrics["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and metrics["idle/device/training_s"] == [0, 0, 7, 7]
+    columns = [value for key, value in metrics.items() if key.endswith("_s")]
     assert [sum(device) for device in zip(*columns, strict=True)] == [10.0] * 4, "every second of a device has a cause"
 
 
@@ -143,18 +143,18 @@ def test_stragglers_count_from_where_the_run_had_as_many_ranks():
         run_totals([])
 
 
-def test_the_page_explains_every_figure():
+def test_the_page_explains_every_metric():
     page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
     waits = {("actor_update", f"wait_{whom}"): 1.0
              for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
     spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
-    figures = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0) | worker_metrics(1.0, 1, 2.0)
-    figures |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
-    figures |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
-    figures |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
-    figures |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
-    figures |= {"run/start_s": 0}
-    assert [key for key in figures if f"`{key}`" not in page] == []
+    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0) | worker_metrics(1.0, 1, 2.0)
+    metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
+    metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
+    metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
+    metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
+    metrics |= {"run/start_s": 0}
+    assert [key for key in metrics if f"`{key}`" not in page] == []
 
 
 # Requests of the engines ------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_peaks_go_by_whole_words_of_a_device_s_name():
 
 
 def recipe_with(folder, **telemetry):
-    return load_recipe(tiny_recipe(folder, "figures", True, 2, 1, 2, 1, telemetry=telemetry))
+    return load_recipe(tiny_recipe(folder, "metrics", True, 2, 1, 2, 1, telemetry=telemetry))
 
 
 def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
@@ -249,20 +249,20 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     devices = Devices.of(2, 2, [EnginePlace(0, (0,))], shared=True)
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
     done = {"schedule/actor_update/tokens": 28, "reward/busy_s": 5.0, "reward/num_workers": 1}
-    figures = TimeMetrics(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
-    assert figures["tokens/useful"] == 7 and figures["tokens/per_s"] == 0.7 and figures["tokens/per_hour"] == 2520
-    assert figures["tokens/rollout/per_s"] == 3.0 and figures["tokens/actor_update/per_s"] == 7.0
-    assert figures["idle/reward_workers/busy_share"] == 0.5
+    metrics = TimeMetrics(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
+    assert metrics["tokens/useful"] == 7 and metrics["tokens/per_s"] == 0.7 and metrics["tokens/per_hour"] == 2520
+    assert metrics["tokens/rollout/per_s"] == 3.0 and metrics["tokens/actor_update/per_s"] == 7.0
+    assert metrics["idle/reward_workers/busy_share"] == 0.5
     updates = 2 * sum(update_flops(shape, 7, completion) for completion in (4, 2))  # of two epochs
-    assert figures["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
-    assert figures["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
+    assert metrics["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
+    assert metrics["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
     values = sum(forward_flops(shape, 7, completion, critic=True) for completion in (4, 2))
-    assert figures["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
-    assert "mfu/critic_update" not in figures, "it did not run"
+    assert metrics["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
+    assert "mfu/critic_update" not in metrics, "it did not run"
     unknown = TimeMetrics(recipe_with(tmp_path), shapes, devices, lambda precision: None)
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
     known = TimeMetrics(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
-    assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == figures["mfu/actor_update"]
+    assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == metrics["mfu/actor_update"]
 
 
 def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
