@@ -64,7 +64,7 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
 
 
 class EngineTimes(Protocol):
-    """What an engine reports of its requests, on its own clock; `rollout/requests.py` has the class."""
+    """What an engine reports of its requests, on its own clock: `EngineReport` of the rollout room."""
 
     @property
     def engine(self) -> int: ...
