@@ -4,7 +4,7 @@
 
 RUN is the directory of a run with run.trace: spans. Its trace says how many spans each rank had in each step. What one costs
 is measured here, as processor time of one core, least of ten rounds, with and without keeping it for the trace; as is what
-comes once a step: rank 0's figures of time of all ranks' spans, and a rank's line of the trace. Their sum, of the rank with
+comes once a step: rank 0's time metrics of all ranks' spans, and a rank's line of the trace. Their sum, of the rank with
 most spans, is compared with the time of the run's steps. The run itself is not repeated: what is measured is far below the
 noise of its steps. The exchange of the ranks' seconds at the end of a step is not in it: that is phase `metrics` of the run.
 
@@ -31,8 +31,7 @@ from rich.table import Table
 
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import Event, StepTimes, recording, span
-from megarl.telemetry.devices import Devices
-from megarl.telemetry.idle import Spans, bubble_figures, idle_figures, role_figures
+from megarl.telemetry.time_metrics import Devices, Spans, bubble_metrics, idle_metrics, role_metrics
 from megarl.telemetry.trace import TraceWriter, read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,12 +77,12 @@ def spans_of(step: dict[str, Any]) -> Spans:
     return found
 
 
-def figures_seconds(ranks: list[Spans]) -> float:
-    """Processor time of rank 0's figures of a step."""
+def metrics_seconds(ranks: list[Spans]) -> float:
+    """Processor time of rank 0's metrics of a step."""
     devices = Devices.of(len(ranks), len(ranks), (), shared=False)
 
     def work() -> None:
-        idle_figures(ranks), role_figures(ranks), bubble_figures(ranks), devices.figures(ranks, [], {})
+        idle_metrics(ranks), role_metrics(ranks), bubble_metrics(ranks), devices.metrics(ranks, [], {})
 
     return processor_seconds(work, 10)
 
@@ -108,17 +107,17 @@ def measure(run: Path) -> dict[str, Any]:
     fullest = max(steps, key=lambda step: len(step["events"]) + step["dropped"])
     count, step_s = len(fullest["events"]) + fullest["dropped"], median(step["seconds"] for step in steps)
     timed, kept = span_seconds(keep=False), span_seconds(keep=True)
-    figures, line = figures_seconds([spans_of(rank.steps[-1]) for rank in ranks]), trace_seconds(fullest)
+    metrics_s, line = metrics_seconds([spans_of(rank.steps[-1]) for rank in ranks]), trace_seconds(fullest)
     return {
         "ranks": len(ranks),
         "step_s": step_s,
         "spans": count,
         "span_s": timed,
         "kept_span_s": kept,
-        "figures_s": figures,
+        "metrics_s": metrics_s,
         "trace_s": line,
-        "share": (count * timed + figures) / step_s,
-        "share_with_trace": (count * kept + figures + line) / step_s,
+        "share": (count * timed + metrics_s) / step_s,
+        "share_with_trace": (count * kept + metrics_s + line) / step_s,
     }
 
 
@@ -132,8 +131,8 @@ def main() -> int:
         found = measure(arguments.run)
     except ValueError as error:
         parser.error(str(error))
-    table = Table("ranks", "step", "spans a step", "a span", "kept for the trace", "figures", "line of the trace")
-    micro = [f"{found[key] * 1e6:.2f} us" for key in ("span_s", "kept_span_s", "figures_s", "trace_s")]
+    table = Table("ranks", "step", "spans a step", "a span", "kept for the trace", "metrics", "line of the trace")
+    micro = [f"{found[key] * 1e6:.2f} us" for key in ("span_s", "kept_span_s", "metrics_s", "trace_s")]
     table.add_row(str(found["ranks"]), f"{found['step_s']:.2f} s", str(found["spans"]), *micro)
     Console(width=120).print(table)
     if arguments.json is not None:

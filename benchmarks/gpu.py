@@ -338,7 +338,7 @@ def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 10) -> float:
 
 def quickstart(dry: bool, folder: Path) -> Result:
     """A run of the quickstart on one rank, as its report counts it."""
-    from megarl.telemetry.totals import run_totals
+    from megarl.telemetry.time_metrics import run_totals
 
     recipe, changes = ROOT / "recipes" / "quickstart.yaml", ["trainer.ranks=1", "actor.layout.pipeline=1"]
     if dry:

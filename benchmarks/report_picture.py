@@ -19,12 +19,9 @@ from pathlib import Path
 from PIL import Image
 
 from megarl.telemetry import report_charts as charts
-from megarl.telemetry.report_answers import head
-from megarl.telemetry.report_findings import find
-from megarl.telemetry.report_one_run import subtitle
-from megarl.telemetry.report_page import page, plots
-from megarl.telemetry.report_reading import Run, read_run
-from megarl.telemetry.report_timeline import timeline
+from megarl.telemetry.report import page, subtitle
+from megarl.telemetry.report_findings import answers, find
+from megarl.telemetry.report_run import Run, read_run
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "report.png"
@@ -42,9 +39,12 @@ def train() -> Path:
 
 def excerpt(run: Run) -> str:
     """The page's answers and three of its charts."""
-    reward, where, last = charts.reward(run), charts.ranks_time(run), timeline(run)
-    sections = [("Is it learning?", plots(reward)), ("Where the time goes", plots(where)), ("The last steps", plots(last))]
-    return page(run.name, subtitle(run), head(run, find(run)), sections, [*reward, *where, *last])
+    sections = [
+        ("Is it learning?", charts.reward(run), ""),
+        ("Where the time goes", charts.ranks_time(run), ""),
+        ("The last steps", charts.timeline(run), ""),
+    ]
+    return page(run.name, subtitle(run), answers(run, find(run)), sections)
 
 
 def photograph(html: str, to: Path) -> None:

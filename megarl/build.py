@@ -72,14 +72,15 @@ from megarl.rollout.environment import load_environment  # noqa: E402
 from megarl.rollout.evaluation import HeldOut, held_out_data  # noqa: E402
 from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
 from megarl.rollout.replay import dump_rollout  # noqa: E402
-from megarl.telemetry import PhaseClock, ProgressLine, starts, work  # noqa: E402
-from megarl.telemetry.clock import recording  # noqa: E402
-from megarl.telemetry.device_sync import DeviceSync  # noqa: E402
-from megarl.telemetry.devices import Devices  # noqa: E402
+from megarl.telemetry import PhaseClock, ProgressLine, starts  # noqa: E402
+from megarl.telemetry.clock import DeviceSync, recording  # noqa: E402
 from megarl.telemetry.disk import describe_full, is_full  # noqa: E402
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted  # noqa: E402
-from megarl.telemetry.records import recorded  # noqa: E402
-from megarl.telemetry.refusals import refusals  # noqa: E402
+from megarl.telemetry.progress import watching_work  # noqa: E402
+from megarl.telemetry.records import (  # noqa: E402
+    SampleTable,
+    recorded,
+)
 from megarl.telemetry.run_directory import (  # noqa: E402
     Resume,
     RunDirectory,
@@ -88,8 +89,8 @@ from megarl.telemetry.run_directory import (  # noqa: E402
     step_of,
 )
 from megarl.telemetry.run_writer import RunWriter  # noqa: E402
-from megarl.telemetry.samples import SampleTable  # noqa: E402
-from megarl.telemetry.step_figures import StepFigures  # noqa: E402
+from megarl.telemetry.sinks import missing_on_machine  # noqa: E402
+from megarl.telemetry.time_metrics import Devices, TimeMetrics  # noqa: E402
 from megarl.trainer import RunParts, Trainer  # noqa: E402
 from megarl.weight_sync.manifest import SyncError  # noqa: E402
 from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
@@ -132,7 +133,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans", on_end=settled,
                            beat=watch.beat)  # fmt: skip
         stack.enter_context(recording(clock))
-        stack.enter_context(work.watching(progress.work))
+        stack.enter_context(watching_work(progress.work))
         stack.enter_context(timed_waits(clock))
         done = 0 if checkpoint is None else step_of(checkpoint)
         records = stack.enter_context(recorded(recipe, directory.path, rank, done, clock, platform))
@@ -148,7 +149,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         shapes = {role: engine.shape for role, engine in parts.engines.items()}
         each = int(os.environ["LOCAL_WORLD_SIZE"])
         devices = Devices.of(recipe.trainer.ranks, each, stage.engines, shared=platform.num_devices is None)
-        measures = StepFigures(recipe, shapes, devices, platform.peak_tflops)
+        measures = TimeMetrics(recipe, shapes, devices, platform.peak_tflops)
         with watch.deadlines(clock.place_of):
             if checkpoint is not None:
                 done = preemption.saved = trainer.load(checkpoint)
@@ -212,7 +213,7 @@ def check_models(recipe: Recipe) -> None:
             check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
         except (ValueError, OSError) as error:
             found.append(Violation(key, path, f"cannot be loaded: {error}"))
-    found += refusals(recipe, platform.kind)
+    found += missing_on_machine(recipe, platform.kind)
     for phase, role in ROLE_OF.items():
         section, own = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
         if (

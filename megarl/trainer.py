@@ -36,15 +36,15 @@ from megarl.rollout.groups import RolloutBatch, refuse_overlong
 from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import EnginePool, ReplayPool
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
-from megarl.telemetry import PhaseClock, work
-from megarl.telemetry.clock import span
-from megarl.telemetry.device_sync import DeviceSync
+from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import DeviceSync, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
 from megarl.telemetry.exit_status import Preempted
+from megarl.telemetry.progress import begin_work
+from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 from megarl.telemetry.run_writer import RunWriter
-from megarl.telemetry.samples import SampleTable
-from megarl.telemetry.step_figures import Sizes
+from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.publish import WeightSync
 
 Metrics = dict[str, Any]
@@ -576,4 +576,4 @@ class Trainer:
 def _announce(role: Engine, plan: Plan, passes: int = 1) -> None:
     """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
     count = sum(len(mini_batch.micro_batches[role.place.data_rank]) for mini_batch in plan.mini_batches)
-    work.begin("micro-batches", count, passes * len(role.chunks))
+    begin_work("micro-batches", count, passes * len(role.chunks))

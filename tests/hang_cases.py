@@ -206,7 +206,7 @@ def _plant(fault: Fault, reached: Path) -> None:
     def beat_and_stay(clock: PhaseClock) -> None:
         nonlocal steps, before
         beat(clock)
-        names = [one.name for one in clock._open]
+        names = [one.name for one in clock._stack]
         steps += names == ["agree"] and not before
         before = names
         wanted = [fault.phase] if fault.span is None else [fault.phase, fault.span]

@@ -21,7 +21,7 @@ PHASES = {"rollout": 2.0, "reward": 0.5, "actor_update": 6.0, "weight_sync": 1.0
 HOSTILE = "<script>document.body.innerHTML = 'gone'</script><img src=x onerror=\"document.title='gone'\">"
 
 
-def figures(step: int, **others: float | None) -> dict[str, float | None]:
+def metrics_of(step: int, **others: float | None) -> dict[str, float | None]:
     """A step of 10 seconds in which nothing is to be found fault with."""
     planned = {"micro_batches": 8, "tokens": 1000, "slots": 1024, "max_tokens": 160}
     found: dict[str, float | None] = {
@@ -63,7 +63,7 @@ def figures(step: int, **others: float | None) -> dict[str, float | None]:
 
 
 def make_run(path: Path, lines: list[dict], recipe: dict | None = RECIPE, ranks: int = 2, sampled: bool = True) -> Path:
-    """A run directory with these figures, a line a step, and a trace of so many ranks."""
+    """A run directory with these metrics_of, a line a step, and a trace of so many ranks."""
     writer = MetricsWriter(path / "metrics.jsonl")
     for step, line in enumerate(lines, 1):
         writer.write(step, line)

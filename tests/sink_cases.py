@@ -81,6 +81,11 @@ def mlflow_points(folder: Path, run: str, key: str) -> list[tuple[int, float]]:
 
 def mlflow_client(folder: Path) -> Any:
     """A client of a directory. From the sink's module, which has MLflow read directories at all."""
-    from megarl.telemetry.mlflow_sink import MlflowClient
+    import os
+
+    from megarl.telemetry.sinks import SINKS
+
+    os.environ.update(SINKS["mlflow"][2])
+    from mlflow.tracking import MlflowClient
 
     return MlflowClient(str(folder))

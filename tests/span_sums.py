@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.telemetry.clock import REST
+from megarl.telemetry.clock import UNACCOUNTED
 from megarl.telemetry.trace import FOLDER, SCALE
 
 MOST_SHARE = 0.01
@@ -46,7 +46,7 @@ def _add(line: dict, spans: dict[str, float]) -> float:
         assert own >= -SCALE * READING_S, f"{name}: its spans are longer than it is"
         inside[depth + 1] = 0.0
         inside[depth] += lasted
-        key = name if depth else REST
+        key = name if depth else UNACCOUNTED
         spans[key] = spans.get(key, 0.0) + own / SCALE
         if depth == 0:
             outside -= lasted / SCALE

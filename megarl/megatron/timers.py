@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.telemetry.clock import start_span, stop_span
-from megarl.telemetry.work import advance
+from megarl.telemetry.progress import advance_work
 
 _SPANS = {"forward-compute": "forward", "backward-compute": "backward", "forward-backward": "pipeline"}
 MICRO_BATCH = ("forward", "backward")  # once each for every micro-batch and chunk
@@ -41,7 +41,7 @@ class Timer:
         """The end of the last start."""
         stop_span(self._span)
         if self._span in MICRO_BATCH:
-            advance()
+            advance_work()
 
 
 class MegatronTimers:

@@ -30,7 +30,7 @@ from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
-from megarl.telemetry.work import advance, begin
+from megarl.telemetry.progress import advance_work, begin_work
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.publish import EngineFacts
 from megarl.weight_sync.transport import REPORT_WAITS
@@ -380,7 +380,7 @@ class EnginePool:
         facts: dict[int, GroupFacts] = {}
         tokens: dict[int, Any] = {}
         sequences = sum(len(request.seeds) for requests in work.values() for request in requests.values())
-        begin("sequences", sequences if episodes is None else len(episodes.episodes))
+        begin_work("sequences", sequences if episodes is None else len(episodes.episodes))
         arrivals = Arrivals()
         environment_calls = set() if episodes is None else set(arrivals.expect(episodes.begin()))
         calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
@@ -410,7 +410,7 @@ class EnginePool:
                 result: Any = None if episodes is None else engine.get(token_reference, "rollout")
                 del work[engine.settings.index][position]
                 if episodes is None:
-                    advance(len(facts[position].lengths))
+                    advance_work(len(facts[position].lengths))
                 else:
                     environment_calls.update(arrivals.expect(episodes.sampled(position, result)))
                     calls |= arrivals.expect(self._next_turn(episodes, engine.settings.index, work))
@@ -428,7 +428,7 @@ class EnginePool:
         """Submit an engine's next turn once its last one is over and all its environments have answered. As `_submit`."""
         if work[index] or episodes.waits(index):
             return {}
-        advance(episodes.take_num_ended())
+        advance_work(episodes.take_num_ended())
         work[index] = episodes.requests(index)
         return self._submit(self._engines[index], work[index], continues=episodes.have_begun(index))
 

@@ -1,36 +1,31 @@
-"""`metrics.jsonl`: one line of figures a step, appended and flushed, readable while the run goes on."""
+"""`metrics.jsonl`: one line of metrics a step, flushed at once, so that it is readable while the run goes on."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.disk import LineFile
+from megarl.telemetry.disk import LineFile, write_whole
 
 KEY = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_.-]*)+", re.IGNORECASE)
 
 
 class MetricsWriter:
-    """Appends steps to a metrics file; its directory is made if need be."""
+    """Appends steps to a metrics file and creates its directory."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file = LineFile(self._path)
 
-    def write(self, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one step, and return the line. Keys are `area/name`; values are numbers (of numpy or torch too), lists of
-        them (one of each device) or texts.
-
-        JSON knows no NaN and no infinity: they are written as null. Raises ValueError for a key or a value of
-        another form.
-        """
+    def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a step and return its line. Keys are `area/name`; values are numbers (numpy and torch too), lists of
+        numbers or texts. NaN and infinity become null, as JSON has neither. Raises ValueError for any other key or value."""
         line: dict[str, Any] = {"step": step}
-        for key, value in figures.items():
+        for key, value in metrics.items():
             if not KEY.fullmatch(key):
                 raise ValueError(f"metric {key!r} is not named area/name")
             line[key] = _plain(key, value)
@@ -38,15 +33,10 @@ class MetricsWriter:
         return line
 
     def truncate_after(self, step: int) -> None:
-        """Drop every line behind `step`, and one cut short by a kill, so that a resumed run repeats none."""
-        kept = [line for line in _complete_lines(self._path) if line["step"] <= step]
+        """Drop every line after `step`, and a line that a kill cut short, so that a resumed run repeats no step."""
+        kept = [json.dumps(line) + "\n" for line in _complete_lines(self._path) if line["step"] <= step]
         self._file.close()
-        beside = self._path.with_suffix(".truncated")
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self._path)
+        write_whole(self._path, "".join(kept))
         self._file = LineFile(self._path)
 
     def close(self) -> None:
@@ -55,10 +45,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics file, in order; raises ValueError where there is no such file."""
+    """Return every complete line of a metrics file, in order. Raises ValueError if the file is missing or malformed."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} is no file; a run directory holds one once its first step is done")
+        raise ValueError(f"{path} is no file; a run directory has one after the run's first step")
     return _complete_lines(path)
 
 
@@ -66,13 +56,13 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not text.endswith("\n"):
-            break  # the last line of a run that was killed while it wrote
+            break  # a kill cut the last line short
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(line, dict):
-            raise ValueError(f"{path}, line {number}: a {type(line).__name__}, and a line is an object of numbers")
+            raise ValueError(f"{path}, line {number}: a {type(line).__name__} in place of an object of metrics")
         lines.append(line)
     return lines
 
@@ -85,5 +75,37 @@ def _plain(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, list):
-        return [_plain(key, one) for one in value]
-    raise ValueError(f"metric {key!r} is a {type(value).__name__}; a number, a list of numbers or a text is needed")
+        return [_plain(key, item) for item in value]
+    raise ValueError(f"metric {key!r} is a {type(value).__name__}; write a number, a list of numbers or a text")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is a finite number, which can be drawn and averaged."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mean_reward(metrics: Mapping[str, Any]) -> Any:
+    """Return the mean reward of everything a step sampled, from a line of metrics; None without one.
+
+    Under `algorithm.dynamic_sampling`, `reward/mean` covers only groups that were chosen because their rewards differ, and
+    can stand still while the policy learns; `reward/sampled_mean` covers all rounds.
+    """
+    return metrics["reward/sampled_mean"] if "reward/sampled_mean" in metrics else metrics.get("reward/mean")
+
+
+def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
+    """Return the prompt and completion tokens of a step over its time; None where the step lacks them."""
+    prompt, completion, seconds = (metrics.get(key) for key in ("tokens/prompt", "tokens/completion", "time/step"))
+    return None if prompt is None or completion is None or not seconds else (prompt + completion) / seconds
+
+
+def duration(seconds: float) -> str:
+    """Write a time for a reader, in its one or two largest units."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 2:
+        return f"{60 * hours + minutes} min"
+    return f"{hours} h {minutes:02d} min" if hours < 24 else f"{seconds / 86400:.1f} d"

@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: a full disk, a closed pipe or a lost terminal drops text and no more."""
+"""Standard output and error that never end a run: text that a full disk, closed pipe or lost terminal refuses is dropped."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import sys
 from typing import TextIO
 
 
-class Enduring(io.RawIOBase):
-    """Write to a file descriptor. What it does not take is dropped, and the first time `other` is told why.
+class EnduringOutput(io.RawIOBase):
+    """Writes to a file descriptor and drops what it refuses; the first time, `report_to` (a descriptor) gets the reason.
 
-    With `pipes_alone` only a pipe without a reader drops text, and other errors are raised.
+    With `pipes_alone` only a pipe without a reader drops text; other errors are raised.
     """
 
-    def __init__(self, descriptor: int, name: str, other: int | None, pipes_alone: bool) -> None:
-        self._descriptor, self._name, self._other, self._pipes_alone = descriptor, name, other, pipes_alone
-        self._has_told = False
+    def __init__(self, descriptor: int, name: str, report_to: int | None, pipes_alone: bool) -> None:
+        self._descriptor, self._name, self._report_to, self._pipes_alone = descriptor, name, report_to, pipes_alone
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Write or drop; always all of it."""
+        """Write or drop all of `content`."""
         left = memoryview(content)
         while left:
             try:
@@ -31,19 +30,13 @@ class Enduring(io.RawIOBase):
             except OSError as error:
                 if self._pipes_alone and not isinstance(error, BrokenPipeError):
                     raise
-                self._tell(error)
+                if self._report_to is not None:
+                    text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
+                    with contextlib.suppress(OSError):
+                        os.write(self._report_to, text.encode())
+                    self._report_to = None
                 break
         return len(content)
-
-    def _tell(self, error: OSError) -> None:
-        if self._has_told or self._other is None:
-            return
-        self._has_told = True
-        text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
-        try:
-            os.write(self._other, text.encode())
-        except OSError:
-            self._other = None  # nobody is left to tell
 
     def writable(self) -> bool:
         return True
@@ -56,24 +49,23 @@ class Enduring(io.RawIOBase):
 
 
 def endure_output() -> None:
-    """Have this process's standard output and error drop what cannot be written or encoded."""
+    """Have this process's standard output and error drop text that cannot be written or encoded."""
     sys.stdout = _enduring(sys.stdout, "standard output", 2)
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
 def endure_closed_pipes() -> None:
-    """The same of a command whose output is its result: a pipe that is closed (`| head`) wants no more of it, a full disk is
-    an error."""
+    """Have a command whose output is its result ignore a closed pipe (`| head`); a full disk stays an error."""
     sys.stdout = _enduring(sys.stdout, "standard output", None, pipes_alone=True)
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
-def _enduring(stream: TextIO, name: str, other: int | None, pipes_alone: bool = False) -> TextIO:
+def _enduring(stream: TextIO, name: str, report_to: int | None, pipes_alone: bool = False) -> TextIO:
     try:
         descriptor = stream.fileno()
-    except (io.UnsupportedOperation, AttributeError):  # kept in memory, or closed from the start: it fails nowhere
+    except (io.UnsupportedOperation, AttributeError):  # in memory, or closed from the start: it never fails
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    raw = io.BufferedWriter(Enduring(descriptor, name, other, pipes_alone))  # type: ignore[type-var]
+    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to, pipes_alone))  # type: ignore[type-var]
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

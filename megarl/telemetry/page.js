@@ -1,6 +1,6 @@
-// Draws every figure of the page, in the colours of the reader's scheme, and again when that or the width changes.
+// Draws every chart of the page, in the colors of the reader's scheme, and again when that or the width changes.
 "use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
+const charts = JSON.parse(document.getElementById("charts").textContent);
 const settings = {responsive: true, displayModeBar: false};
 
 function shade(name) {
@@ -27,14 +27,14 @@ function themed(layout) {
 
 async function draw() {
   let drawn = 0;
-  for (const figure of figures) {
-    const layout = themed(figure.layout);
-    const entries = new Set(figure.data.map((trace) => trace.legendgroup || trace.name)).size;
+  for (const chart of charts) {
+    const layout = themed(chart.layout);
+    const entries = new Set(chart.data.map((trace) => trace.legendgroup || trace.name)).size;
     if (window.innerWidth < 600 && layout.showlegend !== false && entries > 4) {
       layout.height += 16 * entries;  // a legend is higher where it is narrow
-      document.getElementById(figure.name).style.height = `${layout.height}px`;
+      document.getElementById(chart.name).style.height = `${layout.height}px`;
     }
-    await Plotly.react(figure.name, figure.data, layout, settings);
+    await Plotly.react(chart.name, chart.data, layout, settings);
     drawn += 1;
   }
   document.body.dataset.drawn = drawn;

@@ -1,10 +1,11 @@
-"""What a user watches: which step and phase is running and how far, when the run ends, and what the last step gave."""
+"""What a user watches: the running step and phase and how far it is, when the run ends, and what the last step gave."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -13,49 +14,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from megarl.telemetry.mean_reward import mean_reward
+from megarl.telemetry.metrics import duration, mean_reward, tokens_per_second
 
-# What a finished step says behind its reward, in this order, where the step has it: key, label, format.
-FIGURES = (
+# What the line of a finished step shows after its reward, where the step has it: key, label, format.
+STEP_METRICS = (
     ("rollout/completion_length_mean", "length", ".1f"),
     ("actor/policy_loss", "loss", ".4f"),
     ("actor/grad_norm", "grad norm", ".3f"),
     ("actor/entropy", "entropy", ".3f"),
     ("time/step", "seconds", ".1f"),
 )
-RECENT = 10  # steps that say how long the others will take
+RECENT = 10  # steps whose mean time predicts the rest
 
 
-def step_line(step: int, num_steps: int, figures: Mapping[str, Any], left: str = "") -> str:
-    """One finished step as a line of text; `left`: how long the run still takes."""
-    reward = mean_reward(figures)
+def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str = "") -> str:
+    """Return one finished step as a line of text; `left` is the time until the end of the run."""
+    reward, rate = mean_reward(metrics), tokens_per_second(metrics)
     parts = [f"reward {reward:.3f}"] if reward is not None else []
-    parts += [f"{label} {figures[key]:{form}}" for key, label, form in FIGURES if figures.get(key) is not None]
-    rate = tokens_per_second(figures)
+    parts += [f"{label} {metrics[key]:{form}}" for key, label, form in STEP_METRICS if metrics.get(key) is not None]
     parts += [f"tokens/s {rate:.0f}"] if rate is not None else []
     parts += [f"left {left}"] if left else []
     return f"step {step:>{len(str(num_steps))}}/{num_steps}  " + "  ".join(parts)
 
 
-def tokens_per_second(figures: Mapping[str, Any]) -> float | None:
-    """Prompts and completions of a step over its time; None where the step does not say them."""
-    tokens = [figures.get(key) for key in ("tokens/prompt", "tokens/completion")]
-    seconds = figures.get("time/step")
-    return None if None in tokens or not seconds else sum(filter(None, tokens)) / seconds
-
-
-def duration(seconds: float) -> str:
-    """A time to wait, in the two largest units that it has."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 1:
-        return f"{minutes} min"
-    return f"{hours} h {minutes} min" if hours < 24 else f"{seconds / 86400:.1f} d"
-
-
 class ProgressLine:
-    """On a terminal a live line with the running phase under one line a step; elsewhere the lines alone.
+    """On a terminal, a live line with the running phase under one line a step; elsewhere the lines alone.
 
     A context manager. `enabled=False` (every rank but 0) makes it silent. `now` is in seconds since 1970.
     """
@@ -63,16 +46,14 @@ class ProgressLine:
     def __init__(
         self, num_steps: int, enabled: bool = True, console: Console | None = None, now: Callable[[], float] = time.time
     ) -> None:
-        self._num_steps = num_steps
-        self._enabled = enabled
+        self._num_steps, self._enabled, self._now = num_steps, enabled, now
         self._console = console or Console()
-        self._now = now
         self._live = enabled and self._console.is_terminal
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._steps_timed = 0
+        self._num_timed = 0
 
-        def column(least: int) -> Column:  # where a terminal is narrow the last one gives way
-            return Column(no_wrap=True, overflow="ellipsis", min_width=least)
+        def column(min_width: int) -> Column:  # the last column gives way on a narrow terminal
+            return Column(no_wrap=True, overflow="ellipsis", min_width=min_width)
 
         self._bar = Progress(
             SpinnerColumn(table_column=column(1)),
@@ -97,54 +78,80 @@ class ProgressLine:
             self._bar.stop()
 
     def phase(self, name: str | None) -> None:
-        """Show `name` as the running phase; fits `PhaseClock(on_phase=...)`. None changes nothing."""
+        """Show `name` as the running phase; an `on_phase` of PhaseClock. None changes nothing."""
         if self._live and name is not None:
             self._bar.update(self._task, description=name, work="", refresh=True)
 
     def work(self, unit: str, done: float, total: int) -> None:
-        """Show how far the phase is; fits `work.watching`. It is drawn with the next of the bar's ten frames a second."""
+        """Show how far the phase is, with the next of the bar's ten frames a second; for `watching_work`."""
         if self._live:
             self._bar.update(self._task, work=f"{int(done)}/{total} {unit}")
 
     def resumed(self, done: int) -> None:
-        """Count the steps that an earlier start has done."""
+        """Count the steps of earlier starts."""
         self._bar.update(self._task, completed=done)
 
     def note(self, text: str) -> None:
-        """Print what is not of a step's line."""
+        """Print a line that belongs to no step."""
         if self._enabled:
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
             self._console.file.flush()
 
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Print what a finished step gave, flushed for whoever reads a pipe."""
-        if not self._enabled:
-            return
-        left_s = self._left_s(step, figures.get("time/step"))
-        left = "" if left_s is None else duration(left_s)
-        self._console.print(step_line(step, self._num_steps, figures, left), highlight=False, soft_wrap=True)
-        self._console.file.flush()
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print what a finished step gave, flushed for the reader of a pipe."""
+        left_s = self._left_s(step, metrics.get("time/step"))
+        self.note(step_line(step, self._num_steps, metrics, "" if left_s is None else duration(left_s)))
         if self._live:
-            self._bar.update(self._task, completed=step, last=self._last(left_s, figures))
+            self._bar.update(self._task, completed=step, last=self._last(left_s, metrics))
 
     def _left_s(self, step: int, seconds: float | None) -> float | None:
-        """From the mean of the last steps. The first of a start warms up, and counts only while it is alone."""
+        """Predict from the mean of the last steps. The first step of a start warms up; it counts only while it is alone."""
         if seconds is not None:
-            self._steps_timed += 1
-            if self._steps_timed == 2:
+            self._num_timed += 1
+            if self._num_timed == 2:
                 self._seconds.clear()
             self._seconds.append(seconds)
         remaining = self._num_steps - step
         return fmean(self._seconds) * remaining if self._seconds and remaining else None
 
-    def _last(self, left_s: float | None, figures: Mapping[str, Any]) -> str:
-        """Expected end, tokens a second and reward, as the live line has them until the next step."""
+    def _last(self, left_s: float | None, metrics: Mapping[str, Any]) -> str:
+        """Return the expected end, tokens per second and reward, which the live line shows until the next step."""
+        rate, reward = tokens_per_second(metrics), mean_reward(metrics)
         parts = []
         if left_s is not None:
             form = "%H:%M" if left_s < 20 * 3600 else "%d %b %H:%M"
             parts.append("ends " + time.strftime(form, time.localtime(self._now() + left_s)))
-        rate = tokens_per_second(figures)
         parts += [f"{rate:.0f} tokens/s"] if rate is not None else []
-        reward = mean_reward(figures)
         parts += [f"reward {reward:.3f}"] if reward is not None else []
         return ", ".join(parts)
+
+
+# Gets the unit, how many are done and how many there are. A unit may be done in parts.
+_on_work: Callable[[str, float, int], None] | None = None
+_unit, _total, _parts, _done = "", 0, 1, 0
+
+
+@contextmanager
+def watching_work(on_work: Callable[[str, float, int], None]) -> Iterator[None]:
+    """Call `on_work` with the progress of this process's work within this context."""
+    global _on_work
+    before, _on_work = _on_work, on_work
+    try:
+        yield
+    finally:
+        _on_work = before
+
+
+def begin_work(unit: str, total: int, parts: int = 1) -> None:
+    """Say that the running phase has `total` of `unit` to do, each in so many parts."""
+    global _unit, _total, _parts, _done
+    _unit, _total, _parts, _done = unit, total, parts, 0
+    advance_work(0)
+
+
+def advance_work(parts: int = 1) -> None:
+    """Say that so many more parts are done. Does nothing where no work has begun."""
+    global _done
+    _done += parts
+    if _on_work is not None and _done <= _total * _parts:
+        _on_work(_unit, _done / _parts, _total)

@@ -1,51 +1,203 @@
-"""What the recipe's `telemetry` has a rank write besides metrics.jsonl and its trace: sinks, profiles, memory snapshots."""
+"""What a rank writes besides metrics and its trace, as `telemetry` of the recipe asks: samples, profiles, memory snapshots,
+and on rank 0 what goes to the sinks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import gc
+import json
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from megarl.recipe import Recipe
+from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
-from megarl.telemetry.out_of_memory import snapshot_on_out_of_memory
-from megarl.telemetry.profile import StepProfiler
-from megarl.telemetry.samples import remove_samples_after
-from megarl.telemetry.sink import Row
-from megarl.telemetry.sink_relay import Sinks, open_sinks
+from megarl.telemetry.disk import read_lines, write_whole
+from megarl.telemetry.sinks import Row, Sinks, open_sinks
+
+logger = logging.getLogger(__name__)
+LARGEST_BLOCKS, LARGEST_SHAPES = 50, 4
+KIB = 1024  # the unit of ru_maxrss on Linux
 
 
 class Records:
-    """Those of one rank; sinks are rank 0's."""
+    """The records of one rank; `platform` is megarl.platform.current."""
 
-    def __init__(self, sinks: Sinks | None, profiler: StepProfiler) -> None:
-        self._sinks, self._profiler = sinks, profiler
+    def __init__(self, sinks: Sinks | None, section: ProfileSection | None, run: Path, rank: int, clock: PhaseClock,
+                 platform: Any) -> None:  # fmt: skip
+        self._sinks, self._clock, self._platform = sinks, clock, platform
+        self._profiled = section if section is not None and rank in section.ranks else None
+        self._run, self._rank = run, rank
+        self._profile: Any = None  # of the step that has ended, not yet written
 
-    def step(self, number: int) -> AbstractContextManager[None]:
-        """The body is this step; it is profiled if it is to be."""
-        return self._profiler.step(number)
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile the body, step `number`, if the recipe asks for it, with phases and spans as ranges. Enter between
+        phases."""
+        section = self._profiled
+        if section is None or number not in section.steps:
+            yield
+        elif section.kind == "nsight":
+            self._platform.start_capture()
+            try:
+                with self._clock.showing(self._platform.device_ranges()):
+                    yield
+            finally:
+                self._platform.stop_capture()
+        else:
+            profile = torch.profiler.profile(activities=self._platform.profile_activities)
+            with profile, self._clock.showing(self._platform.torch_ranges()):
+                yield
+            self._profile = profile
 
-    def figures(self) -> dict[str, int]:
-        """What sinks failed to take since the last step."""
-        return {} if self._sinks is None else self._sinks.figures()
+    def metrics(self) -> dict[str, int]:
+        """Return the number of calls to sinks that failed since the last step."""
+        return {} if self._sinks is None else self._sinks.metrics()
 
     def write(self, number: int, line: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Write the profile of the step that has ended; rank 0 hands its line of metrics.jsonl and its samples to the
-        sinks."""
+        """Write the profile of the step that has ended; on rank 0 hand its line of metrics and its samples to the sinks."""
         if self._sinks is not None:
             self._sinks.write(number, line, rows)
-        self._profiler.write()
+        if self._profile is not None:
+            folder = self._run / "profile"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(folder / f"step-{number:06d}-rank-{self._rank:05d}.json.gz"))
+            self._profile = None
 
 
 @contextmanager
 def recorded(recipe: Recipe, run: Path, rank: int, done: int, clock: PhaseClock, platform: Any) -> Iterator[Records]:
-    """The records of a rank that goes on behind step `done`; leaving this closes them. `platform`:
-    megarl.platform.current."""
-    if rank == 0:
-        remove_samples_after(run, done)
+    """Open the records of a rank that continues after step `done`; leaving the context closes them."""
+    if rank == 0:  # resumed steps write their samples again
+        for path in (run / "samples").glob("step-*.jsonl"):
+            if path.stem > f"step-{done:06d}":
+                path.unlink()
     with ExitStack() as stack:
         if recipe.telemetry.memory_snapshot:
             stack.enter_context(snapshot_on_out_of_memory(run, rank, platform))
         sinks = stack.enter_context(open_sinks(recipe, run, done)) if rank == 0 else None
-        yield Records(sinks, StepProfiler(recipe.telemetry.profile, run, rank, clock, platform))
+        yield Records(sinks, recipe.telemetry.profile, run, rank, clock, platform)
+
+
+# Samples ----------------------------------------------------------------------------------------------------------------
+
+
+class SampleTable:
+    """Writes `samples/step-000012.jsonl` on rank 0: some prompts and completions of a step with their rewards. `rows` are
+    the last step's."""
+
+    def __init__(self, run: Path, num_samples: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """`num_samples` of each step, spread evenly over its groups; `decode` turns token ids into text."""
+        self._folder, self._num_samples, self._decode = run / "samples", num_samples, decode
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, step: int, rollouts: Any, scored: Any, batch: Any) -> None:
+        """Write a step's table. `rollouts` is a RolloutBatch, `scored` a RewardResult, `batch` has rewards, `valid` and
+        advantages."""
+        total = len(rollouts)
+        num = min(self._num_samples, total)
+        chosen = [number * total // num for number in range(num)]
+        fetched = rollouts.payload.fetch(chosen)
+        self.rows = [self._row(step, sample, fetched[sample], scored, batch) for sample in chosen]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows)
+        write_whole(self._folder / f"step-{step:06d}.jsonl", text)
+
+    def _row(self, step: int, sample: int, rollout: Any, scored: Any, batch: Any) -> dict[str, Any]:
+        """A masked reward and values that are not finite are null. `advantage` is the mean over the completion's tokens;
+        `version` and `first_version` are the weights that sampled its last and first token."""
+        completion = rollout.completion
+        is_valid = bool(batch.valid[sample])
+        advantages = batch.fields["advantages"][sample]
+        return {
+            "step": step,
+            "sample": sample,
+            "group": int(rollout.group),
+            "prompt": self._decode(rollout.prompt_ids.tolist()),
+            "completion": self._decode(completion.token_ids.tolist()),
+            "reward": _finite(batch.rewards[sample]) if is_valid else None,
+            "parts": {name: _finite(rewards[sample]) for name, rewards in scored.parts.items()},
+            "advantage": _finite(advantages.mean()) if is_valid and len(advantages) else None,
+            "valid": is_valid,
+            "reason": scored.failures.get(sample),
+            "prompt_tokens": len(rollout.prompt_ids),
+            "completion_tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "version": int(completion.last_version),
+            "first_version": int(completion.first_version),
+        }
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if np.isfinite(float(value)) else None
+
+
+def read_samples(path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of one step's file."""
+    return read_lines(Path(path))
+
+
+# Memory -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[None]:
+    """Within this context, an out-of-memory error writes `memory/rank-00000.json` and gets a note with its path. On a GPU
+    the allocator's history is recorded from here on and written next to it."""
+    platform.record_allocations()
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if platform.is_out_of_memory(error):
+            error.add_note(_write_snapshot(run / "memory" / f"rank-{rank:05d}.json", rank, platform, error))
+        raise
+
+
+def _write_snapshot(path: Path, rank: int, platform: Any, error: BaseException) -> str:
+    """Write what holds memory now; return the note."""
+    try:
+        content = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "rank": rank,
+            "error": str(error),
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB,
+            "largest_tensors": _largest_tensors(),
+        }
+        write_whole(path, json.dumps(content, indent=1))
+        history = platform.write_allocations(path.with_suffix(".pickle"))
+    except (OSError, MemoryError, RuntimeError) as failure:  # must not hide the first error
+        return f"no memory snapshot of rank {rank}: {failure}"
+    also = "" if history is None else f", and the device's allocations in {history} (for pytorch.org/memory_viz)"
+    return f"what held the memory of rank {rank} is in {path}{also}"
+
+
+def _largest_tensors() -> list[dict[str, Any]]:
+    """Return the largest blocks of memory that tensors of this process hold, largest first: bytes, device, type, and the
+    largest shapes of the tensors that share a block. Tensors that only autograd holds are not among them."""
+    blocks: dict[tuple[str, int], dict[str, Any]] = {}
+    num_unread = 0
+    for tensor in gc.get_objects():
+        if not issubclass(type(tensor), torch.Tensor):
+            continue
+        try:
+            if tensor.layout == torch.strided and tensor.device.type != "meta":
+                storage, device, shape = tensor.untyped_storage(), str(tensor.device), list(tensor.shape)
+                block = {"bytes": storage.nbytes(), "device": device, "dtype": str(tensor.dtype), "shapes": []}
+                shapes = blocks.setdefault((device, storage.data_ptr()), block)["shapes"]
+                if shape not in shapes:
+                    shapes.append(shape)
+        except Exception:  # tensor classes of libraries raise anything where they hold no memory
+            num_unread += 1
+    if num_unread:
+        logger.warning("%d tensors do not say what memory they hold; the snapshot leaves them out", num_unread)
+    largest = sorted(blocks.values(), key=lambda block: -block["bytes"])[:LARGEST_BLOCKS]
+    for block in largest:
+        block["shapes"] = sorted(block["shapes"], key=math.prod, reverse=True)[:LARGEST_SHAPES]
+    return largest

@@ -1,32 +1,33 @@
-"""A run's curves and bars, as what plotly.js draws: plain dictionaries, made without plotly."""
+"""Curves, bars and the timeline of a run, as plain dictionaries that plotly.js draws; made without plotly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from html import escape
 from typing import Any
 
-from megarl.telemetry.report_answers import IDLE, phase_shares
-from megarl.telemetry.report_findings import SYNC_PARTS
-from megarl.telemetry.report_reading import Run, smooth
+from megarl.telemetry.clock import WAIT
+from megarl.telemetry.metrics import duration
+from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares
+from megarl.telemetry.report_run import Run, smooth, thin
+from megarl.telemetry.trace import SCALE, TraceFile
 
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 120  # of steps side by side
-# One colour a phase, in every chart; all can be told apart on white and on near black.
+MOST_SLICES = 6000  # of the timeline: a browser draws each as a shape
+# One color per phase in every chart; each is distinct on white and on near black.
 PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
     "reference_logprob": "#76c4b7", "critic_value": "#d8a93a", "advantage": "#a3ad55", "critic_update": "#e58a3c",
     "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
     "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
 }  # fmt: skip
-REST = "#9aa0a8"
-WAIT = "#c3c8cf"
-BUSY = "#23a699"
+GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
 CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
 LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
-# Curves beside the reward, where a run has them: figures of one plot, and its title.
+# Small plots next to the reward, where a run has the metrics: the metrics of one plot, and its title.
 CURVES = (
     (("actor/loss", "actor/policy_loss"), "actor loss"),
     (("critic/loss",), "critic loss"),
@@ -43,7 +44,7 @@ CURVES = (
 
 @dataclass(frozen=True)
 class Chart:
-    """`data` and `layout` are plotly's; `note` says how to read it."""
+    """`data` and `layout` are plotly's; `note` says how to read the chart."""
 
     name: str
     title: str
@@ -53,70 +54,47 @@ class Chart:
     height: int = 300
     wide: bool = True
 
-    @property
-    def figure(self) -> dict[str, Any]:
-        return {"name": self.name, "data": self.data, "layout": {"height": self.height} | self.layout}
-
-
-def color(phase: str) -> str:
-    """Of a phase; grey for what is none."""
-    return PHASES.get(phase, REST)
-
-
-def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Means of neighbours, where there are more than `most` points; five digits are more than a screen shows."""
-    count = min(most, len(values))
-    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
-    pairs = list(zip(edges, edges[1:], strict=False))
-    middles = [steps[first] if last - first == 1 else fmean(steps[first:last]) for first, last in pairs]
-    return middles, [rounded(fmean(values[first:last])) for first, last in pairs]
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")
-
 
 def step_axis(run: Run) -> dict[str, Any]:
-    """Whole numbers where there are few."""
+    """Show every step where there are few."""
     return {"title": {"text": "step"}} | ({"dtick": 1} if len(run.steps) <= 10 else {})
 
 
 def line(name: str, steps: Sequence[float], values: Sequence[float], color: str, **style: Any) -> dict[str, Any]:
-    """A curve."""
-    x, y = thin(steps, values)
+    """Return a curve."""
+    x, y = thin(steps, values, MOST_POINTS)
     form = {"type": "scatter", "mode": "lines+markers" if len(x) < 40 else "lines", "name": name, "x": x, "y": y}
     return form | {"line": {"color": color, "width": 2}, "marker": {"size": 5}} | style
 
 
 def reward(run: Run) -> list[Chart]:
-    """The mean reward of each step, and its mean over the last tenth of the steps so far made."""
+    """Draw the mean reward of each step, and its mean over the last tenth of the steps so far."""
     steps, values = run.rewards()
     if not values:
         return []
-    over = max(3, len(values) // 10)
-    data = [line("a step", steps, values, "#4c8dd6", opacity=0.45 if len(values) > 3 else 1)]
+    data = [line("a step", steps, values, LINES[0], opacity=0.45 if len(values) > 3 else 1)]
     if len(values) > 3:
-        even = line(f"mean of {over} steps", steps, smooth(values, over), "#4c8dd6", mode="lines")
-        data.append(even | {"line": {"color": "#4c8dd6", "width": 3}})
+        over = max(3, len(values) // 10)
+        style = {"mode": "lines", "line": {"color": LINES[0], "width": 3}}
+        data.append(line(f"mean of {over} steps", steps, smooth(values, over), LINES[0], **style))
     return [Chart("reward", "Mean reward", data, {"xaxis": step_axis(run)}, height=320)]
 
 
 def evaluation(run: Run) -> list[Chart]:
-    """What the run is worth on held-out prompts, before the first step and from then on, with 95 % confidence intervals."""
+    """Draw what the run is worth on held-out prompts, from before the first step, with 95 % confidence intervals."""
     names = dict.fromkeys(key.removesuffix("_error") for line in run.evaluations for key in line if key.endswith("_error"))
     data = []
     for at, name in enumerate(names):
-        known = [one for one in run.evaluations if one.get(name) is not None]
-        errors = [one.get(f"{name}_error") or 0.0 for one in known]
+        known = [metrics for metrics in run.evaluations if metrics.get(name) is not None]
+        errors = {"type": "data", "array": [metrics.get(f"{name}_error") or 0.0 for metrics in known], "thickness": 1}
         label = name.removeprefix("evaluation/").replace("_at_", "@")
-        points = line(label, [one["step"] for one in known], [one[name] for one in known], LINES[at % len(LINES)])
-        data.append(points | {"error_y": {"type": "data", "array": errors, "thickness": 1}})
+        steps, values = [metrics["step"] for metrics in known], [metrics[name] for metrics in known]
+        data.append(line(label, steps, values, LINES[at % len(LINES)], error_y=errors))
     return [Chart("evaluation", "Held-out prompts", data, {"xaxis": step_axis(run)}, height=320)] if data else []
 
 
 def curves(run: Run) -> list[Chart]:
-    """Losses and what else moves while a policy learns, a small plot each. A figure that never moves, or says
-    the same as its neighbour, is left out."""
+    """Draw losses and what else moves while a policy learns. Leave out a metric that never moves or equals its neighbor."""
     charts = []
     for keys, title in CURVES:
         known: list[tuple[str, list[int], list[float]]] = []
@@ -124,47 +102,44 @@ def curves(run: Run) -> list[Chart]:
             steps, values = run.points(key)
             if len(set(values)) > (len(values) > 1) and all(values != other for _, _, other in known):
                 known.append((key, steps, values))
-        data = [line(key, steps, values, LINES[at]) for at, (key, steps, values) in enumerate(known)]
-        if data:
-            name = "curve-" + keys[0].replace("/", "-")
+        if known:
+            data = [line(key, steps, values, LINES[at]) for at, (key, steps, values) in enumerate(known)]
             layout = {"xaxis": step_axis(run) | {"title": {}}, "showlegend": len(data) > 1}
-            charts.append(Chart(name, title, data, layout, height=220, wide=False))
+            charts.append(Chart("curve-" + keys[0].replace("/", "-"), title, data, layout, height=220, wide=False))
     return charts
 
 
 def phase_times(run: Run) -> list[Chart]:
-    """Seconds of each phase, step by step."""
-    recent = run.recent()
-    if "time/step" not in recent:
-        return []
-    names = sorted(phase_shares(recent), key=lambda name: list(PHASES).index(name) if name in PHASES else len(PHASES))
+    """Draw the seconds of each phase, step by step."""
+    known, order = phase_shares(run.recent()), list(PHASES)
     data = []
-    for name in names:
-        steps, values = run.points(f"time/{name}")
-        x, y = thin(steps, values, MOST_BARS)
-        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color(name)},
+    for name in sorted(known, key=lambda name: order.index(name) if name in PHASES else len(PHASES)):
+        x, y = thin(*run.points(f"time/{name}"), MOST_BARS)
+        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": PHASES.get(name, GREY)},
                      "hovertemplate": f"{name}: %{{y:.3g}} s<extra>step %{{x}}</extra>"})  # fmt: skip
     layout = {"barmode": "stack", "bargap": 0.15, "xaxis": step_axis(run), "yaxis": SECONDS}
     note = "The first step also warms engines and kernels up; the answers above leave it out."
-    return [Chart("phase-times", "Seconds of a step, by phase", data, layout, note if len(run.steps) > 3 else "", 340)]
+    return [Chart("phase-times", "Seconds of each phase, step by step", data, layout, note, 340)] if data else []
 
 
 def ranks_time(run: Run) -> list[Chart]:
-    """One bar: in which part of their time ranks were busy, and for whom they waited."""
+    """Draw one bar: for which part of their time ranks were busy, and for whom they waited."""
     recent = run.recent()
     if "idle/share" not in recent:
         return []
-    rest = recent.get("idle/unaccounted_share", 0.0)
-    moves = recent.get("offload/share", 0.0)
-    parts = [("busy", 1 - recent["idle/share"] - rest - moves, BUSY), ("moving memory", moves, REST)]
-    parts += [(f"waiting for {name}", recent[key], CAUSES[key]) for key, name in IDLE.items() if key in recent]
-    others = recent["idle/share"] - sum(recent[key] for key in IDLE if key in recent)
-    parts.append(("waiting otherwise", others if others > 1e-3 else 0.0, WAIT))
-    parts.append(("in no span", rest, REST))
+    unaccounted, offload = recent.get("idle/unaccounted_share", 0.0), recent.get("offload/share", 0.0)
+    others = recent["idle/share"] - sum(recent.get(key, 0.0) for key in IDLE)
+    parts = [
+        ("busy", 1 - recent["idle/share"] - unaccounted - offload, BUSY),
+        ("moving memory", offload, GREY),
+        *((f"waiting for {name}", recent.get(key, 0.0), CAUSES[key]) for key, name in IDLE.items()),
+        ("waiting otherwise", others if others > 1e-3 else 0.0, WAIT_GREY),
+        ("in no span", unaccounted, GREY),
+    ]
     data = [
-        {"type": "bar", "orientation": "h", "name": name, "x": [rounded(100 * share)], "y": [""], "marker": {"color": shade},
-         "text": [f"{share:.0%}" if share > 0.04 else ""], "textposition": "inside", "insidetextanchor": "middle",
-         "hovertemplate": f"{name}: %{{x:.1f}} %<extra></extra>"}
+        {"type": "bar", "orientation": "h", "name": name, "x": [float(f"{100 * share:.5g}")], "y": [""],
+         "marker": {"color": shade}, "text": [f"{share:.0%}" if share > 0.04 else ""], "textposition": "inside",
+         "insidetextanchor": "middle", "hovertemplate": f"{name}: %{{x:.1f}} %<extra></extra>"}
         for name, share, shade in parts if share > 0
     ]  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"ticksuffix": " %", "range": [0, 100]}, "yaxis": {"visible": False}}
@@ -172,35 +147,115 @@ def ranks_time(run: Run) -> list[Chart]:
 
 
 def useful_shares(run: Run) -> list[Chart]:
-    """Of the slots that went through a model, those that were tokens; and what the plans lose otherwise."""
-    keys = [key for key in run.keys if key.startswith("schedule/") and key.endswith("/useful_share")]
+    """Draw the part of the slots of each phase's batches that were tokens."""
     data = []
-    for key in keys:
+    for key in run.keys:
         steps, values = run.points(key)
-        phase = key.split("/")[1]
-        if values:
-            data.append(line(phase, steps, [100 * value for value in values], color(phase)))
+        if key.startswith("schedule/") and key.endswith("/useful_share") and values:
+            phase = key.split("/")[1]
+            data.append(line(phase, steps, [100 * value for value in values], PHASES.get(phase, GREY)))
     layout = {"xaxis": step_axis(run), "yaxis": {"ticksuffix": " %", "rangemode": "tozero"}}
     return [Chart("useful-share", "Useful tokens of the batches", data, layout, height=220)] if data else []
 
 
 def sync_split(run: Run) -> list[Chart]:
-    """The parts of a weight sync as means over the last steps."""
+    """Draw the parts of a weight sync, as means over the last steps."""
     recent = run.recent()
-    parts = [(name, recent[key]) for key, name, _ in SYNC_PARTS if key in recent]
+    parts = {name: recent[key] for key, name, _ in SYNC_PARTS if key in recent}
     if not parts:
         return []
-    total = recent.get("sync/total_s")
-    names, values = [name for name, _ in parts], [rounded(value) for _, value in parts]
-    data = [{"type": "bar", "orientation": "h", "x": values, "y": names, "marker": {"color": PHASES["weight_sync"]},
-             "text": [_short(value) for value in values], "textposition": "auto",
+    data = [{"type": "bar", "orientation": "h", "x": [float(f"{seconds:.5g}") for seconds in parts.values()],
+             "y": [*parts], "marker": {"color": PHASES["weight_sync"]},
+             "text": [duration(seconds) for seconds in parts.values()], "textposition": "auto",
              "hovertemplate": "%{y}: %{x:.3g} s<extra></extra>"}]  # fmt: skip
     layout = {"xaxis": SECONDS, "yaxis": {"autorange": "reversed"}, "showlegend": False}
     note = "Parts overlap: transfer is all of the receiving, apply in it; ranks pack one bucket while workers apply another."
-    if total:
-        note += f" From begin to end a sync takes {_short(total)}."
+    if "sync/total_s" in recent:
+        note += f" From begin to end a sync takes {duration(recent['sync/total_s'])}."
     return [Chart("sync-split", "Parts of a weight sync", data, layout, note, 280)]
 
 
-def _short(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+@dataclass(frozen=True)
+class _Slice:
+    kind: str  # phase, span or wait
+    phase: str
+    name: str
+    lane: int
+    start: float
+    seconds: float
+
+
+def timeline(run: Run) -> list[Chart]:
+    """Draw the last steps rank by rank: phases above and, where the run kept them, spans below. Empty without a trace."""
+    ranks = [rank for rank in run.ranks if rank.steps]
+    if not ranks:
+        return []
+    start = min(step["start"] for rank in ranks for step in rank.steps)
+    end = max(step["start"] + step["seconds"] for rank in ranks for step in rank.steps)
+    # Nobody sees a slice thinner than a pixel of a wide screen; the shortest go first where that is not enough.
+    slices = [part for lane, rank in enumerate(ranks) for part in _slices(lane, rank, start)]
+    slices = sorted((part for part in slices if part.seconds > (end - start) / 4000), key=lambda part: -part.seconds)
+    steps = sorted({step["step"] for rank in ranks for step in rank.steps})
+    note = f"Steps {steps[0]} to {steps[-1]}. " if len(steps) > 1 else f"Step {steps[0]}. "
+    note += (
+        "Above, the phases of a rank; below, what it did: in its phase's color where it worked, grey where it only waited."
+        if any(part.kind != "phase" for part in slices)
+        else "`run.trace: spans` also shows what ranks do inside of a phase, and where they wait."
+    )
+    if run.num_traced > len(ranks):
+        note += f" {len(ranks)} of {run.num_traced} ranks; `megarl trace` has all."
+    if len(slices) > MOST_SLICES:
+        note += f" {len(slices) - MOST_SLICES} of the shortest spans are left out."
+    begins = {step["step"]: round(step["start"] - start, 4) for step in ranks[0].steps}
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0,
+        "xaxis": SECONDS | {"range": [0, round(end - start, 4)]},
+        "yaxis": {"tickvals": list(range(len(ranks))), "ticktext": [f"rank {rank.rank}" for rank in ranks],
+                  "range": [len(ranks) - 0.4, -0.6], "fixedrange": True},
+        "shapes": [{"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1,
+                    "line": {"color": "rgba(128,128,128,0.6)", "width": 1, "dash": "dot"}} for at in begins.values()],
+        "annotations": [{"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "text": f"step {step}",
+                         "showarrow": False} for step, at in begins.items()],
+    }  # fmt: skip
+    bars = _bars(slices[:MOST_SLICES])
+    return [Chart("timeline", "The last steps, rank by rank", bars, layout, note, 110 + 62 * len(ranks))]
+
+
+def _slices(lane: int, rank: TraceFile, start: float) -> list[_Slice]:
+    slices = []
+    for step in rank.steps:
+        begun = step["start"] - start
+        phases = [(at, at + spent, name) for name, depth, at, spent in step["events"] if depth == 0]
+        for name, depth, at, spent in step["events"]:
+            phase = next((phase for first, last, phase in phases if first <= at <= last), "") if depth else name
+            kind = "wait" if depth and name.startswith(WAIT) else "span" if depth else "phase"
+            slices.append(_Slice(kind, phase, name, lane, begun + at / SCALE, spent / SCALE))
+    return slices
+
+
+def _bars(slices: Sequence[_Slice]) -> list[dict[str, Any]]:
+    """Return a trace per color: phases by name, then spans by phase, then all waits, over the spans around them. Longer
+    slices come first, so that a nested span is drawn over the one that holds it."""
+    traces: dict[tuple[str, str], list[_Slice]] = {}
+    for part in slices:
+        traces.setdefault((part.kind, "" if part.kind == "wait" else part.phase), []).append(part)
+    kinds, phases = ["phase", "span", "wait"], list(PHASES)
+
+    def order(key: tuple[str, str]) -> tuple[int, int]:
+        return kinds.index(key[0]), phases.index(key[1]) if key[1] in PHASES else len(phases)
+
+    data = []
+    for kind, phase in sorted(traces, key=order):
+        members, is_phase = traces[kind, phase], kind == "phase"
+        hover = [escape(part.name if is_phase else f"{part.name}, in {part.phase}") for part in members]
+        data.append({
+            "type": "bar", "orientation": "h", "name": escape(phase) or "waiting", "legendgroup": phase or "waiting",
+            "showlegend": kind != "span", "base": [round(part.start, 5) for part in members],
+            "x": [round(part.seconds, 6) for part in members],
+            "y": [part.lane + (-0.24 if is_phase else 0.16) for part in members], "width": 0.42 if is_phase else 0.34,
+            "marker": {"color": WAIT_GREY if kind == "wait" else PHASES.get(phase, GREY), "line": {"width": 0}},
+            "opacity": 0.75 if kind == "span" else 1, "customdata": hover,
+            "hovertemplate": "%{customdata}: %{x:.4g} s from %{base:.4g} s<extra></extra>",
+        })  # fmt: skip
+    return data

@@ -1,31 +1,45 @@
-"""What a run's figures say is wrong, and what to do about it: one table, which docs/reading-a-run.md shows too."""
+"""What a run's metrics say is wrong and what to do about it, and the three answers a report begins with."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
 from typing import Literal
 
-from megarl.telemetry.report_reading import Run
+from megarl.telemetry.metrics import duration, tokens_per_second
+from megarl.telemetry.report_run import Run, smooth
 from megarl.telemetry.starts import FAILED, UNKNOWN
 
 Kind = Literal["fault", "learning", "time"]
-# Faults first: figures of a run that computes something wrong say nothing about learning or time.
-ORDER: tuple[Kind, ...] = ("fault", "learning", "time")
-# Less of a step than this is not worth a warning, however bad the phase itself is.
-LEAST_LOST = 0.03
-# What stands for a part of a key, and the pattern of that part.
-NAMES = {"<phase>": "([a-z_]+)", "<role>": "(actor|critic)"}
+# Faults first: metrics of a run that computes something wrong say nothing about learning or time.
+KINDS: tuple[Kind, ...] = ("fault", "learning", "time")
+LEAST_LOST = 0.03  # a loss below this part of a step is not worth a warning, however bad the phase itself is
+SYNC_LIMIT, STRAGGLER_LIMIT = 0.15, 0.05  # parts of a step
+FEWEST_STEPS = 4  # that can say whether a run learns
+# Placeholders in the metrics of the table, and the pattern of what they stand for.
+PLACEHOLDERS = {"<phase>": "([a-z_]+)", "<role>": "(actor|critic)"}
+# For whom ranks wait, in words.
+IDLE = {
+    "idle/engines_share": "rollout engines", "idle/rewards_share": "rewards", "idle/data_share": "the tokens of a step",
+    "idle/layers_share": "other ranks inside of layers", "idle/pipeline_share": "other pipeline stages",
+    "idle/gradients_share": "reduced gradients", "idle/ranks_share": "other ranks",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`figure` is a key of metrics.jsonl, with `<phase>` or `<role>` for all that have one; `{value}` and `{phase}` stand in
-    `says`. `do` is what to change. Of advice on time `lost` gives the part of the phase (of the step, where no phase is
-    named) that a value costs; it is read over the last steps, as the rest is unless `any_step`: then one step is enough."""
+    """A row of the table below, which docs/reading-a-run.md shows, too.
 
-    figure: str
+    `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` for every phase or role that has it; `says` may contain
+    `{value}` and `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase
+    (of the step, where the metric names no phase). The mean over the last steps counts, or with `any_step` the largest
+    value.
+    """
+
+    metric: str
     above: float
     kind: Kind
     says: str
@@ -52,7 +66,7 @@ ADVICE = (
            "more micro-batches a mini-batch, a smaller `pipeline`, `virtual_pipeline`; `bubble_share` of the phase is what "
            "the plan expects", _itself),
     Advice("idle/gradients_share", 0.08, "time", "ranks spend {value} of their time on reducing gradients and waiting there",
-           "`imbalance` of the phase: a `max_tokens` rule deals out work better than `sequences`; `overlap_gradients`",
+           "`imbalance` of the phase: a `max_tokens` rule balances work better than `sequences`; `overlap_gradients`",
            _itself),
     Advice("idle/ranks_share", 0.10, "time", "ranks wait {value} of their time for other ranks outside the pipeline",
            "`idle/straggler_rank` says which: always one is a slow device or link, another each time uneven work", _itself),
@@ -65,7 +79,7 @@ ADVICE = (
            "more micro-batches a mini-batch: a smaller `max_tokens` or fewer `sequences`; else a smaller `pipeline`, or "
            "`virtual_pipeline`", _itself),
     Advice("schedule/<phase>/imbalance", 0.10, "time", "ranks idle {value} of {phase} for the one with the most work",
-           "a `max_tokens` micro-batch: the balancer needs smaller pieces to deal out", lambda ratio: 1 - 1 / ratio),
+           "a `max_tokens` micro-batch: the balancer needs smaller pieces", lambda ratio: 1 - 1 / ratio),
     Advice("rollout/truncated_share", 0.30, "learning", "{value} of the completions were cut at `rollout.max_new_tokens`",
            "a larger `rollout.max_new_tokens`, or a prompt that asks for short answers"),
     Advice("reward/num_masked", 0, "learning", "up to {value} rewards a step were masked: no verifier could judge them",
@@ -74,9 +88,9 @@ ADVICE = (
     Advice("<role>/skipped_updates", 0, "learning", "up to {value} updates a step of the {phase} were skipped: overflow",
            "`trainer.precision: bf16`, or a smaller learning rate", any_step=True, form=".0f"),
     Advice("finite/skipped_updates", 0, "fault",
-           "up to {value} updates a step were left out: a loss or gradient was not finite",
+           "up to {value} updates a step were left out: a loss or gradient was NaN or infinite",
            "a lower learning rate, a smaller `grad_clip`; under fp16 bf16 or fp32", any_step=True, form=".0f"),
-    Advice("finite/masked_samples", 0, "learning", "up to {value} samples a step count for nothing: they were not finite",
+    Advice("finite/masked_samples", 0, "learning", "up to {value} samples a step count for nothing: NaN or infinite",
            "look at the reward, or at the samples that the warning names", any_step=True, form=".0f"),
     Advice("<role>/clip_fraction", 0.30, "learning", "{value} of the {phase}'s tokens are clipped",
            "a smaller `optimizer.lr`, or fewer updates a batch: a larger `mini_batch`, fewer `epochs`"),
@@ -95,63 +109,7 @@ ADVICE = (
            any_step=True, form=".0f"),
 )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know about a run. `lost`: the part of a step that it costs, where it costs time."""
-
-    figure: str
-    kind: Kind
-    says: str
-    do: str
-    lost: float = 0.0
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Worst first."""
-        return ORDER.index(self.kind), -self.lost
-
-
-def find(run: Run) -> list[Finding]:
-    """All that is to be said about a run, worst first."""
-    recent = run.recent()
-    worst = {key: max(values) for key in run.keys if (values := run.points(key)[1])}
-    found = [
-        finding
-        for advice in ADVICE
-        for key, phase in _keys(advice.figure, worst)
-        if (finding := _judge(advice, key, phase, worst if advice.any_step else recent, recent)) is not None
-    ]
-    found += _sync(recent) + _straggler(run, recent) + _nulls(run) + _flat(recent) + _starts(run)
-    return sorted(found, key=lambda finding: finding.rank)
-
-
-def _keys(figure: str, figures: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The keys that a figure of the table stands for, each with its phase."""
-    text = re.escape(figure)
-    for name, part in NAMES.items():
-        text = text.replace(re.escape(name), part)
-    pattern = re.compile(text)
-    return [(key, match[1] if match.groups() else "") for key in figures if (match := pattern.fullmatch(key))]
-
-
-def _judge(advice: Advice, key: str, phase: str, values: Mapping[str, float], recent: Mapping[str, float]) -> Finding | None:
-    if key not in values:
-        return None
-    value, lost = values[key], 0.0
-    if advice.lost is not None:
-        value = lost = advice.lost(value)
-        if phase:
-            lost *= recent.get(f"time/{phase}", 0.0) / recent.get("time/step", 1.0)
-        if lost < LEAST_LOST:
-            return None
-    if value <= advice.above:
-        return None
-    says = advice.says.format(value=format(value, advice.form), phase=phase)
-    return Finding(key, advice.kind, says, advice.do, lost)
-
-
-# Parts of a sync, in the order of time: figure, name, what to do where it is the longest.
+# Parts of a sync, in the order of time: metric, name, what to do where the part is the longest.
 SYNC_PARTS = (
     ("sync/pause_s", "pause", "`weight_sync.in_flight: keep` or `abort`: the sync then does not wait for completions"),
     ("sync/pack_s", "pack", "more trainer ranks to pack on, or a larger `weight_sync.bucket_bytes`"),
@@ -163,79 +121,222 @@ SYNC_PARTS = (
     ("sync/repack_s", "repack", "nothing of megarl's: vLLM brings the weights into the form of its kernels"),
     ("sync/resume_s", "resume", "a smaller `phases.rollout.max_concurrent`, where completions are kept in flight"),
 )  # fmt: skip
-SYNC_LIMIT = 0.15
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know about a run. `lost` is the part of a step that it costs, where it costs time."""
+
+    metric: str
+    kind: Kind
+    says: str
+    do: str
+    lost: float = 0.0
+
+
+def find(run: Run) -> list[Finding]:
+    """Return everything that stands out in a run, worst first."""
+    recent = run.recent()
+    worst = {key: max(values) for key in run.keys if (values := run.points(key)[1])}
+    findings = []
+    for advice in ADVICE:
+        pattern = re.escape(advice.metric)
+        for placeholder, part in PLACEHOLDERS.items():
+            pattern = pattern.replace(re.escape(placeholder), part)
+        for key, value in (worst if advice.any_step else recent).items():
+            if match := re.fullmatch(pattern, key):
+                findings += _judge(advice, key, match[1] if match.groups() else "", value, recent)
+    findings += _sync(recent) + _straggler(run, recent)
+    nulls = {key: steps for key in run.keys if (steps := [line["step"] for line in run.steps if line.get(key, 0) is None])}
+    for key, steps in list(nulls.items())[:3]:
+        says = f"{key} was NaN or infinite in {len(steps)} steps, first in step {steps[0]}"
+        do = "a smaller learning rate, `trainer.precision: bf16` or `fp32`; the log names the phase and the samples"
+        findings.append(Finding(key, "fault", says, do))
+    if recent.get("reward/deviation", 1.0) <= 1e-6:
+        says = "all completions have the same reward: there is nothing to learn from"
+        do = "easier or harder prompts, or a reward with more than one value"
+        findings.append(Finding("reward/deviation", "learning", says, do))
+    if run.starts:
+        says = " ".join(part.strip() for part in run.starts)
+        is_fault = any(f" x {how}:" in says for how in (FAILED, UNKNOWN))
+        do = "the reason of each end; a smaller `run.checkpoint_every` bounds the steps that are repeated"
+        findings.append(Finding("starts.jsonl", "fault" if is_fault else "time", says, do))
+    return sorted(findings, key=lambda finding: (KINDS.index(finding.kind), -finding.lost))
+
+
+def _judge(advice: Advice, key: str, phase: str, value: float, recent: Mapping[str, float]) -> list[Finding]:
+    lost = 0.0
+    if advice.lost is not None:
+        value = lost = advice.lost(value)
+        if phase:
+            lost *= recent.get(f"time/{phase}", 0.0) / recent.get("time/step", 1.0)
+        if lost < LEAST_LOST:
+            return []
+    if value <= advice.above:
+        return []
+    says = advice.says.format(value=format(value, advice.form), phase=phase)
+    return [Finding(key, advice.kind, says, advice.do, lost)]
 
 
 def _sync(recent: Mapping[str, float]) -> list[Finding]:
-    found = []
+    findings = []
     share = recent.get("time/weight_sync", 0.0) / recent.get("time/step", 1.0)
-    parts = {key: recent[key] for key, _, _ in SYNC_PARTS if key in recent}
+    parts = [(recent[key], name, do) for key, name, do in SYNC_PARTS if key in recent]
     if share > SYNC_LIMIT and parts:
-        longest = max(parts, key=parts.__getitem__)
-        _, name, do = next(part for part in SYNC_PARTS if part[0] == longest)
-        says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({parts[longest]:.2g} s)"
-        found.append(Finding("time/weight_sync", "time", says, do, share))
+        longest_s, name, do = max(parts)
+        says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({duration(longest_s)})"
+        findings.append(Finding("time/weight_sync", "time", says, do, share))
     received, bound = recent.get("sync/received_bytes", 0.0), recent.get("sync/bound_bytes", 0.0)
     if bound and received > 1.01 * bound:
         says = f"workers receive {received / bound:.2f} times the bytes that they need"
         lost = share * (1 - bound / received)
-        found.append(Finding("sync/received_bytes", "time", says, "`weight_sync.mode: reshard`", lost))
-    return found
-
-
-STRAGGLER_LIMIT = 0.05
+        findings.append(Finding("sync/received_bytes", "time", says, "`weight_sync.mode: reshard`", lost))
+    return findings
 
 
 def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
-    late = recent.get("idle/straggler_s", 0.0) / recent.get("time/step", 1.0)
+    lost = recent.get("idle/straggler_s", 0.0) / recent.get("time/step", 1.0)
     ranks = [int(rank) for rank in run.points("idle/straggler_rank")[1]][-10:]
-    if late < STRAGGLER_LIMIT or not ranks:
+    if lost < STRAGGLER_LIMIT or not ranks:
         return []
-    most = max(set(ranks), key=ranks.count)
-    if ranks.count(most) > len(ranks) / 2:
-        says = f"the others wait for rank {most}, {late:.0%} of a step more than it waits for them"
+    most_frequent = max(set(ranks), key=ranks.count)
+    if ranks.count(most_frequent) > len(ranks) / 2:
+        says = f"the others wait for rank {most_frequent}, {lost:.0%} of a step more than it waits for them"
         do = "look at that rank's device, host and link: `megarl doctor`"
         if (run.at("actor.layout.pipeline") or 1) > 1:
             do = f"fewer layers for its pipeline stage, by `actor.layout.stages`; if that is not it, {do}"
     else:
-        says = f"ranks wait {late:.0%} of a step for one of them, each time another one"
-        do = "a `max_tokens` micro-batch, which deals out work more evenly"
-    return [Finding("idle/straggler_s", "time", says, do, late)]
-
-
-def _nulls(run: Run) -> list[Finding]:
-    broken = {key: steps for key in run.keys if (steps := run.nulls(key))}
-    return [
-        Finding(key, "fault", f"{key} was no finite number in {len(steps)} steps, first in step {steps[0]}",
-                "a smaller learning rate, `trainer.precision: bf16` or `fp32`; the log names the phase and the samples")
-        for key, steps in list(broken.items())[:3]
-    ]  # fmt: skip
-
-
-def _flat(recent: Mapping[str, float]) -> list[Finding]:
-    if recent.get("reward/deviation", 1.0) > 1e-6:
-        return []
-    says = "all completions have the same reward: there is nothing to learn from"
-    return [Finding("reward/deviation", "learning", says, "easier or harder prompts, or a reward with more than one value")]
-
-
-def _starts(run: Run) -> list[Finding]:
-    if not run.starts:
-        return []
-    says = " ".join(part.strip() for part in run.starts)
-    bad = any(f" x {how}:" in says for how in (FAILED, UNKNOWN))
-    do = "the reason of each end; a smaller `run.checkpoint_every` bounds the steps that are made again"
-    return [Finding("starts.jsonl", "fault" if bad else "time", says, do)]
+        says = f"ranks wait {lost:.0%} of a step for one of them, each time another one"
+        do = "a `max_tokens` micro-batch, which balances work better"
+    return [Finding("idle/straggler_s", "time", says, do, lost)]
 
 
 def markdown() -> str:
-    """The table for docs/reading-a-run.md; what it says of the idle shares is said there, in their own table."""
-    rows = ["| figure | warns | what to do |", "| --- | --- | --- |"]
+    """Return the table for docs/reading-a-run.md, without the idle shares, which have a table of their own there."""
+    rows = ["| metric | warns | what to do |", "| --- | --- | --- |"]
     for advice in ADVICE:
-        if advice.figure.startswith("idle/"):
-            continue
-        of_it = {"useful_share": "padding", "imbalance": "lost to it"}.get(advice.figure.rsplit("/", 1)[-1], "")
-        limit = format(advice.above, advice.form)
-        warns = f"above {limit}{' ' + of_it if of_it else ''}" + (", in any step" if advice.any_step else "")
-        rows.append(f"| `{advice.figure}` | {warns} | {advice.do} |")
+        if not advice.metric.startswith("idle/"):
+            unit = {"useful_share": " padding", "imbalance": " lost to it"}.get(advice.metric.rsplit("/", 1)[-1], "")
+            warns = f"above {format(advice.above, advice.form)}{unit}" + (", in any step" if advice.any_step else "")
+            rows.append(f"| `{advice.metric}` | {warns} | {advice.do} |")
     return "\n".join(rows)
+
+
+# The three answers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`verdict` is a word or two, `says` sentences with numbers and causes; `tone` is good, bad or open."""
+
+    question: str
+    verdict: str
+    says: list[str]
+    tone: str
+
+
+def answers(run: Run, findings: Sequence[Finding]) -> list[Answer]:
+    """Return the three answers: is it learning, where does the time go, what should be changed."""
+    return [learning(run, findings), time(run), change(findings)]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a metric moved from the first third of its steps to the last, and its noise: twice the standard error of the
+    change,
+    from the differences of neighboring steps, in which a trend hardly shows."""
+
+    first: float
+    last: float
+    num_ends: int  # steps of a third
+    noise: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Trend:
+        ends = max(1, len(values) // 3)
+        return cls(fmean(values[:ends]), fmean(values[-ends:]), ends, 2 * sqrt(2 * variance(values) / ends))
+
+
+def variance(values: Sequence[float]) -> float:
+    """Return the variance of a value around a slow trend, from the differences of neighbors."""
+    pairs = list(zip(values, values[1:], strict=False))
+    return fmean((after - before) ** 2 for before, after in pairs) / 2 if pairs else 0.0
+
+
+def learning(run: Run, findings: Sequence[Finding]) -> Answer:
+    """Judge the change of the mean reward against its noise."""
+    question, (_, values) = "Is it learning?", run.rewards()
+    if len(values) < FEWEST_STEPS:
+        says = f"{len(values)} steps have a mean reward so far; {FEWEST_STEPS} or more can say something."
+        return Answer(question, "Too early", [says], "open")
+    trend = Trend.of(values)
+    gain = trend.last - trend.first
+    first, last = (
+        ("first step", "last") if trend.num_ends == 1 else (f"first {trend.num_ends} steps", f"last {trend.num_ends}")
+    )
+    says = (
+        f"Mean reward went from {trend.first:.3f} in the {first} to {trend.last:.3f} in the {last}: {gain:+.3f}, "
+        f"where chance alone gives about ±{trend.noise:.3f}."
+    )
+    causes = [f"{capitalized(finding.says)}." for finding in findings if finding.kind in ("fault", "learning")][:2]
+    if abs(gain) <= trend.noise or gain == 0.0:
+        return Answer(question, "Not so far", [says, *causes], "open")
+    if gain < 0:
+        return Answer(question, "No: it gets worse", [says, *causes], "bad")
+    best = max(smooth(values, trend.num_ends)[trend.num_ends - 1 :])
+    if trend.last < trend.first + 0.5 * (best - trend.first):
+        fell = f"It was at {best:.3f} once, and has lost more than half of what it gained."
+        return Answer(question, "It did, and fell back", [says, fell, *causes], "bad")
+    return Answer(question, "Yes", [says], "good")
+
+
+def time(run: Run) -> Answer:
+    """Name the longest phases, for whom ranks wait, and the longest part of a long sync."""
+    question, recent = "Where does the time go?", run.recent()
+    shares = sorted(phase_shares(recent).items(), key=lambda part: -part[1])
+    if not shares:
+        return Answer(question, "Unknown", ["No step has its time."], "open")
+    longest, share = shares[0]
+    phases = ", ".join(f"{name} {part:.0%}" for name, part in shares[:3])
+    says = [f"A step takes {duration(recent['time/step'])}: {phases}."]
+    waits = {name: recent[key] for key, name in IDLE.items() if key in recent}
+    if "idle/share" in recent and waits:
+        whom = max(waits, key=waits.__getitem__)
+        cause = f", most of it for {whom} ({waits[whom]:.0%})" if recent["idle/share"] >= 0.01 else ""
+        says.append(f"Ranks wait {recent['idle/share']:.0%} of their time{cause}.")
+    parts = [(recent[key], name) for key, name, _ in SYNC_PARTS if key in recent]
+    if longest == "weight_sync" and parts:
+        says.append(f"The longest part of the sync is {max(parts)[1]}, {duration(max(parts)[0])}.")
+    if rate := recent.get("tokens/per_s", tokens_per_second(recent)):
+        mfu = recent.get(f"mfu/{longest}")
+        says.append(f"{rate:,.0f} tokens a second." + (f" MFU of {longest}: {mfu:.0%}." if mfu else ""))
+    return Answer(question, f"{share:.0%} in {longest}", says, "bad" if recent.get("idle/share", 0.0) > 0.4 else "open")
+
+
+def phase_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the part of a step that each phase takes, and the time between phases; empty without `time/step`."""
+    seconds = {key.removeprefix("time/"): value for key, value in metrics.items() if key.startswith("time/")}
+    step_s = seconds.pop("step", None)
+    return {phase: value / step_s for phase, value in seconds.items()} if step_s else {}
+
+
+def change(findings: Sequence[Finding]) -> Answer:
+    """Say what to do about the worst findings."""
+    question = "What should I change?"
+    if not findings:
+        return Answer(question, "Nothing stands out", ["No metric is beyond its limit."], "good")
+    says = [f"{capitalized(finding.says)}: {finding.do.split(';')[0]}." for finding in findings[:3]]
+    if len(findings) > 3:
+        says.append(f"{len(findings) - 3} more below.")
+    num_faults = sum(finding.kind == "fault" for finding in findings)
+    if num_faults:
+        return Answer(question, plural(num_faults, "fault") + " first", says, "bad")
+    return Answer(question, plural(len(findings), "thing"), says, "open")
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,37 +1,47 @@
-"""`runs/<name>/`: where a run's recipe, metrics, rollouts and checkpoints lie, and which run may write there."""
+"""`runs/<name>/`: where the files of a run lie, which run may write there, and what a run may resume from."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import os
+import platform
 import re
+import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from pydantic import ValidationError
 
 from megarl.recipe import Recipe, recipe_yaml
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.run_lock import RunLock, running_here
 from megarl.telemetry.starts import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
-# A prompt position means something only with these unchanged; adapters, only under their own rank and factor.
+# A resumed run keeps these: without them a position in the prompts, or an adapter, means something else.
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
-# Whoever asks to go on from whatever is there has not looked: then the run must be the same one, as far as it learns.
-_LEARNT = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
+# --resume-if-saved also keeps these: whoever asks for it has not looked at what is there.
+_LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
+# The holder of a lock touches it this often. Take over the lock of another host after three missing touches.
+BEAT_S = 10.0
+SILENT_BEATS = 3
 
 
 class RunDirectoryError(ValueError):
-    """A run may not write into this directory, or not go on from what is in it."""
+    """A run may not write into this directory, or cannot resume from it."""
 
 
 class Resume(Enum):
-    """How a start takes to what is in its run directory; the value is the option that asks for it."""
+    """Whether a start resumes from its run directory; the value is the option that asks for it."""
 
     NEVER = ""
     ALWAYS = "--resume"
@@ -39,27 +49,26 @@ class Resume(Enum):
 
     @classmethod
     def of(cls, always: bool, if_saved: bool) -> Resume:
-        """Raises ValueError where both are asked for."""
+        """Raises ValueError if both are given."""
         if always and if_saved:
-            raise ValueError("--resume and --resume-if-saved: one of them, the first where a checkpoint must be there")
+            raise ValueError("--resume and --resume-if-saved: give one; --resume requires a checkpoint to be there")
         return cls.ALWAYS if always else cls.IF_SAVED if if_saved else cls.NEVER
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step under `directory`; None if there is none."""
-    found = {int(match[1]): path for path in Path(directory).glob("step-*") if (match := _CHECKPOINT.match(path.name))}
-    return found[max(found)] if found else None
+    """Return the complete checkpoint of the highest step under `directory`; None without one."""
+    return max((path for path in Path(directory).glob("step-*") if _CHECKPOINT.match(path.name)), default=None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint was written after."""
+    """Return the step after which a checkpoint was written."""
     match = _CHECKPOINT.match(checkpoint.name)
-    assert match is not None, f"{checkpoint} is no name of a checkpoint"
+    assert match is not None, f"{checkpoint} is not named like a checkpoint"
     return int(match[1])
 
 
 class RunDirectory:
-    """The directory of one run; nothing is made before `prepare`."""
+    """The directory of one run. Nothing is created before `prepare`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -76,21 +85,22 @@ class RunDirectory:
         return cls(Path(recipe.run.dir) / recipe.run.name)
 
     def evaluation_table(self, step: int) -> Path:
-        """What each held-out prompt was answered after a step."""
+        """Return the file of the answers to each held-out prompt after a step."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def forget_evaluation_tables(self, step: int) -> None:
-        """Remove those of later steps, which a resumed run makes again."""
+        """Remove the tables of later steps, which a resumed run evaluates again."""
         for file in self.path.glob("evaluations/step-*.jsonl"):
             if file.stem > self.evaluation_table(max(step, 0)).stem or step < 0:
                 file.unlink()
 
     def refuse_running(self) -> None:
-        """Raise RunDirectoryError where a process of this host writes here; `lock` says the same of every host."""
-        self._refuse(running_here(self._lock.path))
+        """Raise RunDirectoryError where a process of this host writes here; `lock` checks every host."""
+        self._refuse(self._lock.holder_here())
 
     def lock(self) -> None:
-        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run is in."""
+        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run writes
+        here."""
         self._refuse(self._lock.take())
 
     def unlock(self) -> None:
@@ -105,7 +115,7 @@ class RunDirectory:
             )
 
     def read_recipe(self) -> dict[str, Any]:
-        """The run's resolved recipe as plain data. Raises RunDirectoryError where it is absent or no recipe."""
+        """Return the run's resolved recipe as plain data. Raises RunDirectoryError where it is absent or no recipe."""
         try:
             content = parse_yaml(self.recipe.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -115,22 +125,22 @@ class RunDirectory:
         return content
 
     def moved_paths(self) -> list[str]:
-        """Overrides for relative paths of the run's recipe that exist in the directory of the run's last start: they mean
-        what they meant there. None where that is the working directory."""
-        there = started_in(self.path)
-        if there is None or there == Path.cwd():
+        """Return overrides for the recipe's relative paths that exist in the working directory of the run's last start, so
+        that they name the same files from here. Empty where that is the working directory."""
+        old_directory = started_in(self.path)
+        if old_directory is None or old_directory == Path.cwd():
             return []
-        found = []
-        for key, path in _paths(self.read_recipe()):
-            if not Path(path).is_absolute() and (there / path).exists():
-                found.append(f"{key}={json.dumps(str(there / path))}")
-        return found
+        return [
+            f"{key}={json.dumps(str(old_directory / path))}"
+            for key, path in _paths(self.read_recipe())
+            if not Path(path).is_absolute() and (old_directory / path).exists()
+        ]
 
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
-        """The checkpoint to resume from; None for a new run.
+        """Return the checkpoint to resume from; None for a new run.
 
-        Raises RunDirectoryError where a run would write over another one, has nothing to resume from, or would go on with
-        other data.
+        Raises RunDirectoryError where the run would overwrite another one, has nothing to resume from, or would resume with
+        another recipe.
         """
         if resume is Resume.NEVER:
             if self._has_metrics:
@@ -143,20 +153,22 @@ class RunDirectory:
         if checkpoint is None and resume is Resume.ALWAYS:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
-            old, new = _with_defaults(self.read_recipe()), parse_yaml(recipe_yaml(recipe))
-            for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNT:
+            old, new = self.read_recipe(), parse_yaml(recipe_yaml(recipe))
+            with contextlib.suppress(ValidationError):  # add the keys that are new since; not to a recipe of another version
+                old = parse_yaml(recipe_yaml(Recipe.model_validate(old)))
+            for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNED:
                 if _at(old, key) != _at(new, key):
-                    way = "a resumed run keeps it, another one starts under another run.name"
-                    way += "" if key in _FIXED else ", and --resume goes on with it changed"
+                    advice = "a resumed run keeps it; give another run.name to start another run"
+                    advice += "" if key in _FIXED else ", or --resume to change it"
                     raise RunDirectoryError(
                         f"{resume.value}: {self.path} is the run directory of another recipe: {key} was {_at(old, key)!r} "
-                        f"and is {_at(new, key)!r} now; {way}"
+                        f"and is {_at(new, key)!r} now; {advice}"
                     )
         return checkpoint
 
     def prepare(self, recipe: Recipe, checkpoint: Path | None) -> Path | None:
-        """Make the directory and write the resolved recipe. Metrics of an earlier start that left no checkpoint are kept:
-        under the name that is returned."""
+        """Create the directory and write the resolved recipe. Rename metrics of an earlier start that left no checkpoint,
+        and return their new path."""
         write_whole(self.recipe, recipe_yaml(recipe))
         if not self._first_start.is_file():
             write_whole(self._first_start, datetime.now().isoformat(timespec="seconds") + "\n")
@@ -169,18 +181,18 @@ class RunDirectory:
 
     @property
     def first_start(self) -> datetime:
-        """When the run started first, which is the date that its prompts have; now for a run that has not."""
+        """When the run started first, which is the date in its prompts; now for a run that has not started."""
         if not self._first_start.is_file():
             return datetime.now()
         try:
             return datetime.fromisoformat(self._first_start.read_text(encoding="utf-8").strip())
         except ValueError as error:
             rule = "the day of the run's first start, which chat templates may write into prompts"
-            raise RunDirectoryError(f"{self._first_start}: {error}; it holds {rule}, as 2026-01-31T12:00:00") from error
+            raise RunDirectoryError(f"{self._first_start}: {error}; write {rule}, as 2026-01-31T12:00:00") from error
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a start with --resume-if-saved goes on from something, or has nothing to lose."""
+        """Whether --resume-if-saved resumes from a checkpoint, or has nothing to lose."""
         return latest_checkpoint(self.checkpoints) is not None or not self._has_metrics
 
     @property
@@ -188,16 +200,8 @@ class RunDirectory:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
 
-def _with_defaults(content: Any) -> Any:
-    """A recipe as it was written, with the keys that have come since; as it is, where it is none of this version."""
-    try:
-        return parse_yaml(recipe_yaml(Recipe.model_validate(content)))
-    except ValidationError:
-        return content
-
-
 def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key and value of every path that a recipe reads from."""
+    """Yield dotted key and value of every path that a recipe reads from."""
     for key, value in enumerate(content) if isinstance(content, list) else content.items():
         if isinstance(value, dict | list):
             yield from _paths(value, f"{above}{key}.")
@@ -206,7 +210,98 @@ def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _at(content: Any, key: str) -> Any:
-    """The value of a dotted key; None where an older recipe does not have it."""
+    """Return the value of a dotted key; None where a recipe lacks it."""
     for part in key.split("."):
         content = None if content is None else content.get(part)
     return content
+
+
+class RunLock:
+    """`run.lock`, from `take` until `release` or the end of this process; it names the host and process of its holder.
+
+    The kernel's record lock ends with its process, also on a node that dies; it holds on one host and on file systems that
+    carry it between hosts (NFS 4, GPFS, Lustre with `flock`). The kernel drops it, too, when the holder closes any other
+    descriptor of the file. So where the lock is free but the file names a process, check that process: on this host by its
+    number and start time, on another host by the file's time, which a live holder touches. Not `flock`: forked children of
+    the holder would keep it.
+    """
+
+    def __init__(self, path: Path, beat_s: float = BEAT_S) -> None:
+        self.path, self._beat_s = path, beat_s
+        self._descriptor = -1
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+
+    def take(self) -> dict[str, Any] | None:
+        """Take the lock and return None, or return `host`, `process` and `since` of its holder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked, has_locks = False, True
+        except OSError as error:
+            is_locked, has_locks = error.errno in (errno.EACCES, errno.EAGAIN), False
+        holder = self._read()  # after the attempt: a holder that left in between has emptied the file
+        # Where locks work, this process may take its own lock again: after an exec, or after a run in it failed.
+        is_own = has_locks and holder is not None and holder["process"] == os.getpid()
+        is_alive = is_locked or (not is_own and _runs_here(holder))
+        if not is_alive and holder is not None and holder["host"] != platform.node():
+            is_alive = self._is_touched()
+        if is_alive:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            return holder or {"host": "unknown", "process": "unknown", "since": "unknown"}  # it is about to write its name
+        holder = {"host": platform.node(), "process": os.getpid(), "created": psutil.Process().create_time(),
+                  "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+        self._thread.start()
+        return None
+
+    def release(self) -> None:
+        """Give the lock up. The empty file stays: creating and removing it would be a race of its own."""
+        self._released.set()
+        if self._descriptor >= 0:
+            self._thread.join(self._beat_s)  # a touch may hang with its file system
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def holder_here(self) -> dict[str, Any] | None:
+        """Return the holder where it is a living process of this host, without taking the lock."""
+        holder = self._read()
+        return holder if _runs_here(holder) else None
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return whom the file names; None for an absent, empty or torn file."""
+        try:
+            content = os.pread(self._descriptor, 4096, 0) if self._descriptor >= 0 else self.path.read_bytes()
+            holder = json.loads(content)
+        except (OSError, ValueError):
+            return None
+        return holder if isinstance(holder, dict) and {"host", "process", "created", "since"} <= holder.keys() else None
+
+    def _beat(self) -> None:
+        while not self._released.wait(self._beat_s):
+            with contextlib.suppress(OSError):  # the file system may be away for a while
+                os.utime(self.path)
+
+    def _is_touched(self) -> bool:
+        """Watch the file for SILENT_BEATS beats: does its holder touch it?"""
+        before = self.path.stat().st_mtime_ns
+        for _ in range(SILENT_BEATS):
+            time.sleep(self._beat_s)
+            if self.path.stat().st_mtime_ns != before:
+                return True
+        return False
+
+
+def _runs_here(holder: dict[str, Any] | None) -> bool:
+    if holder is None or holder["host"] != platform.node():
+        return False
+    try:
+        process = psutil.Process(holder["process"])
+        return abs(process.create_time() - holder["created"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

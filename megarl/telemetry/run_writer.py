@@ -14,13 +14,11 @@ from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.engine_trace import EngineTraces, Times
 from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory
-from megarl.telemetry.sink import Row
-from megarl.telemetry.step_figures import Sizes, StepFigures
-from megarl.telemetry.totals import run_totals, totals_lines
-from megarl.telemetry.trace import TraceWriter, clock_offsets
+from megarl.telemetry.sinks import Row
+from megarl.telemetry.time_metrics import Sizes, TimeMetrics, run_totals, totals_lines
+from megarl.telemetry.trace import EngineTimes, EngineTraces, TraceWriter, clock_offsets
 
 CLOCK_READINGS = 5
 Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
@@ -36,7 +34,7 @@ class Evaluation(Protocol):
     def write(self, file: Path) -> None: ...
 
 
-class EngineReport(Times, Protocol):
+class EngineReport(EngineTimes, Protocol):
     """What an engine did in a step; `megarl/rollout/pool.py` makes it."""
 
     @property
@@ -55,7 +53,7 @@ class RunWriter:
         gather: Gather,
         progress: ProgressLine,
         records: Records,
-        measures: StepFigures,
+        measures: TimeMetrics,
     ) -> None:
         """`done` steps are in the checkpoint that the run resumes from, None if it starts. Collective."""
         self._recipe, self._run, self._gather = recipe, run, gather
@@ -127,7 +125,7 @@ class RunWriter:
             if self._engine_traces is not None:
                 self._engine_traces.write(number, times.start, engines)
             # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
-            line = self._metrics.write(number, metrics | self._records.figures())
+            line = self._metrics.write(number, metrics | self._records.metrics())
         self._records.write(number, line, rows)
         if self._trace is not None:
             self._trace.write(number, times)

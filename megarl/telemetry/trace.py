@@ -1,4 +1,11 @@
-"""`trace/rank-00000.jsonl` of each rank, and one file of all ranks for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""`trace/` of a run directory: what each rank and each rollout engine did when, and one file of all for Perfetto.
+
+`rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (how
+many events were too many) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
+written by rank 0, has `step`, `start`, `busy` (pairs of start and length) and `requests`: name, sample, arrival, begin,
+first token, end, number of tokens, weight version. Times are in microseconds from `start`. The first line of each start says
+whose the file is.
+"""
 
 from __future__ import annotations
 
@@ -6,136 +13,197 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.telemetry.clock import WAIT, StepTimes
-from megarl.telemetry.disk import LineFile, parse_lines, read_lines
-from megarl.telemetry.engine_trace import FOLDER, SCALE, engine_events
+from megarl.telemetry.disk import LineFile, parse_lines
 
-BLOCK = 1 << 16  # bytes read at a time from the end of a file
+FOLDER = "trace"
+SCALE = 1_000_000  # Chrome's format counts microseconds
+FIRST_PROCESS = 1_000_000  # process number of engine 0 in the merged trace, above any rank
+TAIL_BYTES = 16 << 20  # of a rank's file, for a report of the last steps; a step has at most about 1 MB
 
 
 class TraceWriter:
-    """Appends a rank's steps to its own file, a line a step, flushed. Its first line says whose they are.
-
-    A line has `step`, `start` (rank 0's clock, in seconds since 1970), `seconds`, `dropped` (events that were too many)
-    and `events`: name, depth (0 for a phase), and start in the step and length, both in microseconds.
-    """
+    """Appends the steps of one rank to its file, flushed."""
 
     def __init__(self, run: Path, rank: int, host: str, offset_s: float) -> None:
         """`offset_s`: how far this rank's clock is ahead of rank 0's."""
+        self._owner = {"rank": rank, "host": host, "offset_s": offset_s}
         self._offset_s = offset_s
-        self._whose = {"rank": rank, "host": host, "offset_s": offset_s}
         self._file = LineFile(run / FOLDER / f"rank-{rank:05d}.jsonl")
-        self._write(self._whose)
+        self._file.append(json.dumps(self._owner))
 
     def write(self, step: int, times: StepTimes) -> None:
         """Append a step."""
-        self._write({"step": step} | self._content(times))
+        self._append({"step": step}, times)
 
     def write_part(self, part: str, times: StepTimes) -> None:
-        """Append what is no step: how the rank started, or what it did behind the last step. It is told from a step by the
-        file's first words, which it says again, so that it counts as a first line, too."""
-        self._write(self._whose | {"part": part} | self._content(times))
+        """Append a time outside of steps: how the rank started, or what it did after the last step."""
+        self._append(self._owner | {"part": part}, times)
 
-    def _content(self, times: StepTimes) -> dict[str, Any]:
-        events = [[name, depth, round(start * SCALE), round(lasted * SCALE)] for name, depth, start, lasted in times.events]
-        begun = times.start - self._offset_s
-        return {"start": begun, "seconds": times.seconds, "dropped": times.dropped, "events": events}
+    def _append(self, head: dict[str, Any], times: StepTimes) -> None:
+        events = [[name, depth, round(start * SCALE), round(spent * SCALE)] for name, depth, start, spent in times.events]
+        start = times.start - self._offset_s
+        self._file.append(
+            json.dumps(head | {"start": start, "seconds": times.seconds, "dropped": times.dropped, "events": events})
+        )
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.append(json.dumps(line))
-
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
-    """How far each rank's clock is ahead of rank 0's, in seconds, from what each read when it came out of the same few
-    barriers: right but for the time in which ranks leave a barrier one after another."""
-    return [median(own - first for own, first in zip(rank, readings[0], strict=True)) for rank in readings]
+    """Return how far each rank's clock is ahead of rank 0's, in seconds, from what every rank read after the same barriers.
+    The error is the time between two ranks' leaving a barrier."""
+    return [median(here - first for here, first in zip(rank, readings[0], strict=True)) for rank in readings]
+
+
+class EngineTimes(Protocol):
+    """What an engine reports of its requests, on its own clock: `EngineReport` of the rollout room."""
+
+    @property
+    def engine(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def offset_s(self) -> float: ...
+    @property
+    def busy(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
+
+
+class EngineTraces:
+    """Appends a line for each engine and step, flushed."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / FOLDER
+        self._begun: set[int] = set()
+
+    def write(self, step: int, start: float, engines: Sequence[EngineTimes]) -> None:
+        """Append a step that began at `start` on rank 0's clock."""
+        for times in engines:
+            engine_start = start + times.offset_s
+            requests = [
+                [name, sample, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
+                for name, sample, *moments, tokens, version in times.requests
+            ]
+            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in times.busy]
+            file = LineFile(self._folder / f"engine-{times.engine:05d}.jsonl")
+            if times.engine not in self._begun:
+                self._begun.add(times.engine)
+                file.append(json.dumps({"engine": times.engine, "host": times.host, "offset_s": times.offset_s}))
+            file.append(json.dumps({"step": step, "start": start, "busy": busy, "requests": requests}))
+            file.close()
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """Lines that a rank wrote (see TraceWriter), in order; a step that was repeated after a resume is there as it ran
-    last."""
+class TraceFile:
+    """The lines of a file, in order: whose it is, its steps, and its parts outside of steps (each start, the end). A step
+    that was repeated after a resume is there as it ran last."""
 
-    rank: int
-    host: str
+    owner: dict[str, Any]
     steps: list[dict[str, Any]]
-    parts: list[dict[str, Any]]  # what is no step: each start, and what came behind the last step
+    parts: list[dict[str, Any]]
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote the file."""
+        return int(self.owner["rank"])
 
 
-def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[RankSteps], int]:
-    """What the first `most` ranks kept (None: all), of how many. With `last` only so many of the last steps are read,
-    however long the files are. Empty where there is no trace."""
-    found = []
+def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[TraceFile], int]:
+    """Return the files of the first `most` ranks (None: of all) and the number of all. `last` reads only that many of the
+    last steps, from the end of each file. Empty without a trace."""
     paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
-    for path in paths[:most]:
-        steps: dict[int, dict[str, Any]] = {}
-        parts: list[dict[str, Any]] = []
-        whose: dict[str, Any] = {}
-        for content in read_lines(path) if last is None else _ends(path, last):
-            if "step" in content:
-                steps = {step: known for step, known in steps.items() if step < content["step"]}
-                steps[content["step"]] = content
-            else:
-                whose = content
-            if "part" in content:
-                parts.append(content)
-        if whose:  # not killed before its first line
-            chosen = list(steps.values())
-            found.append(RankSteps(whose["rank"], whose["host"], chosen if last is None else chosen[-last:], parts))
-    return found, len(paths)
+    return [trace for path in paths[:most] if (trace := _read(path, last)) is not None], len(paths)
 
 
-def _ends(path: Path, last: int) -> list[dict[str, Any]]:
-    """The first line of a file and at least its `last` ones, with some more before them, as a kill may have torn one; the
-    first of those is cut anywhere, and no JSON then."""
+def _read(path: Path, last: int | None = None) -> TraceFile | None:
+    """None where a kill came before the first line."""
     with path.open("rb") as file:
-        first = file.readline()
-        start = position = file.seek(0, os.SEEK_END)
-        text = b""
-        while position > len(first) and text.count(b"\n") < 2 * last + 2:
-            position = max(len(first), start - max(BLOCK, 2 * (start - position)))
-            file.seek(position)
-            text = file.read(start - position)
-    return parse_lines(first + text)
+        content = file.readline()
+        if last is not None:
+            file.seek(max(len(content), file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        content += file.read()
+    steps: dict[int, dict[str, Any]] = {}
+    parts: list[dict[str, Any]] = []
+    owner: dict[str, Any] = {}
+    for line in parse_lines(content):
+        if "step" in line:
+            steps = {step: kept for step, kept in steps.items() if step < line["step"]}
+            steps[line["step"]] = line
+        else:
+            owner = line
+        if "part" in line:
+            parts.append(line)
+    return TraceFile(owner, list(steps.values())[-(last or 0) :], parts) if owner else None
 
 
 def merge(run: str | Path) -> dict[str, Any]:
-    """All ranks' steps as one trace in Chrome's format: a process is a rank, a slice is a step, a phase or a span.
-
-    Raises ValueError where there is no trace.
-    """
+    """Return all ranks' and engines' steps in Chrome's format: a process is a rank or an engine, a slice is a step, a phase,
+    a span or a request. Raises ValueError without a trace."""
     ranks, _ = read_ranks(run)
-    events: list[dict[str, Any]] = []
-    for one in ranks:
-        events.append({"ph": "M", "name": "process_name", "pid": one.rank,
-                       "args": {"name": f"rank {one.rank} on {one.host}"}})  # fmt: skip
-        for step in [*one.parts, *one.steps]:
-            events += _slices(one.rank, step)
-    if not events:
-        folder = Path(run) / FOLDER
+    folder = Path(run) / FOLDER
+    if not ranks:
         raise ValueError(f"{folder} has no rank-*.jsonl: the run was started with run.trace: none, or has made no step yet")
-    return {"traceEvents": events + engine_events(Path(run)), "displayTimeUnit": "ms"}
+    events: list[dict[str, Any]] = []
+    for rank in ranks:
+        events.append(_name("process_name", rank.rank, f"rank {rank.rank} on {rank.owner['host']}"))
+        for step in [*rank.parts, *rank.steps]:
+            start, kind = round(step["start"] * SCALE), "part" if "part" in step else "step"
+            name = step["part"] if kind == "part" else f"step {step['step']}"
+            events.append(_slice(rank.rank, 0, kind, name, start, round(step["seconds"] * SCALE)))
+            for name, depth, begun, spent in step["events"]:
+                kind = "wait" if name.startswith(WAIT) else "span" if depth else "phase"
+                events.append(_slice(rank.rank, 0, kind, name, start + begun, spent))
+    for path in sorted(folder.glob("engine-*.jsonl")):
+        if (engine := _read(path)) is not None:
+            events += _engine_events(engine)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _slices(rank: int, step: dict[str, Any]) -> list[dict[str, Any]]:
-    start = round(step["start"] * SCALE)
-    name = step["part"] if "part" in step else f"step {step['step']}"
-    whole = {"ph": "X", "pid": rank, "tid": 0, "cat": "part" if "part" in step else "step", "name": name, "ts": start,
-             "dur": round(step["seconds"] * SCALE)}  # fmt: skip
-    slices = [
-        {"ph": "X", "pid": rank, "tid": 0, "cat": _kind(name, depth), "name": name, "ts": start + begun, "dur": lasted}
-        for name, depth, begun, lasted in step["events"]
-    ]
-    return [whole, *slices]
+def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
+    """Lane 0 shows when the engine had requests at all; a request is in a lane that is free from its begin to its end."""
+    process, engine = FIRST_PROCESS + trace.owner["engine"], trace.owner["engine"]
+    events = [_name("process_name", process, f"rollout engine {engine} on {trace.owner['host']}")]
+    num_lanes = 0
+    for step in trace.steps:
+        start = round(step["start"] * SCALE)
+        events += [_slice(process, 0, "engine", "generating", start + begun, spent) for begun, spent in step["busy"]]
+        lanes = in_lanes([(begun, ended) for _, _, _, begun, _, ended, _, _ in step["requests"]])
+        num_lanes = max([num_lanes, *lanes])
+        for lane, request in zip(lanes, step["requests"], strict=True):
+            request_name, sample, arrived, begun, first, ended, tokens, version = request
+            details = {"request": request_name, "step": step["step"], "tokens": tokens, "version": version,
+                       "queued_ms": (begun - arrived) / 1000}  # fmt: skip
+            name = "greedy completion" if sample < 0 else f"sample {sample}"
+            events.append(_slice(process, lane, "request", name, start + begun, ended - begun) | {"args": details})
+            events.append(_slice(process, lane, "request", "first token", start + begun, first - begun))
+    names = ["generating", *(f"requests, lane {lane}" for lane in range(1, num_lanes + 1))]
+    return events + [_name("thread_name", process, name) | {"tid": lane} for lane, name in enumerate(names)]
 
 
-def _kind(name: str, depth: int) -> str:
-    return "wait" if name.startswith(WAIT) else "span" if depth else "phase"
+def in_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return a lane for each span of (start, end), from 1, so that no two in a lane overlap and as few as possible are
+    used."""
+    lanes = [0] * len(spans)
+    ends: list[tuple[int, int]] = []  # of the last span of each lane, with the lane
+    for number in sorted(range(len(spans)), key=spans.__getitem__):
+        start, end = spans[number]
+        lanes[number] = heappop(ends)[1] if ends and ends[0][0] <= start else len(ends) + 1
+        heappush(ends, (end, lanes[number]))
+    return lanes
+
+
+def _slice(process: int, lane: int, kind: str, name: str, start: int, spent: int) -> dict[str, Any]:
+    return {"ph": "X", "pid": process, "tid": lane, "cat": kind, "name": name, "ts": start, "dur": max(spent, 0)}
+
+
+def _name(kind: str, process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "args": {"name": name}}

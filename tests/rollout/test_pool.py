@@ -18,7 +18,7 @@ from megarl.rollout.engine import EngineProcess, GroupRequest
 from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
-from megarl.telemetry import work
+from megarl.telemetry.progress import watching_work
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.weight_sync.publish import _leaders
 from megarl.weight_sync.segment import machine
@@ -182,7 +182,7 @@ def test_completions_are_counted_group_by_group(pools: Pools) -> None:
     pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})
     told: list[tuple[str, float, int]] = []
     asked = [GroupRequest(position, position, np.zeros(3, np.int32), (1, 2)) for position in range(3)]
-    with work.watching(lambda *heard: told.append(heard)):
+    with watching_work(lambda *heard: told.append(heard)):
         facts, _ = pool._run({0: {0: asked[0], 2: asked[2]}, 1: {1: asked[1]}}, step=1)
     assert sorted(facts) == [0, 1, 2]
     assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]

@@ -8,24 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.telemetry import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, step_line
-from megarl.telemetry.report import compare, report
-from megarl.telemetry.report_answers import Trend, change, learning, time
-from megarl.telemetry.report_charts import Chart, evaluation, reward, thin
-from megarl.telemetry.report_findings import ADVICE, find, markdown
-from megarl.telemetry.report_one_run import planned_and_executed, run_page
-from megarl.telemetry.report_page import coded, page
-from megarl.telemetry.report_reading import Run, read_run
-from megarl.telemetry.report_terminal import show_curve
-from megarl.telemetry.report_timeline import MOST_SLICES, timeline
-from megarl.telemetry.report_two_runs import better, differences, differs, faster, reward_curve
-from tests.report_cases import RECIPE, figures, make_run
+from megarl.telemetry.report import coded, page, planned_and_executed, report, run_page
+from megarl.telemetry.report_charts import MOST_SLICES, Chart, evaluation, reward, timeline
+from megarl.telemetry.report_compare import better, compare, differences, differs, faster, reward_curve
+from megarl.telemetry.report_findings import ADVICE, Trend, change, find, learning, markdown, time
+from megarl.telemetry.report_run import Run, plot_lines, read_run, show_curve, thin
+from megarl.telemetry.trace import read_ranks
+from tests.report_cases import RECIPE, make_run, metrics_of
 
-# Figures of every device, as a run with engines has them.
+# Metrics of every device, as a run with engines has them.
 LISTED: dict = {"idle/device/engines_s": [1.0, 2.0]}
 
 
@@ -35,7 +34,7 @@ def run_of(lines: list[dict], name: str = "made", **others) -> Run:
 
 
 def steady(steps: int = 12, **others) -> Run:
-    return run_of([figures(step, **others) for step in range(1, steps + 1)])
+    return run_of([metrics_of(step, **others) for step in range(1, steps + 1)])
 
 
 def test_a_healthy_run_has_nothing_to_change():
@@ -44,7 +43,7 @@ def test_a_healthy_run_has_nothing_to_change():
 
 
 @pytest.mark.parametrize(
-    ("figure", "value", "says", "do"),
+    ("metric", "value", "says", "do"),
     [
         ("idle/engines_share", 0.3, "wait 30%", "more `rollout.engines`"),
         ("idle/pipeline_share", 0.2, "wait 20%", "more micro-batches"),
@@ -62,36 +61,36 @@ def test_a_healthy_run_has_nothing_to_change():
         ("reward/deviation", 0.0, "the same reward", "prompts"),
     ],
 )
-def test_a_fault_is_found_alone_and_says_what_to_change(figure, value, says, do):
-    lines = [figures(step) | {figure: value, "time/weight_sync": 1.4} for step in range(1, 13)]
-    (finding,) = [one for one in find(run_of(lines)) if one.figure != "time/weight_sync"]
-    assert finding.figure == figure and says in finding.says and do in finding.do
+def test_a_fault_is_found_alone_and_says_what_to_change(metric, value, says, do):
+    lines = [metrics_of(step) | {metric: value, "time/weight_sync": 1.4} for step in range(1, 13)]
+    (finding,) = [one for one in find(run_of(lines)) if one.metric != "time/weight_sync"]
+    assert finding.metric == metric and says in finding.says and do in finding.do
 
 
 def test_what_costs_little_of_a_step_is_no_finding():
     """Half of a batch is padding, in a phase that takes 2 % of the step."""
     padded = {"schedule/critic_value/useful_share": 0.5, "time/critic_value": 0.2}
-    assert find(run_of([figures(step) | padded for step in range(1, 9)])) == []
+    assert find(run_of([metrics_of(step) | padded for step in range(1, 9)])) == []
 
 
 def test_findings_come_worst_first():
-    lines = [figures(step) | {"idle/engines_share": 0.3, "idle/pipeline_share": 0.5} for step in range(1, 9)]
+    lines = [metrics_of(step) | {"idle/engines_share": 0.3, "idle/pipeline_share": 0.5} for step in range(1, 9)]
     lines[2]["rollout/truncated_share"] = None
     lines = [line | {"actor/skipped_updates": 1} for line in lines]
-    found = [finding.figure for finding in find(run_of(lines))]
+    found = [finding.metric for finding in find(run_of(lines))]
     assert found == ["rollout/truncated_share", "actor/skipped_updates", "idle/pipeline_share", "idle/engines_share"]
 
 
-def test_a_figure_that_was_no_number_is_named_with_its_step():
-    lines = [figures(step) for step in range(1, 9)]
+def test_a_metric_that_was_nan_is_named_with_its_step():
+    lines = [metrics_of(step) for step in range(1, 9)]
     lines[4]["actor/loss"] = None
     (finding,) = find(run_of(lines))
-    assert finding.kind == "fault" and finding.says == "actor/loss was no finite number in 1 steps, first in step 5"
+    assert finding.kind == "fault" and finding.says == "actor/loss was NaN or infinite in 1 steps, first in step 5"
 
 
 def test_a_slow_sync_names_its_longest_part():
     slow = {"time/weight_sync": 6.0, "time/actor_update": 1.0, "sync/pause_s": 5.0}
-    run = run_of([figures(step) | slow for step in range(1, 9)])
+    run = run_of([metrics_of(step) | slow for step in range(1, 9)])
     (finding,) = find(run)
     assert "60% of a step, and pause is its longest part" in finding.says and "in_flight" in finding.do
     answer = time(run)
@@ -100,7 +99,7 @@ def test_a_slow_sync_names_its_longest_part():
 
 @pytest.mark.parametrize(("ranks", "says"), [([1] * 8, "for rank 1"), ([0, 1, 2, 3] * 2, "each time another one")])
 def test_a_straggler_is_one_rank_or_uneven_work(ranks, says):
-    lines = [figures(step) | {"idle/straggler_rank": rank, "idle/straggler_s": 2.0} for step, rank in enumerate(ranks, 1)]
+    lines = [metrics_of(step) | {"idle/straggler_rank": rank, "idle/straggler_s": 2.0} for step, rank in enumerate(ranks, 1)]
     (finding,) = find(run_of(lines))
     assert says in finding.says and "stages" not in finding.do
     deep = RECIPE | {"actor": {"layout": {"pipeline": 2}}}
@@ -109,7 +108,7 @@ def test_a_straggler_is_one_rank_or_uneven_work(ranks, says):
 
 
 def test_starts_are_told():
-    (finding,) = find(run_of([figures(1)], starts=["started 2 times; the starts before ended so:", "  1 x failed: x"]))
+    (finding,) = find(run_of([metrics_of(1)], starts=["started 2 times; the starts before ended so:", "  1 x failed: x"]))
     assert finding.kind == "fault" and "started 2 times" in finding.says
 
 
@@ -132,8 +131,8 @@ def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_p
     """The groups that are trained on have a mean of a half in every step: the policy learns all the same. In each place that
     shows a reward or judges by it."""
     rises = [0.1 + 0.05 * step for step in range(12)]
-    run = run_of([figures(step) | {"reward/mean": 0.5, "reward/sampled_mean": one} for step, one in enumerate(rises, 1)])
-    flat = run_of([figures(step) | {"reward/mean": 0.5} for step in range(1, 13)], "flat")
+    run = run_of([metrics_of(step) | {"reward/mean": 0.5, "reward/sampled_mean": one} for step, one in enumerate(rises, 1)])
+    flat = run_of([metrics_of(step) | {"reward/mean": 0.5} for step in range(1, 13)], "flat")
     assert learning(run, []).verdict == "Yes" and learning(flat, []).verdict == "Not so far"
     assert reward(run)[0].data[0]["y"] == pytest.approx(rises)
     assert better(run, flat, ("made", "flat")).says[0].startswith("After 12 steps: 0.62")  # the last two: 0.6 and 0.65
@@ -149,7 +148,7 @@ def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_p
 def test_a_trend_is_measured_against_its_noise():
     """By hand: differences of 0.2 are a variance of 0.02 a value, and thirds of 2 values differ by noise of 2 sqrt(0.02)."""
     trend = Trend.of([0.4, 0.6, 0.4, 0.6, 0.4, 0.6])
-    assert (trend.first, trend.last, trend.ends) == (0.5, 0.5, 2)
+    assert (trend.first, trend.last, trend.num_ends) == (0.5, 0.5, 2)
     assert trend.noise == pytest.approx(2 * 0.02**0.5)
 
 
@@ -162,20 +161,20 @@ def test_the_time_answer_names_the_longest_phase_and_the_wait():
     ]
     assert answer.says[2] == "100 tokens a second."
     fast = {"tokens/per_s": 90.0, "mfu/actor_update": 0.41}
-    assert time(run_of([figures(1) | fast])).says[2] == "90 tokens a second. MFU of actor_update: 41%."
+    assert time(run_of([metrics_of(1) | fast])).says[2] == "90 tokens a second. MFU of actor_update: 41%."
 
 
 def test_the_docs_say_what_the_report_says():
     page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
     assert markdown() in page
     lines = page.splitlines()
-    idle = [advice for advice in ADVICE if advice.figure.startswith("idle/")]
-    missing = [one for one in idle if not any(f"`{one.figure}`" in line and one.do in line for line in lines)]
+    idle = [advice for advice in ADVICE if advice.metric.startswith("idle/")]
+    missing = [one for one in idle if not any(f"`{one.metric}`" in line and one.do in line for line in lines)]
     assert missing == []
 
 
 def test_what_did_not_run_as_planned_stands_out():
-    lines = [figures(step) for step in range(1, 5)]
+    lines = [metrics_of(step) for step in range(1, 5)]
     assert "NOT as planned" not in planned_and_executed(run_of(lines))
     lines[3]["schedule/actor_update/tokens"] = 999
     assert "NOT as planned</span> in 1 of 4 steps" in planned_and_executed(run_of(lines))
@@ -186,7 +185,7 @@ def test_two_runs_are_compared_after_equal_steps_samples_and_time():
     """The second has steps of half the time and the same rewards: better only by the clock."""
     a, b = (
         steady(20),
-        run_of([figures(step) | {"time/step": 5.0, "time/actor_update": 1.0} for step in range(1, 21)], "half"),
+        run_of([metrics_of(step) | {"time/step": 5.0, "time/actor_update": 1.0} for step in range(1, 21)], "half"),
     )
     answer = better(a, b, ("made", "half"))
     assert (
@@ -207,7 +206,7 @@ def test_samples_of_two_runs_are_all_that_were_sampled():
     def over(run: Run, unit: str) -> list[float]:
         curve = reward_curve(run, unit)
         assert curve is not None
-        return curve.over
+        return curve[0]
 
     assert over(once, "samples") == [64.0 * step for step in range(1, 9)]
     assert over(twice, "samples") == [128, 192, 320, 384, 512, 576, 704, 768]
@@ -227,36 +226,36 @@ def test_recipes_differ_by_dotted_key():
 
 
 def test_texts_of_a_run_are_escaped(tmp_path):
-    html = run_page(read_run(make_run(tmp_path / "<b>bold", [figures(1)])))
+    html = run_page(read_run(make_run(tmp_path / "<b>bold", [metrics_of(1)])))
     own = html.split('<script type="application/json"')[0]
     assert "<script" not in own and "<img" not in own and "<b>bold" not in html and "&lt;script&gt;" in own
     assert coded("a `b` <i>") == "a <code>b</code> &lt;i&gt;"
 
 
 def test_nothing_in_a_chart_ends_the_script_that_holds_it():
-    html = page("t", "s", [], [], [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])
+    html = page("t", "s", [], [("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])], "")])
     assert html.count("</script>") == 3 and "alert(1)<" not in html
 
 
 def test_a_page_needs_no_network(tmp_path):
-    html = run_page(read_run(make_run(tmp_path / "run", [figures(1)], sampled=False)))
+    html = run_page(read_run(make_run(tmp_path / "run", [metrics_of(1)], sampled=False)))
     own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:""", own)
     assert "default-src 'none'" in own
 
 
 def test_samples_show_the_best_and_the_worst_of_the_last_step(tmp_path):
-    run = read_run(make_run(tmp_path / "run", [figures(1)]))
+    run = read_run(make_run(tmp_path / "run", [metrics_of(1)]))
     assert len(run.samples) == 9  # and not the line that a kill has cut
     html = run_page(run)
     assert re.findall(r'<td class="number">(0[.\d]*)</td><td><div', html) == ["0.8", "0.7", "0.6", "0.2", "0.1", "0"]
 
 
 @pytest.mark.parametrize(
-    "lines", [[{"reward/mean": 0.5}], [figures(1) | LISTED], [figures(n) | {"reward/mean": None} for n in (1, 2)]]
+    "lines", [[{"reward/mean": 0.5}], [metrics_of(1) | LISTED], [metrics_of(n) | {"reward/mean": None} for n in (1, 2)]]
 )
 def test_a_page_of_what_little_there_is(tmp_path, lines):
-    """One step, no recipe, no trace, no samples; no figure but the reward, or the reward never a number."""
+    """One step, no recipe, no trace, no samples; no metric but the reward, or the reward always NaN."""
     run = make_run(tmp_path / "run", lines, recipe=None, ranks=0, sampled=False)
     html = run_page(read_run(run))
     assert "No trace of the ranks" in html and "Too early" in html
@@ -275,15 +274,15 @@ def test_a_run_that_has_made_no_step_is_refused(tmp_path):
 
 
 def test_pages_lie_beside_what_they_show(tmp_path):
-    a, b = (make_run(tmp_path / name, [figures(step) for step in range(1, 9)], sampled=False) for name in "ab")
+    a, b = (make_run(tmp_path / name, [metrics_of(step) for step in range(1, 9)], sampled=False) for name in "ab")
     assert CliRunner().invoke(app, ["report", str(a)]).exit_code == 0
     assert CliRunner().invoke(app, ["report", str(a), str(b)]).exit_code == 0
     assert sorted(path.name for path in tmp_path.rglob("*.html")) == ["report-vs-a.html", "report.html"]
-    assert (b / "report-vs-a.html").is_file() and (a / "reward.png").is_file()
+    assert (b / "report-vs-a.html").is_file()
 
 
 def test_a_missing_plotly_is_named_after_the_curve_was_shown(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run", [figures(step) for step in range(1, 9)], sampled=False)
+    run = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 9)], sampled=False)
     monkeypatch.setitem(sys.modules, "plotly", None)
     shown = io.StringIO()
     with pytest.raises(ValueError, match="plotly, which is not installed"):
@@ -292,15 +291,15 @@ def test_a_missing_plotly_is_named_after_the_curve_was_shown(tmp_path, monkeypat
 
 
 def test_a_long_run_is_thinned_out(tmp_path):
-    lines = [figures(step) for step in range(1, 10_001)]
+    lines = [metrics_of(step) for step in range(1, 10_001)]
     html = run_page(read_run(make_run(tmp_path / "run", lines, ranks=1)))
     assert len(html.encode()) < 6_000_000
-    steps, values = thin(range(1, 10_001), [float(step) for step in range(1, 10_001)])
+    steps, values = thin(range(1, 10_001), [float(step) for step in range(1, 10_001)], 400)
     assert len(steps) == 400 and values[0] == steps[0] == 13.0 and values[-1] == 9988.0
 
 
 def test_a_timeline_draws_so_many_slices_and_says_what_it_leaves_out(tmp_path):
-    run = read_run(make_run(tmp_path / "run", [figures(step) for step in range(1, 9)], ranks=20))
+    run = read_run(make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 9)], ranks=20))
     (chart,) = timeline(run)
     assert "Steps 6 to 8" in chart.note and "16 of 20 ranks" in chart.note
     assert chart.layout["yaxis"]["ticktext"] == [f"rank {rank}" for rank in range(16)]
@@ -311,9 +310,7 @@ def test_a_timeline_draws_so_many_slices_and_says_what_it_leaves_out(tmp_path):
 
 
 def test_the_last_steps_of_a_long_trace_are_those_of_the_whole(tmp_path):
-    from megarl.telemetry.trace import read_ranks
-
-    make_run(tmp_path / "run", [figures(step) for step in range(1, 300)], ranks=1)
+    make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 300)], ranks=1)
     path = tmp_path / "run" / "trace" / "rank-00000.jsonl"
     head, *steps = path.read_text().splitlines(keepends=True)
     many = [steps[0].replace('"step": 295', f'"step": {number}') for number in range(1, 400)]
@@ -321,11 +318,11 @@ def test_the_last_steps_of_a_long_trace_are_those_of_the_whole(tmp_path):
     (whole,), _ = read_ranks(tmp_path / "run")
     (tail,), count = read_ranks(tmp_path / "run", last=3)
     assert [step["step"] for step in tail.steps] == [390, 391, 392] == [step["step"] for step in whole.steps[-3:]]
-    assert (tail.rank, tail.host, count) == (0, "node0", 1)
+    assert (tail.rank, tail.owner["host"], count) == (0, "node0", 1)
 
 
 def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tmp_path):
-    made = make_run(tmp_path / "run", [figures(step) for step in range(1, 5)])
+    made = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 5)])
     assert evaluation(read_run(made)) == []
     lines = [
         {"step": step, "evaluation/mean": mean, "evaluation/mean_error": error, "evaluation/num_prompts": 9}
@@ -337,3 +334,28 @@ def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tm
     assert (curve["name"], curve["x"], curve["y"]) == ("mean", [0, 4], [0.1, 0.6])
     assert curve["error_y"]["array"] == [0.05, 0.0]
     assert "Held-out prompts" in run_page(read_run(made))
+
+
+def test_a_report_shows_the_curve_and_writes_a_page(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 9):
+        writer.write(step, {"reward/mean": 0.1 * step, "time/step": 2.0, "time/rollout": 0.5})
+    output = io.StringIO()
+    console = Console(file=output, width=100)
+    page = report(tmp_path, console=console)
+    assert page == tmp_path / "report.html" and page.is_file()
+    text = output.getvalue()
+    assert "first 3 steps 0.200, last 3 steps 0.700, change +0.500" in text and "█" in text
+    assert "8 steps in 16.0 s" in text and "rollout 25%" in text
+    with pytest.raises(ValueError, match="metrics.jsonl is no file"):
+        report(tmp_path / "elsewhere")
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=300))
+def test_a_plot_fits_and_its_highest_column_is_the_highest_value(values):
+    lines = plot_lines(range(1, len(values) + 1), values)
+    assert len(lines) == 12 and all(len(line) <= 84 for line in lines)
+    if len(values) <= 72 and max(values) - min(0.0, min(values)) > 0.5:
+        top = lines[0][10:]
+        wide = max(1, 72 // len(values))
+        assert top[values.index(max(values)) * wide] == "█"

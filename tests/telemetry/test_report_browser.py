@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.telemetry.report import compare, report
-from tests.report_cases import figures, make_run
+from megarl.telemetry.report import report
+from megarl.telemetry.report_compare import compare
+from tests.report_cases import make_run, metrics_of
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; bash launch/setup.sh --tests installs Debian's")
@@ -36,7 +37,7 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 @pytest.mark.parametrize("kind", ["one", "two"])
 def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
-    a, b = (make_run(tmp_path / name, [figures(step) for step in range(1, 13)]) for name in ("a", "b"))
+    a, b = (make_run(tmp_path / name, [metrics_of(step) for step in range(1, 13)]) for name in ("a", "b"))
     page = report(a) if kind == "one" else compare(a, b)
     dom, said, picture = look(page, size, tmp_path)
     assert said == []
@@ -56,7 +57,7 @@ def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
 
 def test_a_broken_page_would_be_noticed(tmp_path):
     """The same look, at a page whose script is not the one that it was written with, and which asks for a picture."""
-    page = report(make_run(tmp_path / "a", [figures(step) for step in range(1, 13)]))
+    page = report(make_run(tmp_path / "a", [metrics_of(step) for step in range(1, 13)]))
     broken = page.with_name("broken.html")
     html = page.read_text().replace("draw();\n</script>", "draw(); \n</script>")
     broken.write_text(html.replace("<main>", '<main><img src="http://example.com/picture.png">'))

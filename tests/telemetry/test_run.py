@@ -12,7 +12,7 @@ import torch
 
 from megarl.megatron.role import Engine
 from megarl.recipe import load_recipe
-from megarl.telemetry.samples import read_samples
+from megarl.telemetry.records import read_samples
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 from tests.sink_cases import mlflow_points, tensorboard_points, wait_for_wandb, wandb_points

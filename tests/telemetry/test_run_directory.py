@@ -13,12 +13,11 @@ import pytest
 from megarl.build import _disk_full
 from megarl.megatron import checkpoint
 from megarl.models.layout import Layout
-from megarl.telemetry import run_lock, starts
+from megarl.telemetry import run_directory, starts
 from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
 from megarl.telemetry.metrics import MetricsWriter
-from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError
-from megarl.telemetry.run_lock import RunLock
-from megarl.telemetry.sink import Memory
+from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError, RunLock
+from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -82,20 +81,17 @@ def test_a_file_that_did_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
     assert path.read_bytes() == "é".encode()
 
 
-def test_how_a_start_ended_is_kept_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_ends_a_run_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts.record_start(tmp_path, ["a"], 0)
-    (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
-    assert _disk_full(RunDirectory(tmp_path), 0, DiskFull(28, "no room for a checkpoint", str(tmp_path))) == 1
+    error = DiskFull(28, "no room for a checkpoint", str(tmp_path))
+    assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
     said = f"{tmp_path}: no room for a checkpoint; make room: no checkpoint was written so far"
     assert said in capsys.readouterr().err
     starts.record_end(tmp_path, starts.FAILED, "rank 0 ended with exit status 1")  # the agent's, which explains less
     starts.record_start(tmp_path, ["a"], 0)
     assert starts.starts_summary(tmp_path)[1] == f"  1 x failed: {said}"
-
-
-def test_no_full_disk_ends_whoever_says_how_a_start_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
-    starts.record_end(tmp_path, starts.FAILED, "no word")  # nothing was reserved either
+    assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
     assert "ended.json cannot be written" in capsys.readouterr().err
 
 
@@ -145,7 +141,7 @@ def test_a_checkpoint_without_room_is_refused_on_every_rank_before_it_is_written
 HOLD = """
 import os, sys
 from pathlib import Path
-from megarl.telemetry.run_lock import RunLock
+from megarl.telemetry.run_directory import RunLock
 lock = RunLock(Path(sys.argv[1]))
 assert lock.take() is None
 if len(sys.argv) > 2:
@@ -227,7 +223,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise OSError(number, "no locks")
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_directory.fcntl, "lockf", refuse)
     path = tmp_path / "run.lock"
     first = RunLock(path)
     assert first.take() is None

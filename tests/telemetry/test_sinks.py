@@ -10,17 +10,15 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
-from megarl.telemetry import sink_relay as relay
+from megarl.telemetry import sinks as module
 from megarl.telemetry.exit_status import REQUEUE, Preempted
-from megarl.telemetry.refusals import refusals
-from megarl.telemetry.sink import Memory, flat, numbers
-from megarl.telemetry.sink_relay import Relay, Sinks, open_sinks
+from megarl.telemetry.sinks import Memory, Relay, Sinks, TensorboardSink, missing_on_machine, numbers, open_sinks
 from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
-from megarl.telemetry.tensorboard_sink import markdown
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -42,11 +40,11 @@ class Kept:
         self.fails, self.gate = fails, threading.Event()
         self.gate.set()
 
-    def write(self, step: int, figures: Any) -> None:
+    def write(self, step: int, metrics: Any) -> None:
         self.gate.wait()
         if step in self.fails:
             raise OSError("no space left on device")
-        self.given.append((step, figures["reward/mean"]))
+        self.given.append((step, metrics["reward/mean"]))
 
     def samples(self, step: int, rows: Any) -> None:
         self.given.append((step, len(rows)))
@@ -67,15 +65,15 @@ def test_a_sink_that_fails_is_said_once_and_counted_and_the_others_get_everythin
             sinks.write(step, {"reward/mean": step / 2}, [sample_row(step, 0)] if step == 2 else [])
     assert broken.given == [(2, 1.0), (2, 1), COMPLETE]
     assert whole.given == [(1, 0.5), (2, 1.0), (2, 1), (3, 1.5), COMPLETE]
-    assert sinks.figures() == {"telemetry/sink_failures": 2} and sinks.figures() == {"telemetry/sink_failures": 0}
+    assert sinks.metrics() == {"telemetry/sink_failures": 2} and sinks.metrics() == {"telemetry/sink_failures": 0}
     (warning,) = caplog.messages
-    assert "telemetry.sinks.0 (wandb): step 1: figures not written: OSError: no space left on device" in warning
+    assert "telemetry.sinks.0 (wandb): step 1: metrics not written: OSError: no space left on device" in warning
     assert "metrics.jsonl has every step" in warning
 
 
 def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(relay, "CLOSE_S", 0.1)
-    monkeypatch.setattr(relay, "MOST_WAITING", 2)
+    monkeypatch.setattr(module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(module, "MOST_WAITING", 2)
     hangs, whole = Kept(), Kept()
     hangs.gate.clear()
     try:
@@ -87,7 +85,7 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(tmp_path
                 wait_for(lambda has=whole_has: len(whole.given) > has)
         wait_for(lambda: whole.given[-1] == COMPLETE)  # on a busy machine after the end that waited so briefly
         assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
-        assert sinks.figures()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
+        assert sinks.metrics()["telemetry/sink_failures"] >= 6, "one at work and two that wait are not lost yet"
         assert hangs.given == []
     finally:
         hangs.gate.set()
@@ -106,7 +104,7 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
         for step in (1, 2):
             sinks.write(step, {"reward/mean": 0.0}, [])
     assert kept.given == [(2, 0.0), COMPLETE]
-    assert sinks.figures() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
+    assert sinks.metrics() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
 ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUED), (Preempted("lost", 1), FAILED)]
@@ -133,13 +131,15 @@ def test_a_resumed_run_gives_no_step_twice_but_to_a_sink_that_forgets(tmp_path, 
     assert [step for step, _ in again.given[:-1]] == expected
 
 
-def test_what_is_no_number_is_no_curve_and_a_recipe_is_flat():
+def test_only_numbers_are_curves():
     assert numbers({"step": 3, "a/b": 1, "a/c": None, "a/d": "text", "a/e": True}) == {"a/b": 1.0, "a/e": 1.0}
-    assert flat({"a": {"b": 1, "c": [2, 3]}, "d": "text", "e": {}}) == {"a.b": "1", "a.c": "[2, 3]", "d": "text", "e": "{}"}
 
 
 def test_a_table_of_text_keeps_a_row_on_its_line():
-    lines = markdown([sample_row(1, 0), sample_row(1, 1)]).splitlines()
+    sink = object.__new__(TensorboardSink)
+    sink._writer = Mock()
+    sink.samples(1, [sample_row(1, 0), sample_row(1, 1)])
+    lines = sink._writer.add_text.call_args.args[1].splitlines()
     assert len(lines) == 4
     assert {line.replace("\\|", "").count("|") for line in lines} == {8}
 
@@ -198,15 +198,18 @@ def test_what_this_machine_has_not_is_refused_before_a_start_and_not_by_a_check(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(in_folder / "netrc"))
     recipe = recipe_with(sinks=[{"kind": "wandb", "mode": "online"}], profile={"kind": "nsight", "steps": [1]})
-    assert [violation.key for violation in refusals(recipe, "cpu")] == ["telemetry.sinks.0.mode", "telemetry.profile.kind"]
+    assert [violation.key for violation in missing_on_machine(recipe, "cpu")] == [
+        "telemetry.sinks.0.mode",
+        "telemetry.profile.kind",
+    ]
     (in_folder / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     (in_folder / "netrc").chmod(0o600)
-    assert refusals(recipe, "cuda") == []
+    assert missing_on_machine(recipe, "cuda") == []
 
 
 def test_nothing_is_imported_for_a_recipe_without_sinks():
     libraries = "{'wandb', 'mlflow', 'tensorboard'}"
-    code = f"import sys, megarl.telemetry.sink_relay; assert not {libraries} & set(sys.modules), sorted(sys.modules)"
+    code = f"import sys, megarl.telemetry.sinks; assert not {libraries} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
@@ -224,9 +227,9 @@ def twice(tmp_path_factory):
     for start, (done, steps) in enumerate(((0, (1, 2, 3)), (2, (3, 4)))):
         with open_sinks(recipe, folder, done) as sinks:
             for step in steps:
-                figures = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
-                sinks.write(step, figures, [sample_row(step, sample) for sample in (0, 5)])
-        assert sinks.figures() == {"telemetry/sink_failures": 0}
+                metrics = {"step": step, "reward/mean": step + start / 2, "reward/none": None, "reward/text": "text"}
+                sinks.write(step, metrics, [sample_row(step, sample) for sample in (0, 5)])
+        assert sinks.metrics() == {"telemetry/sink_failures": 0}
         wait_for_wandb(folder, start + 1)
     return folder
 

@@ -19,8 +19,7 @@ from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.recipe import load_recipe
 from megarl.rollout.pool import open_pool
 from megarl.rollout.replay import FilePayload, dump_file
-from megarl.telemetry.engine_trace import FIRST_PROCESS
-from megarl.telemetry.trace import merge
+from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
 from tests.rollout_cases import same
 from tests.runs import RUN_DEADLINE_S, figures, megarl, tiny_recipe, tiny_run, train_on_ranks

@@ -13,7 +13,7 @@ import pytest
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
-from megarl.telemetry.samples import read_samples
+from megarl.telemetry.records import read_samples
 from tests.ranks import run_ranks
 from tests.rewards import rarely
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks

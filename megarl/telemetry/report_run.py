@@ -1,0 +1,154 @@
+"""A run as a report reads it, finished or not; and its reward curve in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from megarl.telemetry.disk import read_lines
+from megarl.telemetry.metrics import is_number, mean_reward, read_metrics
+from megarl.telemetry.starts import starts_summary
+from megarl.telemetry.time_metrics import run_totals, totals_lines
+from megarl.telemetry.trace import TraceFile, read_ranks
+
+RECENT = 10  # steps that say how a run does now
+TRACED_STEPS, TRACED_RANKS = 3, 16  # in the timeline
+ENDS = 3  # steps at each end of the curve that the summary compares
+PLOT_HEIGHT, PLOT_WIDTH = 10, 72
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Run:
+    """`steps` are the lines of metrics.jsonl, `evaluations` those on held-out prompts; `ranks` are the last steps of the
+    first ranks with a trace, of `num_traced`."""
+
+    path: Path
+    name: str
+    steps: list[dict[str, Any]]
+    recipe: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[TraceFile] = field(default_factory=list)
+    num_traced: int = 0
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Every metric that some step has, in the order of appearance."""
+        return list(dict.fromkeys(key for line in self.steps for key in line if key != "step"))
+
+    def at(self, key: str) -> Any:
+        """Return a value of the resolved recipe by its dotted key; None without it."""
+        content: Any = self.recipe
+        for part in key.split("."):
+            content = content.get(part) if isinstance(content, dict) else None
+        return content
+
+    def points(self, key: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of a metric, where it is a finite number."""
+        lines = [line for line in self.steps if is_number(line.get(key))]
+        return [line["step"] for line in lines], [line[key] for line in lines]
+
+    def rewards(self) -> tuple[list[int], list[float]]:
+        """Return steps and mean rewards of everything they sampled."""
+        pairs = [(line["step"], reward) for line in self.steps if is_number(reward := mean_reward(line))]
+        return [step for step, _ in pairs], [reward for _, reward in pairs]
+
+    def sampled(self) -> dict[int, int] | None:
+        """Return the number of completions sampled by the end of each step, with the extra rounds of
+        `algorithm.dynamic_sampling`. None where no recipe says how many a step has."""
+        prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
+        if prompts is None or size is None:
+            return None
+        extra, sampled = 0, {}
+        for line in self.steps:
+            if is_number(line.get("rollout/extra_prompts")):
+                extra += int(line["rollout/extra_prompts"])
+            sampled[line["step"]] = (line["step"] * int(prompts) + extra) * int(size)
+        return sampled
+
+    def recent(self) -> dict[str, float]:
+        """Return metrics as means over the last steps. The first step of a run warms up; it counts only in a short run."""
+        lines = (self.steps[1:] if len(self.steps) > 3 else self.steps)[-RECENT:]
+        values = {key: [line[key] for line in lines if is_number(line.get(key))] for key in self.keys}
+        return {key: fmean(numbers) for key, numbers in values.items() if numbers}
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run directory. Raises ValueError where the run has made no step yet, or its files cannot be read."""
+    path = Path(path)
+    steps = read_metrics(path / "metrics.jsonl")
+    if not steps:
+        raise ValueError(f"{path / 'metrics.jsonl'} has no step yet; a run has one after its first step")
+    recipe = path / "recipe.yaml"
+    try:
+        content = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{recipe}: not YAML: {error}") from error
+    tables = sorted((path / "samples").glob("step-*.jsonl"), reverse=True)
+    ranks, num_traced = read_ranks(path, TRACED_STEPS, TRACED_RANKS)
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        steps=steps,
+        recipe=content if isinstance(content, dict) else {},
+        evaluations=read_metrics(path / "evaluations.jsonl") if (path / "evaluations.jsonl").is_file() else [],
+        starts=starts_summary(path),
+        samples=next((rows for table in tables if (rows := read_lines(table))), []),
+        ranks=ranks,
+        num_traced=num_traced,
+    )
+
+
+def smooth(values: Sequence[float], over: int) -> list[float]:
+    """Return the mean of each value and the `over` - 1 values before it, of fewer at the start."""
+    return [fmean(values[max(0, end - over) : end]) for end in range(1, len(values) + 1)]
+
+
+def thin(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+    """Return means of neighbors where there are more than `most` points, in as many digits as a screen shows."""
+    count = min(most, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
+    parts = list(zip(edges, edges[1:], strict=False))
+    middles = [steps[a] if b - a == 1 else fmean(steps[a:b]) for a, b in parts]
+    return middles, [float(f"{fmean(values[a:b]):.5g}") for a, b in parts]
+
+
+def show_curve(run: Run, console: Console) -> None:
+    """Print the mean reward of a run as a plot, and its totals. Raises ValueError where no step has a mean reward."""
+    steps, rewards = run.rewards()
+    if not rewards:
+        raise ValueError(f"{run.path / 'metrics.jsonl'} has no mean reward yet; a run has one after its first step")
+    ends = min(ENDS, len(rewards))
+    first, last = fmean(rewards[:ends]), fmean(rewards[-ends:])
+    summary = f"first {ends} steps {first:.3f}, last {ends} steps {last:.3f}, change {last - first:+.3f}"
+    totals = totals_lines(run_totals(run.steps)) if run.points("time/step")[0] else []
+    for line in (f"mean reward of {run.name}", *plot_lines(steps, rewards), summary, *totals, *run.starts):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def plot_lines(steps: Sequence[int], values: Sequence[float]) -> list[str]:
+    """Draw columns of block characters over an axis; average steps together that do not fit the width."""
+    _, columns = thin(steps, values, PLOT_WIDTH)
+    wide = max(1, PLOT_WIDTH // len(columns))
+    # From zero where no value is negative, so that heights compare like rewards.
+    low, high = min(0.0, *columns), max(columns)
+    heights = [round((column - low) / ((high - low) or 1.0) * PLOT_HEIGHT * 8) for column in columns]
+    lines = []
+    for row in reversed(range(PLOT_HEIGHT)):
+        cells = "".join(EIGHTHS[max(0, min(8, height - 8 * row))] * wide for height in heights)
+        label = {PLOT_HEIGHT - 1: f"{high:8.3f} ┤", 0: f"{low:8.3f} ┤"}.get(row, " " * 9 + "│")
+        lines.append(label + cells.rstrip())
+    width = len(columns) * wide
+    first, last = f"step {steps[0]}", str(steps[-1])
+    lines.append(" " * 9 + "└" + "─" * width)
+    lines.append(" " * 10 + first + last.rjust(max(len(last) + 1, width - len(first))))
+    return lines

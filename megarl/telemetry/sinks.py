@@ -1,0 +1,378 @@
+"""Sinks of a run: TensorBoard, Weights & Biases and MLflow get every step, no step waits for them, and none ends a run.
+
+Each sink has a thread of its own, as a service may be slow, away, or its disk full. Failed calls are counted and reported
+once; metrics.jsonl has every step. A new sink is a class here, an entry in SINKS and a section in
+`recipe/telemetry_section.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import netrc
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import yaml
+
+from megarl.recipe import Recipe
+from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSection, WandbSinkSection
+from megarl.recipe.violation import Violation
+from megarl.telemetry.disk import write_whole
+from megarl.telemetry.exit_status import REQUEUE, Preempted
+from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
+
+logger = logging.getLogger(__name__)
+MOST_WAITING = 512  # calls that wait for a sink; later ones are left out
+# The end of a run waits this long for pending calls; the second holds where the run fails or leaves.
+CLOSE_S, HURRY_S = 30.0, 5.0
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """A place to write a run to. One thread makes the calls, in the order of steps; they may raise anything."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a step, as in its line of metrics.jsonl."""
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Write the sample table of a step, as in its file in `samples/`."""
+
+    def close(self, end: str) -> None:
+        """Write what is buffered. `end` of the run: COMPLETE, REQUEUED (it will be resumed) or FAILED."""
+
+
+class Memory:
+    """What a sink keeps in the run directory for later starts: the id of the run at the service, and the last step it was
+    given.
+
+    The step is written down before the sink gets it: a sink has a step once, or not at all where a kill came in between.
+    """
+
+    def __init__(self, path: Path, new: bool) -> None:
+        """`new`: the run begins anew; ignore an earlier start."""
+        self._path = path
+        content: dict[str, Any] = {"id": None, "step": 0}
+        if path.is_file() and not new:
+            with contextlib.suppress(ValueError):  # torn by a node that died: the sink begins another run
+                content |= json.loads(path.read_bytes())
+        self.id: str | None = content["id"]
+        self.step: int = content["step"]
+
+    def keep(self, id: str | None = None, step: int | None = None) -> None:
+        """Write down the given values and keep the others."""
+        self.id = self.id if id is None else id
+        self.step = self.step if step is None else step
+        write_whole(self._path, json.dumps({"id": self.id, "step": self.step}))
+
+
+@dataclass(frozen=True)
+class SinkStart:
+    """What a sink is opened with. `recipe` is plain data with every default; the run continues after step `done`."""
+
+    run: Path
+    name: str
+    recipe: dict[str, Any]
+    done: int
+    memory: Memory
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are finite numbers: sinks draw no curves of texts, lists or NaN."""
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value) and key != "step"
+    }
+
+
+class TensorboardSink:
+    """Event files in `tensorboard/` of the run directory: metrics as scalars, samples as a table of text."""
+
+    COLUMNS = ("sample", "reward", "advantage", "completion_tokens", "finish_reason", "prompt", "completion")
+
+    def __init__(self, section: TensorboardSinkSection, start: SinkStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Readers drop the events of earlier files from the purge step on.
+        self._writer = SummaryWriter(str(start.run / "tensorboard"), purge_step=start.done + 1)
+        text = yaml.safe_dump(start.recipe, sort_keys=False)
+        self._writer.add_text("recipe", f"```\n{text}\n```", start.done + 1)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for key, value in numbers(metrics).items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        lines = [f"| {' | '.join(self.COLUMNS)} |", f"|{' --- |' * len(self.COLUMNS)}"]
+        for row in rows:  # each on one line of markdown, whatever its text holds
+            cells = [str(row[name]).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ↵ ") for name in self.COLUMNS]
+            lines.append(f"| {' | '.join(cells)} |")
+        self._writer.add_text("samples", "\n".join(lines), step)
+        self._writer.flush()
+
+    def close(self, end: str) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases (wandb 0.31), on disk or online: metrics as its history, samples as a table of each step."""
+
+    # Send no code, console, packages or description of the machine.
+    QUIET: Mapping[str, Any] = {
+        "console": "off", "disable_code": True, "disable_git": True, "save_code": False, "disable_job_creation": True,
+        "silent": True, "x_disable_machine_info": True, "x_disable_meta": True, "x_disable_stats": True,
+        "x_save_requirements": False,
+    }  # fmt: skip
+    FINISH_S = 20.0  # to send the rest at the end; the files stay
+
+    def __init__(self, section: WandbSinkSection, start: SinkStart) -> None:
+        import wandb
+
+        if start.memory.id is None:
+            start.memory.keep(id=secrets.token_hex(4))
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=section.project,
+            name=start.name,
+            id=start.memory.id,
+            resume="allow",
+            config=start.recipe,
+            dir=str(start.run),
+            settings=wandb.Settings(mode=section.mode, finish_timeout=self.FINISH_S, **self.QUIET),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(numbers(metrics), step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        # A column has one type: the parts of a reward, whose names differ between rows, become text.
+        data = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
+        self._run.log({"samples": self._table(columns=[*rows[0]], data=data)}, step=step)
+
+    def close(self, end: str) -> None:
+        self._run.finish(exit_code=0 if end == COMPLETE else 1)
+
+
+class MlflowSink:
+    """A run of MLflow (mlflow-skinny 3.17), at a tracking server or in a directory: the recipe's values as parameters,
+    samples as an artifact of each step."""
+
+    # What a server takes in one call, and of one value.
+    MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
+
+    def __init__(self, section: MlflowSinkSection, start: SinkStart) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        uri = str((start.run / "mlflow").resolve()) if section.uri is None else section.uri
+        self._client = MlflowClient(tracking_uri=uri)
+        if start.memory.id is None:
+            known = self._client.get_experiment_by_name(section.experiment)
+            experiment = self._client.create_experiment(section.experiment) if known is None else known.experiment_id
+            run = self._client.create_run(experiment, run_name=start.name)
+            start.memory.keep(id=run.info.run_id)
+            params = [Param(key, value[: self.LONGEST_PARAM]) for key, value in self._flat(start.recipe).items()]
+            for first in range(0, len(params), self.MOST_PARAMS):
+                self._client.log_batch(run.info.run_id, params=params[first : first + self.MOST_PARAMS])
+        assert start.memory.id is not None
+        self._id: str = start.memory.id
+        self._client.update_run(self._id, status="RUNNING")
+        # Named after this start: a resumed run may have another recipe.
+        self._client.log_dict(self._id, start.recipe, f"recipe-from-step-{start.done + 1:06d}.yaml")
+
+    @classmethod
+    def _flat(cls, recipe: Mapping[str, Any], above: str = "") -> dict[str, str]:
+        """Return the recipe's values as text by dotted key."""
+        values: dict[str, str] = {}
+        for key, value in recipe.items():
+            if isinstance(value, dict) and value:
+                values |= cls._flat(value, f"{above}{key}.")
+            else:
+                values[f"{above}{key}"] = value if isinstance(value, str) else json.dumps(value)
+        return values
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        now = int(time.time() * 1000)
+        points = [self._metric(key, value, now, step) for key, value in numbers(metrics).items()]
+        for first in range(0, len(points), self.MOST_METRICS):
+            self._client.log_batch(self._id, metrics=points[first : first + self.MOST_METRICS])
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns = list(rows[0])  # the form that MLflow shows as a table
+        table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+        self._client.log_text(self._id, json.dumps(table), f"samples/step-{step:06d}.json")
+
+    def close(self, end: str) -> None:
+        self._client.set_terminated(self._id, status={COMPLETE: "FINISHED", REQUEUED: "KILLED", FAILED: "FAILED"}[end])
+
+
+# Kind: class, library, and environment variables that the library reads when it is imported.
+SINKS: dict[str, tuple[Callable[[Any, SinkStart], Sink], str, dict[str, str]]] = {
+    "tensorboard": (TensorboardSink, "torch.utils.tensorboard", {}),
+    # Off: reports of errors and of use to the makers of the library.
+    "wandb": (WandbSink, "wandb", {"WANDB_ERROR_REPORTING": "false"}),
+    # Without the second, 3.17 refuses a directory and points to a database.
+    "mlflow": (MlflowSink, "mlflow.tracking", {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}),
+}
+# Kinds that drop what an earlier start wrote of steps that are done again. Other kinds keep the first one.
+REWINDS = ("tensorboard",)
+
+
+class Relay:
+    """Hands calls to one sink in a thread, which opens the sink, and tries again with the next call where that failed."""
+
+    def __init__(self, key: str, kind: str, memory: Memory, open_sink: Callable[[], Sink]) -> None:
+        """`key` is the sink's in the recipe, for messages."""
+        self._key, self._kind, self._memory, self._open_sink = key, kind, memory, open_sink
+        self._last_given = 0 if kind in REWINDS else memory.step
+        self._calls: queue.Queue[tuple[int, str, Callable[[Sink], None]] | str] = queue.Queue(MOST_WAITING)
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._has_warned = False
+        # A daemon: a sink that hangs does not keep the process.
+        self._thread = threading.Thread(target=self._work, name=f"sink {kind}", daemon=True)
+        self._thread.start()
+
+    def hand(self, step: int, what: str, call: Callable[[Sink], None]) -> None:
+        """Queue a call with `what` of a step, unless the sink has that step from an earlier start."""
+        if step > self._last_given:
+            self._put((step, what, call), f"step {step}: {what}")
+
+    def end(self, end: str) -> None:
+        """Queue the end of the run; no call comes after it. Does not wait."""
+        self._put(end, "its end")
+
+    def _put(self, item: tuple[int, str, Callable[[Sink], None]] | str, what: str) -> None:
+        try:
+            self._calls.put_nowait(item)
+        except queue.Full:
+            self._fail(f"{what} left out: {MOST_WAITING} calls wait for it")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the calls before the end."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._fail(f"still at work after {timeout_s:.0f} s; its pending calls are left out")
+
+    def take_failures(self) -> int:
+        """Return how many calls failed since this was last called."""
+        with self._lock:
+            failures, self._failures = self._failures, 0
+        return failures
+
+    def _work(self) -> None:
+        sink: Sink | None = None
+        try:
+            sink = self._open_sink()
+        except Exception as error:  # a library of a service raises anything: the run goes on
+            self._fail(f"not opened: {type(error).__name__}: {error}")
+        while not isinstance(item := self._calls.get(), str):
+            step, what, call = item
+            try:
+                sink = self._open_sink() if sink is None else sink
+                if step > self._memory.step:
+                    self._memory.keep(step=step)
+                call(sink)
+            except Exception as error:  # the same; later calls are not left out
+                self._fail(f"step {step}: {what} not written: {type(error).__name__}: {error}")
+        try:
+            if sink is not None:
+                sink.close(item)
+        except Exception as error:  # the same; the run has ended
+            self._fail(f"not closed: {type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            self._failures += 1
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
+            text = "the run goes on, and metrics.jsonl has every step (telemetry/sink_failures counts later failures)"
+            logger.warning("%s (%s): %s; %s", self._key, self._kind, reason, text)
+
+
+class Sinks:
+    """All sinks of a run. A context manager: leaving it waits for pending calls, within bounds."""
+
+    def __init__(self, relays: Sequence[Relay]) -> None:
+        self._relays = relays
+
+    def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        """Queue the metrics of a step and its sample table, unless that is empty. Returns at once."""
+        for relay in self._relays:
+            relay.hand(step, "metrics", lambda sink: sink.write(step, metrics))
+            if rows:
+                relay.hand(step, "samples", lambda sink: sink.samples(step, rows))
+
+    def metrics(self) -> dict[str, int]:
+        """Return `telemetry/sink_failures`, the calls that failed since the last step; nothing without sinks."""
+        return {"telemetry/sink_failures": sum(relay.take_failures() for relay in self._relays)} if self._relays else {}
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        is_requeued = isinstance(error, Preempted) and error.status == REQUEUE
+        end = COMPLETE if kind is None else REQUEUED if is_requeued else FAILED
+        for relay in self._relays:
+            relay.end(end)
+        deadline = time.monotonic() + (CLOSE_S if kind is None else HURRY_S)
+        for relay in self._relays:
+            relay.wait(max(0.0, deadline - time.monotonic()))
+
+
+def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
+    """Open the recipe's sinks, to continue after step `done`. Import their libraries here: in a thread the seconds that this
+    takes would slow the first steps."""
+    content = recipe.model_dump(mode="json")
+    relays = []
+    for number, section in enumerate(recipe.telemetry.sinks):
+        sink_class, library, environment = SINKS[section.kind]
+        os.environ.update(environment)
+        importlib.import_module(library)
+        memory = Memory(run / "sinks" / f"{section.kind}.json", new=done == 0)
+        start = SinkStart(run, recipe.run.name, content, done, memory)
+        relays.append(Relay(f"telemetry.sinks.{number}", section.kind, memory, partial(sink_class, section, start)))
+    return Sinks(relays)
+
+
+def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
+    """Return what `telemetry` asks for and a machine that computes on `device` lacks. A machine that only checks recipes
+    needs none of it."""
+    violations = []
+    for number, sink in enumerate(recipe.telemetry.sinks):
+        if isinstance(sink, WandbSinkSection) and sink.mode == "online" and not _has_wandb_key():
+            rule = "needs an API key, and neither WANDB_API_KEY nor the netrc file has one; `wandb login` puts it there"
+            violations.append(Violation(f"telemetry.sinks.{number}.mode", sink.mode, rule, "offline"))
+    profile = recipe.telemetry.profile
+    if profile is not None and profile.kind == "nsight" and device != "cuda":
+        rule = f"Nsight Systems captures what GPUs do, and this machine computes on {device}"
+        violations.append(Violation("telemetry.profile.kind", profile.kind, rule, "torch"))
+    return violations
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb (0.31) will find a key; without one it would ask at the terminal, in the middle of a run."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,404 @@
+"""Where the time of a step and of a run went, and how fast it was: ranks, roles, engines, devices, tokens and FLOPs.
+
+A rank's time comes as seconds by (phase, span) that sum to its step (`StepTimes.by_span`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from megarl.models import ModelShape
+from megarl.planner.adapters import Adapters
+from megarl.planner.flops import forward_flops, update_flops
+from megarl.planner.placement import EnginePlace
+from megarl.planner.roles import Frozen
+from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
+from megarl.recipe.role_sections import FreezeSection
+from megarl.schedule import MiniBatch
+from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
+from megarl.telemetry.metrics import duration
+
+Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
+OFFLOAD, BUSY, ROLLOUT = "offload", "busy", "rollout"
+# Causes of waits that a slower rank is to blame for. Waits for engines and rewards end on all ranks at once.
+FOR_RANKS = ("ranks", "pipeline", "gradients", "layers")
+# The spans of a pipeline run, which `bubble_share` is a part of.
+PIPELINE_RUN = ("forward", "backward", "pipeline", "wait_layers", "wait_pipeline")
+DEVICE_DIGITS = 4  # of seconds: a run of a thousand ranks writes a thousand numbers per cause and step
+
+
+# Ranks ------------------------------------------------------------------------------------------------------------------
+
+
+def causes(spans: Spans, phases: Sequence[str] | None = None) -> dict[str, float]:
+    """Return a rank's seconds by cause: for whom it waited, `offload`, `unaccounted` or `busy`; of `phases` or the step."""
+    seconds: dict[str, float] = defaultdict(float)
+    for (phase, name), spent in spans.items():
+        if phases is None or phase in phases:
+            is_busy = not name.startswith(WAIT) and name not in (UNACCOUNTED, OFFLOAD)
+            seconds[BUSY if is_busy else name.removeprefix(WAIT)] += spent
+    return seconds
+
+
+def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
+    """Return shares of all ranks' time.
+
+    `idle/share` is the time in waits and `idle/<whom>_share` its parts; `offload/share` the time that memory moved;
+    `idle/unaccounted_share` the time in no span. `idle/straggler_rank` waited least for other ranks, `idle/straggler_s` less
+    than the median rank.
+    """
+    by_rank = [causes(spans) for spans in ranks]
+    seconds = _sum(by_rank)
+    total = sum(seconds.values())
+    seconds.pop(BUSY, None)
+    unaccounted, offload = seconds.pop(UNACCOUNTED, 0.0), seconds.pop(OFFLOAD, 0.0)
+    waited = [sum(by_cause.get(cause, 0.0) for cause in FOR_RANKS) for by_cause in by_rank]
+    straggler = min(range(len(ranks)), key=waited.__getitem__)
+    return {
+        "idle/share": sum(seconds.values()) / total,
+        **{f"idle/{whom}_share": spent / total for whom, spent in sorted(seconds.items())},
+        **({"offload/share": offload / total} if offload else {}),
+        f"idle/{UNACCOUNTED}_share": unaccounted / total,
+        "idle/straggler_rank": straggler,
+        "idle/straggler_s": median(waited) - waited[straggler],
+    }
+
+
+def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
+    """Return shares of all ranks' time that sum to 1 for each role that runs: `idle/<role>/busy_share`, `.../<cause>_share`
+    (the bubble is `pipeline`), and `.../resting_share`, in which the ranks were in phases of others."""
+    total = sum(sum(spans.values()) for spans in ranks)
+    ran = {phase for spans in ranks for phase, _ in spans}
+    metrics: dict[str, float] = {}
+    for role in dict.fromkeys(ROLE_OF.values()):
+        phases = [phase for phase in ROLE_OF if ROLE_OF[phase] == role and phase in ran]
+        if phases:
+            seconds = _sum([causes(spans, phases) for spans in ranks])
+            shares = {cause: seconds[cause] / total for cause in sorted(seconds)}
+            shares["resting"] = 1.0 - sum(shares.values())
+            metrics |= {f"idle/{role}/{cause}_share": share for cause, share in shares.items()}
+    return metrics
+
+
+def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
+    """Return `idle/<phase>/bubble_share` as measured: the part of a phase's pipeline runs in which stages waited for each
+    other. `schedule/<phase>/bubble_share` is what the plan expects."""
+    metrics = {}
+    for phase in ROLE_OF:
+        seconds = {name: sum(spans.get((phase, name), 0.0) for spans in ranks) for name in PIPELINE_RUN}
+        if seconds["wait_pipeline"]:
+            metrics[f"idle/{phase}/bubble_share"] = seconds["wait_pipeline"] / sum(seconds.values())
+    return metrics
+
+
+def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for key, seconds in part.items():
+            total[key] += seconds
+    return dict(total)
+
+
+# Engines, reward workers and devices ------------------------------------------------------------------------------------
+
+
+def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
+    """Return what the rollout engines did in a step: means over the engines that sum to 1.
+
+    `busy_s` is the time in which each engine had requests; `rollout_s` and `sync_s` are the lengths of phases rollout and
+    weight_sync. `idle/slowest_engine` had requests for the longest time, `idle/slowest_engine_s` more than the median
+    engine.
+    """
+    if not busy_s:
+        return {}
+    parts = [engine_causes(busy, step_s, rollout_s, sync_s) for busy in busy_s]
+    slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
+    return {
+        **{f"idle/engines/{cause}_share": sum(part[cause] for part in parts) / len(parts) / step_s for cause in parts[0]},
+        "idle/slowest_engine": slowest,
+        "idle/slowest_engine_s": busy_s[slowest] - median(busy_s),
+    }
+
+
+def engine_causes(busy_s: float, step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
+    """Return the seconds of one engine by cause; they sum to the step. Without requests an engine waits for the others in
+    phase rollout (`tail`), takes weights, and otherwise waits for the trainer (`training`)."""
+    busy_s = min(busy_s, step_s)
+    tail = min(max(rollout_s - busy_s, 0.0), step_s - busy_s)
+    sync = min(sync_s, step_s - busy_s - tail)
+    return {BUSY: busy_s, "tail": tail, "weight_sync": sync, "training": step_s - busy_s - tail - sync}
+
+
+def worker_metrics(busy_s: float, num_workers: int, step_s: float) -> dict[str, float]:
+    """Return what the reward workers did in a step, as means; `busy_s` sums the time that each scored for."""
+    busy = min(busy_s / num_workers / step_s, 1.0)
+    return {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Numbers of the devices: rank r's is r; devices that only engines use follow, and `engine_of` has their engines.
+    `of_engine` has the devices of each engine."""
+
+    num_ranks: int
+    of_engine: tuple[tuple[int, ...], ...]
+    engine_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_ranks: int, ranks_per_node: int, places: Sequence[EnginePlace], shared: bool) -> Devices:
+        """Number the devices. `shared`: there are only cores, so an engine's workers count as devices of their own."""
+        numbers = {} if shared else {divmod(rank, ranks_per_node): rank for rank in range(num_ranks)}
+        engine_of: list[int] = []
+        of_engine = []
+        for engine, place in enumerate(places):
+            devices = []
+            for position, device in enumerate(place.devices):
+                key = (-1 - engine, position) if shared else (place.node, device)
+                if key not in numbers:
+                    numbers[key] = num_ranks + len(engine_of)
+                    engine_of.append(engine)
+                devices.append(numbers[key])
+            of_engine.append(tuple(devices))
+        return cls(num_ranks, tuple(of_engine), tuple(engine_of))
+
+    def metrics(self, ranks: Sequence[Spans], busy_s: Sequence[float], phases: Mapping[str, float]) -> dict[str, object]:
+        """Return `idle/device/busy_share`, the part of all devices' time in which they computed; `idle/device/<cause>_s`, a
+        list of every device's seconds; and `idle/device/engine`, the engines of the devices after the ranks'.
+
+        `busy_s` is the time in which each engine had requests, `phases` are rank 0's. Where a rank waits for engines while
+        an engine works on its device, the device is in `rollout`; on devices of engines alone `rollout` stands for `busy`.
+        """
+        step_s = max(sum(spans.values()) for spans in ranks)
+        rows = [causes(spans) for spans in ranks]
+        for device in range(self.num_ranks):
+            working = max((s for s, devices in zip(busy_s, self.of_engine, strict=False) if device in devices), default=0.0)
+            waited = rows[device].get("engines", 0.0)
+            if working and waited:
+                rows[device] |= {ROLLOUT: min(working, waited), "engines": max(waited - working, 0.0)}
+        for engine in self.engine_of if busy_s else ():
+            parts = engine_causes(busy_s[engine], step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
+            rows.append({ROLLOUT: parts.pop(BUSY), **parts})
+        computed = sum(row.get(BUSY, 0.0) + row.get(ROLLOUT, 0.0) for row in rows)
+        metrics: dict[str, object] = {"idle/device/busy_share": computed / sum(sum(row.values()) for row in rows)}
+        for cause in sorted({cause for row in rows for cause, seconds in row.items() if seconds}):
+            metrics[f"idle/device/{cause}_s"] = [round(row.get(cause, 0.0), DEVICE_DIGITS) for row in rows]
+        if len(rows) > self.num_ranks:
+            metrics["idle/device/engine"] = list(self.engine_of)
+        return metrics
+
+
+# One step ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of each sequence of a step, whether the sequence counts (a masked one does not), and the mini-batches that ran,
+    by engine phase."""
+
+    prompts: Sequence[int]
+    completions: Sequence[int]
+    valid: Sequence[bool]
+    ran: dict[str, Sequence[MiniBatch]] = field(default_factory=dict)
+
+    @property
+    def useful(self) -> int:
+        """Tokens of the sequences that count, without padding."""
+        counted = zip(self.prompts, self.completions, self.valid, strict=True)
+        return sum(int(prompt) + int(completion) for prompt, completion, valid in counted if valid)
+
+
+class TimeMetrics:
+    """Computes the time, token and utilization metrics of each step; on rank 0, which gets the clocks of all ranks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        shapes: Mapping[str, ModelShape],
+        devices: Devices,
+        peak_tflops: Callable[[str], float | None],
+    ) -> None:
+        """`shapes` are by role; `peak_tflops` gives a device's peak at a precision, for a recipe that does not set it."""
+        self._recipe, self._shapes, self._devices = recipe, shapes, devices
+        given = recipe.telemetry.peak_tflops
+        trained = "fp8" if recipe.trainer.fp8 is not None else recipe.trainer.precision
+        sampled = "fp8" if recipe.rollout.quantization == "fp8" else recipe.rollout_precision
+        self._peaks: dict[str, float | None] = dict.fromkeys(ENGINE_PHASES, given or peak_tflops(trained))
+        self._peaks["rollout"] = given or peak_tflops(sampled)
+
+    def of(
+        self,
+        times: StepTimes,
+        ranks: Sequence[Spans],
+        sizes: Sizes,
+        busy_s: Sequence[float],
+        metrics: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """`times` are rank 0's, `ranks` the spans of each rank, `busy_s` the time in which each engine had requests, and
+        `metrics` the pipeline's own."""
+        phases, step_s = times.phases, times.seconds
+        found: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
+        found |= engine_metrics(busy_s, step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
+        if "reward/busy_s" in metrics:
+            found |= worker_metrics(metrics["reward/busy_s"], metrics["reward/num_workers"], step_s)
+        found |= self._devices.metrics(ranks, busy_s, phases)
+        per_s = sizes.useful / step_s
+        found |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
+        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
+        # The engines also sampled tokens that no update trains on; observations are not sampled.
+        untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
+        passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
+        found |= {f"tokens/{phase}/per_s": n / phases[phase] for phase, n in passed.items() if n and phase in phases}
+        return found | self._utilization(phases, sizes)
+
+    def _utilization(self, phases: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
+        """Return `mfu/<phase>`: the operations that a phase needs over those its devices could have done in its time."""
+        if not any(self._peaks.values()):
+            return {}
+        metrics = {}
+        for phase, flops in step_flops(self._recipe, self._shapes, sizes.prompts, sizes.completions, sizes.ran).items():
+            peak = self._peaks[phase]
+            num_devices = sum(map(len, self._devices.of_engine)) if phase == "rollout" else self._devices.num_ranks
+            if peak is not None and phases.get(phase) and num_devices:
+                metrics[f"mfu/{phase}"] = flops / (phases[phase] * num_devices * peak * 1e12)
+        return metrics
+
+
+def step_flops(
+    recipe: Recipe,
+    shapes: Mapping[str, ModelShape],
+    prompts: Sequence[int],
+    completions: Sequence[int],
+    ran: Mapping[str, Sequence[MiniBatch]],
+) -> dict[str, float]:
+    """Return the floating-point operations that each phase needs, over all devices, for sequences of these prompt and
+    completion lengths. `shapes` are by role; `ran` has the mini-batches of all epochs that ran, by engine phase.
+
+    Engines pass each token once, however often they recompute or share a prompt. An engine phase that shares prompts passes
+    a prompt once for the sequences of a micro-batch that have it.
+    """
+    pairs = list(zip(map(int, prompts), map(int, completions), strict=True))
+    flops = {"rollout": sum(forward_flops(shapes["actor"], sum(pair), pair[1]) for pair in pairs)}
+    for phase, mini_batches in ran.items():
+        operations = _phase_flops(recipe, shapes, phase)
+        each = [operations(sum(pair), pair[1]) for pair in pairs]
+        passed = sum(each[sample] for mini_batch in mini_batches for sample in mini_batch.samples)
+        micro_batches = [micro for mini_batch in mini_batches for rank in mini_batch.micro_batches for micro in rank]
+        flops[phase] = passed - sum(operations(length, 0) for micro in micro_batches for length in micro.spared(prompts))
+    return flops
+
+
+def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -> Callable[[int, int], float]:
+    """Return the operations of an engine phase as a function of a sequence's tokens and of those that pass the head."""
+    role = ROLE_OF[phase]
+    shape, has_value_head = shapes[role], role in ("critic", "reward_model")
+    if phase not in UPDATE_PHASES:
+        return partial(forward_flops, shape, critic=has_value_head)
+    section = recipe.actor if role == "actor" else recipe.critic
+    frozen = (section.freeze if section is not None else None) or FreezeSection()
+    lora = recipe.actor.lora if role == "actor" else None
+    return partial(
+        update_flops,
+        shape,
+        critic=has_value_head,
+        adapters=None if lora is None else Adapters(lora.rank, lora.targets),
+        frozen=Frozen(frozen.embedding, frozen.head, frozen.norms, frozen.layers),
+    )
+
+
+# The run ----------------------------------------------------------------------------------------------------------------
+
+
+def run_totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a run came to, from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
+
+    - `steps`, `seconds` (of all steps), `start_s` (of all starts); with `tokens/useful` also `tokens`, `tokens_per_s` and
+      `tokens_per_hour`
+    - `phases`: seconds by phase, longest first; `shares`: of all ranks' time by cause; `mfu` by phase
+    - `stragglers`: for each rank `ahead_s`, how many seconds less than the median rank it waited for others, and in how many
+      `steps` it waited least; the rank that was waited for longest comes first
+    """
+    # A metric that was NaN is null in its line.
+    lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
+    if not lines:
+        raise ValueError("no step has time/step")
+    seconds = sum(line["time/step"] for line in lines)
+    totals: dict[str, Any] = {"steps": len(lines), "seconds": seconds}
+    totals["start_s"] = sum(line.get("run/start_s", 0.0) for line in lines)
+    counted = [line for line in lines if "tokens/useful" in line]
+    if counted:
+        totals["tokens"] = sum(line["tokens/useful"] for line in counted)
+        totals["tokens_per_s"] = totals["tokens"] / sum(line["time/step"] for line in counted)
+        totals["tokens_per_hour"] = totals["tokens_per_s"] * 3600
+    times: Counter[str] = Counter()
+    shares: dict[str, float] = defaultdict(float)
+    weighted: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        for key, value in line.items():
+            if key.startswith("time/") and key != "time/step":
+                times[key.removeprefix("time/")] += value
+            elif key.startswith("mfu/"):  # a mean over the phase's time
+                weighted[key.removeprefix("mfu/")].append((value, line.get(f"time/{key.removeprefix('mfu/')}", 0.0)))
+            elif match := re.fullmatch(r"(?:idle|offload)/((?:\w+_)?share)", key):  # a mean over the steps' time
+                name = "offload_share" if key == "offload/share" else match[1]
+                shares[name] += value * line["time/step"] / seconds
+    totals |= {"phases": dict(times.most_common()), "shares": dict(shares)}
+    totals["mfu"] = {
+        phase: sum(value * weight for value, weight in pairs) / total_weight
+        for phase, pairs in weighted.items()
+        if (total_weight := sum(weight for _, weight in pairs))
+    }
+    return totals | {"stragglers": _stragglers(lines)}
+
+
+def _stragglers(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Count only steps with as many ranks as the last one: a resumed run may have others."""
+    ahead_s: list[float] = []
+    num_least: list[int] = []
+    for line in lines:
+        if (busy := line.get("idle/device/busy_s")) is None:
+            continue
+        ranks = range(len(busy) - len(line.get("idle/device/engine", ())))
+        if len(ranks) != len(ahead_s):
+            ahead_s, num_least = [0.0] * len(ranks), [0] * len(ranks)
+        columns = [line[key] for cause in FOR_RANKS if (key := f"idle/device/{cause}_s") in line]
+        waited = [sum(column[rank] for column in columns) for rank in ranks]
+        for rank in ranks:
+            ahead_s[rank] += max(median(waited) - waited[rank], 0.0)
+        num_least[waited.index(min(waited))] += 1
+    order = sorted(range(len(ahead_s)), key=lambda rank: (-ahead_s[rank], rank))
+    return [{"rank": rank, "ahead_s": ahead_s[rank], "steps": num_least[rank]} for rank in order]
+
+
+def totals_lines(totals: Mapping[str, Any]) -> list[str]:
+    """Return the totals of a run as a few lines of text."""
+    seconds = totals["seconds"]
+    text = f"{totals['steps']} steps in {duration(seconds)}"
+    if totals["start_s"]:
+        text += f", and {duration(totals['start_s'])} to start"
+    if "tokens" in totals:
+        text += f"; {totals['tokens_per_s']:,.0f} useful tokens a second, {totals['tokens_per_hour']:,.0f} an hour"
+    lines = [text]
+    shares = {cause.removesuffix("_share"): share for cause, share in totals["shares"].items()}
+    if "share" in shares:
+        idle, unaccounted, offload = (shares.pop(name, 0.0) for name in ("share", UNACCOUNTED, OFFLOAD))
+        waits = ", ".join(f"{name} {share:.0%}" for name, share in _largest(shares))
+        lines.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
+    phases = {phase: spent / seconds for phase, spent in totals["phases"].items()}
+    lines.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in _largest(phases)))
+    if totals["mfu"]:
+        lines.append("model FLOPs utilization: " + ", ".join(f"{phase} {mfu:.1%}" for phase, mfu in totals["mfu"].items()))
+    late = [straggler for straggler in totals["stragglers"] if straggler["ahead_s"] > 0.01 * seconds][:3]
+    if late:
+        ranks = ", ".join(f"rank {straggler['rank']} by {duration(straggler['ahead_s'])}" for straggler in late)
+        lines.append(f"waited for beyond the median rank: {ranks}")
+    return lines
+
+
+def _largest(shares: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:
+    return sorted(((name, share) for name, share in shares.items() if share >= 0.005), key=lambda item: -item[1])[:most]
