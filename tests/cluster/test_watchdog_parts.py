@@ -221,10 +221,10 @@ def test_a_watcher_that_ends_too_early_is_replaced_and_says_why(capfd, watch):
     watcher = WatcherProcess(replace(settings, deadlines=long))
     watcher._process.kill()
     _poll(lambda: times(early + "was killed by SIGKILL; another one takes its place"))
+    _poll(lambda: watcher._process.poll() is None)
     watcher.may_end = True
     watch._write(ended=True)
-    watcher.wait()
-    assert watcher._process.returncode == 0
+    _poll(lambda: watcher._process.poll() == 0)
 
 
 def place_of(error):
