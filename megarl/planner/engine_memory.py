@@ -23,7 +23,6 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import block_bytes, quantised_parameters
 from megarl.models.vllm_weights import held_experts, padded_vocab, stage_layers
-from megarl.planner.attention_cost import cache_width
 from megarl.planner.memory import Memory
 from megarl.planner.roles import BYTES, expert_weights, layer_weights
 
@@ -184,3 +183,12 @@ def _layer_weights(shape: ModelShape, layer: int, layout: RolloutLayout) -> int:
     one, shared = 3 * shape.hidden * shape.experts.ffn, 3 * shape.hidden * shape.experts.shared_ffn
     whole = shared - shared // layout.tensor if layout.cuts_tokens else 0
     return held + len(held_experts(shape.experts.count, ranks, 0)) * one + whole
+
+
+def cache_width(shape: ModelShape, tensor: int) -> int:
+    """Elements that one of `tensor` ranks of a rollout engine caches of a token in one layer: keys and values of its groups,
+    or the latent vector and the rotary key, which every rank keeps whole."""
+    latent = shape.latent
+    if latent is not None:
+        return latent.key_value_rank + latent.rotary_dim
+    return 2 * -(-shape.groups // tensor) * shape.head_dim

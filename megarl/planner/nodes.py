@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.host import HostMemory, host_memory
+from megarl.planner.advice import gib
+from megarl.planner.engine_memory import Engines
+from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
+from megarl.planner.memory import moved_away, optimizer_share
 from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
+from megarl.planner.roles import Role, Savings, adapter_weights, stage_weights
 from megarl.recipe import Recipe
+from megarl.recipe.sections import BUCKET_BYTES
 
 # GPUs of a node where nobody says: those that `megarl launch` takes.
 USUAL_DEVICES = 8
@@ -141,3 +148,142 @@ def _row(numbers: Sequence[int]) -> str:
 
 def _of(size: NodeSize) -> str:
     return f"of {count(size.devices, 'GPU')}" if size.devices else "of CPUs"
+
+
+# torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
+# likely in each octave grow by 1 / ln 2 on average.
+PINNED_ROUNDING = 1 / math.log(2)
+# `OBJECT_STORE_BYTES` of `rollout/cluster.py` and `NUM_BUCKETS` of `sync/transport.py`, whose imports are no business of a
+# check; a test keeps them equal.
+OBJECT_STORE_BYTES, NUM_BUCKETS = 256 << 20, 2
+# Resident memory of one process: Python, torch and its libraries, on a GPU those of CUDA too. Not measured on a GPU yet.
+PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one node's host by what holds them.
+
+    `devices` are the trainer ranks' and engines' own, where their device is a CPU; `offloaded` what roles keep there between
+    their phases, and `activations` what an update does, pinned copies as large as torch makes them; `checkpoint` the
+    optimizer states that each rank gathers to save them; `processes` what each process takes before it holds anything.
+    """
+
+    devices: int
+    offloaded: int
+    activations: int
+    checkpoint: int
+    weight_sync: int
+    routing: int
+    ray: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def text(self) -> str:
+        """The total and its parts in words."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
+        return f"{gib(self.total)} ({named})"
+
+
+def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> HostMemory | None:
+    """Host memory of the fullest node; None without a device, whose kind says what lies there.
+
+    Raises PlacementError where it is more than `device.host_memory_gib`.
+    """
+    if recipe.device is None:
+        return None
+    job, ranks = job_of(recipe), needed.ranks_per_node
+    on_node = Counter(place.node for place in engines)
+    trainer = max((count for node, count in on_node.items() if node < needed.trainer_nodes), default=0)
+    found = _of_node(recipe, job, ranks, trainer)
+    others = [_of_node(recipe, job, 0, count) for node, count in on_node.items() if node >= needed.trainer_nodes]
+    fullest = max([found, *others], key=lambda node: node.total)
+    room = recipe.device.host_memory_gib
+    if room is not None and fullest.total > room * 2**30:
+        raise PlacementError(
+            f"device.host_memory_gib = {room:g}: a node takes up to {fullest.text}; {_way_out(recipe, fullest, ranks)}"
+        )
+    return fullest
+
+
+def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
+    """A node with so many trainer ranks and engines."""
+    assert recipe.device is not None, "host memory is that of a device"
+    kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
+    rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
+    sync = recipe.weight_sync
+    buckets = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
+    copies = _sent_bytes(job) * ranks + _received_bytes(job.engines) * workers if sync.wire == "delta" else 0
+    return HostMemory(
+        devices=_on_cpus(job, ranks, workers) if kind == "cpu" else 0,
+        offloaded=int(rounding * moved_away(job.roles)) * ranks,
+        activations=int(rounding * _activations(job)) * ranks,
+        checkpoint=max(map(_gathered_bytes, job.roles)) * ranks,
+        weight_sync=buckets + copies if job.engines is not None else 0,
+        routing=_routing_bytes(recipe, job) if ranks else 0,
+        ray=OBJECT_STORE_BYTES,
+        # Each engine has a process of its own beside its workers.
+        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),
+    )
+
+
+def _on_cpus(job: Job, ranks: int, workers: int) -> int:
+    """Memory of the ranks' and workers' own on a CPU."""
+    worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
+    alone = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
+    return ranks * alone + (0 if job.engines is None else workers * job.engines.memory.total)
+
+
+def _activations(job: Job) -> int:
+    """The most that an update keeps on a rank's host until its backward pass."""
+    stay = replace(job, roles=tuple(replace(role, savings=_without_roles(role.savings)) for role in job.roles))
+    return max(worst_memory(stay, schedule).host for schedule in job.schedules if schedule.is_update)
+
+
+def _without_roles(savings: Savings) -> Savings:
+    return replace(savings, offload="none")
+
+
+def _gathered_bytes(role: Role) -> int:
+    """fp32 weights and moments of the parameters that one rank saves, about its share of the stage
+    (`engine/checkpoint.py`, `_states_of_owned`)."""
+    return 3 * 4 * max(optimizer_share(role, stage) for stage in range(role.layout.pipeline))
+
+
+def _sent_bytes(job: Job) -> int:
+    """A rank's copy of the weights that it has sent."""
+    role = job.roles[0]
+    held = max(stage_weights(role, stage) + adapter_weights(role, stage) for stage in range(role.layout.pipeline))
+    return held * role.bytes_per_weight
+
+
+def _received_bytes(engines: Engines | None) -> int:
+    """A worker's copy of the weights that it has received."""
+    return 0 if engines is None else engines.memory.weights
+
+
+def _routing_bytes(recipe: Recipe, job: Job) -> int:
+    """The experts' choice of a whole batch, where the first node gets it for `actor.router_replay`."""
+    shape = job.roles[0].shape
+    if not recipe.actor.router_replay or shape.experts is None:
+        return 0
+    layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+    width = 1 if shape.experts.count <= 256 else 2
+    return recipe.num_sequences * recipe.max_sequence_tokens * layers * shape.experts.per_token * width
+
+
+def _way_out(recipe: Recipe, node: HostMemory, ranks: int) -> str:
+    """What makes the largest part smaller."""
+    ways = {
+        "offloaded": "memory.offload: none for a role",
+        "activations": "memory.offload_activations: false, or recompute",
+        "checkpoint": "more trainer ranks, which save less each",
+    }
+    largest = max(fields(node), key=lambda field: getattr(node, field.name)).name
+    fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
+    return f"{ways.get(largest, 'smaller engines or roles')}{fewer}, or a larger host"

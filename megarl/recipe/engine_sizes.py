@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import dataclass, replace
 
-from megarl.planner.cap import usable_bytes
 from megarl.planner.engine_memory import CPU_CACHE_BYTES, Engines, concurrent_sequences
-from megarl.planner.memory import resting
+from megarl.planner.memory import resting, usable_bytes
 from megarl.recipe.checkpoint import Fetch
 from megarl.recipe.memory import GIB, engines_of, memory_roles
 from megarl.recipe.recipe import Recipe

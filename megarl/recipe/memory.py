@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from megarl.models import ModelShape
-from megarl.planner.adapters import Adapters
-from megarl.planner.cap import largest_cap, usable_bytes
 from megarl.planner.engine_memory import (
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
@@ -12,7 +10,8 @@ from megarl.planner.engine_memory import (
     Engines,
     concurrent_sequences,
 )
-from megarl.planner.roles import Frozen, Role, Savings
+from megarl.planner.memory import Limits, largest_cap, usable_bytes
+from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.checkpoint import Fetch, model_shape
 from megarl.recipe.cpu_rules import is_for_cpus
 from megarl.recipe.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
@@ -93,6 +92,12 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
     )
 
 
+def limits_of(recipe: Recipe) -> Limits:
+    """What a recipe allows of a step's sequences."""
+    data, group_size = recipe.data, recipe.algorithm.group_size
+    return Limits(recipe.num_sequences, group_size, data.max_prompt_tokens, recipe.max_completion_tokens)
+
+
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
     least = {
@@ -117,16 +122,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
     for phase in automatic:
 
         def largest(budget: int, phase: str = phase) -> int | None:
-            return largest_cap(
-                list(roles.values()),
-                roles[ROLE_OF[phase]],
-                least.schedule(phase),
-                budget,
-                num_sequences=recipe.num_sequences,
-                longest=recipe.max_sequence_tokens,
-                longest_prompt=recipe.data.max_prompt_tokens,
-                group_size=recipe.algorithm.group_size,
-            )
+            return largest_cap(list(roles.values()), roles[ROLE_OF[phase]], least.schedule(phase), limits_of(recipe), budget)
 
         cap = largest(usable_bytes(device_bytes) - engine_bytes)
         if cap is not None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from megarl.models import ModelShape
 from megarl.models import vllm_weights as vllm
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.planner.attention_cost import cache_width
-from megarl.planner.engine_memory import cached_layers
+from megarl.planner.engine_memory import cache_width, cached_layers
 from megarl.planner.roles import BYTES
 from megarl.recipe.foreign_fields import dataclass_fields, needed_type
 from megarl.recipe.layout_rules import divisors, tensor_size
