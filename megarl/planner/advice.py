@@ -11,10 +11,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.planner.engine_memory import Engines, cache_width, cached_layers
 from megarl.planner.forecast import Forecast, Job, PhaseForecast, cap_that_fits, engine_room, forecast_phase, worst_memory
 from megarl.planner.layouts import layout_text, layouts_of, longest_slots, with_layouts
-from megarl.planner.roles import BYTES
 from megarl.recipe.memory import GIB
 from megarl.schedule import Schedule
 
@@ -229,12 +227,6 @@ def fit(forecast: Forecast) -> list[Advice]:
     return [*_phases(forecast), *_engines(forecast)]
 
 
-def kv_bytes_per_token(engines: Engines) -> int:
-    """KV cache of one token on one worker of an engine."""
-    shape, layout = engines.shape, engines.layout
-    return cached_layers(shape, layout) * cache_width(shape, layout.tensor) * BYTES[engines.precision]
-
-
 def _phases(forecast: Forecast) -> Iterator[Advice]:
     """Phases whose worst case is above the device."""
     job = forecast.job
@@ -341,7 +333,7 @@ def _engines(forecast: Forecast) -> Iterator[Advice]:
     share = min(-(-1000 * needed // job.device_bytes), max(0, 1000 * room // job.device_bytes)) / 1000
     room = min(room, int(share * job.device_bytes)) if stated is not None else room
     cache = min(engines.kv_cache_bytes, engines.kv_cache_bytes - needed + room)
-    if cache < kv_bytes_per_token(engines) * job.limits.longest:
+    if cache < engines.token_bytes * job.limits.longest:
         changes = _room_by_offload(forecast, needed) if engines.rests else ()
         way_out = "the trainer must hold less" if engines.shared or engines.rests else "cut the engines more"
         way_out = f"{shown(changes)} makes room" if changes else way_out

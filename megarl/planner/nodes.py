@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.planner.advice import gib
-from megarl.planner.engine_memory import Engines
 from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
 from megarl.planner.memory import moved_away, optimizer_share
 from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
-from megarl.planner.roles import Role, Savings, adapter_weights, stage_weights
+from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe import Recipe
 from megarl.recipe.sections import BUCKET_BYTES
 
@@ -92,15 +91,12 @@ def placement_lines(recipe: Recipe, placed: Placed) -> list[str]:
     if rollout.replay is None:
         head += f", rollout.placement = {rollout.placement}"
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _slots(placed, [node])[0]))
-    return [head, *(_line(placed, list(nodes)) for _, nodes in alike), *_host_lines(recipe, placed)]
-
-
-def _host_lines(recipe: Recipe, placed: Placed) -> list[str]:
-    if placed.host is None or recipe.device is None:
-        return []
-    room = recipe.device.host_memory_gib
-    verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
-    return [f"host memory of a node: up to {placed.host.text}; {verdict}"]
+    lines = [head, *(_line(placed, list(nodes)) for _, nodes in alike)]
+    if placed.host is not None and recipe.device is not None:
+        room = recipe.device.host_memory_gib
+        verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
+        lines.append(f"host memory of a node: up to {placed.host.text}; {verdict}")
+    return lines
 
 
 def document(placed: Placed) -> dict[str, Any]:
@@ -216,15 +212,27 @@ def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
-    sync = recipe.weight_sync
-    buckets = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
-    copies = _sent_bytes(job) * ranks + _received_bytes(job.engines) * workers if sync.wire == "delta" else 0
+    sync, update_roles = (
+        recipe.weight_sync,
+        [replace(role, savings=replace(role.savings, offload="none")) for role in job.roles],
+    )
+    updates = [schedule for schedule in job.schedules if schedule.is_update]
+    activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
+    # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).
+    saved = max(3 * 4 * optimizer_share(role, stage) for role in job.roles for stage in range(role.layout.pipeline))
+    weight_sync = 0
+    if job.engines is not None:
+        weight_sync = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
+        if sync.wire == "delta":  # both ends keep a copy of the weights that were sent last
+            actor = job.roles[0]
+            sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
+            weight_sync += sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
     return HostMemory(
         devices=_on_cpus(job, ranks, workers) if kind == "cpu" else 0,
         offloaded=int(rounding * moved_away(job.roles)) * ranks,
-        activations=int(rounding * _activations(job)) * ranks,
-        checkpoint=max(map(_gathered_bytes, job.roles)) * ranks,
-        weight_sync=buckets + copies if job.engines is not None else 0,
+        activations=int(rounding * activations) * ranks,
+        checkpoint=saved * ranks,
+        weight_sync=weight_sync,
         routing=_routing_bytes(recipe, job) if ranks else 0,
         ray=OBJECT_STORE_BYTES,
         # Each engine has a process of its own beside its workers.
@@ -237,34 +245,6 @@ def _on_cpus(job: Job, ranks: int, workers: int) -> int:
     worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
     alone = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
     return ranks * alone + (0 if job.engines is None else workers * job.engines.memory.total)
-
-
-def _activations(job: Job) -> int:
-    """The most that an update keeps on a rank's host until its backward pass."""
-    stay = replace(job, roles=tuple(replace(role, savings=_without_roles(role.savings)) for role in job.roles))
-    return max(worst_memory(stay, schedule).host for schedule in job.schedules if schedule.is_update)
-
-
-def _without_roles(savings: Savings) -> Savings:
-    return replace(savings, offload="none")
-
-
-def _gathered_bytes(role: Role) -> int:
-    """fp32 weights and moments of the parameters that one rank saves, about its share of the stage
-    (`engine/checkpoint.py`, `_states_of_owned`)."""
-    return 3 * 4 * max(optimizer_share(role, stage) for stage in range(role.layout.pipeline))
-
-
-def _sent_bytes(job: Job) -> int:
-    """A rank's copy of the weights that it has sent."""
-    role = job.roles[0]
-    held = max(stage_weights(role, stage) + adapter_weights(role, stage) for stage in range(role.layout.pipeline))
-    return held * role.bytes_per_weight
-
-
-def _received_bytes(engines: Engines | None) -> int:
-    """A worker's copy of the weights that it has received."""
-    return 0 if engines is None else engines.memory.weights
 
 
 def _routing_bytes(recipe: Recipe, job: Job) -> int:

@@ -258,8 +258,8 @@ def planned(
             "peak_bytes": found.device_peak,
             "fits": found.fits,
             "engine_bytes": job.engine_bytes,
-            "worst_memory": {phase: memory(held) for phase, held in found.worst_memory.items()},
-            "engine_rank": None if job.engines is None else memory(job.engines.memory),
+            "worst_memory": {phase: _memory(held) for phase, held in found.worst_memory.items()},
+            "engine_rank": None if job.engines is None else _memory(job.engines.memory),
             "engine_share": job.engine_share,
             "safe_memory_utilization": found.safe_utilization,
         },
@@ -285,7 +285,7 @@ def suggested(suggestions: list[Suggestion]) -> list[dict[str, Any]]:
     return [asdict(one) for one in suggestions]
 
 
-def memory(held: Memory) -> dict[str, int]:
+def _memory(held: Memory) -> dict[str, int]:
     """Bytes by what they hold, and their sum."""
     return asdict(held) | {"total": held.total}
 
@@ -299,8 +299,8 @@ def _phase(found: Forecast, phase: PhaseForecast) -> dict[str, Any]:
         "schedule": asdict(schedule),
         "mini_batches": phase.num_mini_batches,
         **asdict(phase.quality),
-        "memory": memory(phase.memory + engines),
-        "worst_memory": memory(phase.worst_memory + engines),
+        "memory": _memory(phase.memory + engines),
+        "worst_memory": _memory(phase.worst_memory + engines),
         "largest_max_tokens": phase.largest_cap,
         "flops": phase.flops,
         "seconds": phase.seconds,

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.planner.advice import MIB, best_cap, gib, kv_bytes_per_token, with_cap
+from megarl.planner.advice import MIB, best_cap, gib, with_cap
 from megarl.planner.engine_memory import Engines
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, engine_room, forecast, on_devices, worst_memory
 from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
@@ -107,7 +107,7 @@ def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
         tokens = job.limits.longest
         if roomy:
             tokens = max(tokens, _concurrent(job, engines) * sum(job.lengths.totals) // len(job.lengths.totals))
-        yield _with_share(job, replace(engines, kv_cache_bytes=tokens * kv_bytes_per_token(engines)))
+        yield _with_share(job, replace(engines, kv_cache_bytes=tokens * engines.token_bytes))
 
 
 def _engine_devices(job: Job) -> int:
@@ -188,7 +188,7 @@ def _with_kv_cache(job: Job) -> Job:
     assert most is not None, "a suggestion has a device, and here engines"
     room = most if job.engines.shared else 1000 * most // job.device_bytes * job.device_bytes // 1000
     without_cache = job.engines.memory.total - job.engines.kv_cache_bytes
-    wanted = _concurrent(job, job.engines) * job.limits.longest * kv_bytes_per_token(job.engines)
+    wanted = _concurrent(job, job.engines) * job.limits.longest * job.engines.token_bytes
     cache = max(job.engines.kv_cache_bytes, min(wanted, room - without_cache) // MIB * MIB)
     return replace(job, engines=_with_share(job, replace(job.engines, kv_cache_bytes=cache)))
 
@@ -220,40 +220,19 @@ def _name(layout: Layout) -> str:
 
 
 def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]:
-    actor = found.job.roles[0].layout
-    peak, usable = gib(found.device_peak), gib(job.usable_bytes or 0)
-    engines = found.job.engines
+    actor, engines = found.job.roles[0].layout, found.job.engines
+    fits = f"{gib(found.device_peak)} at worst of {gib(job.usable_bytes or 0)} usable, engines included"
     beside = "" if engines is None else f" beside engines of TP{engines.layout.tensor}"
-    why_not = _why_not_simpler(job, actor, engines)
     for role in found.job.roles:
-        layout = role.layout
-        fits = f"{peak} at worst of {usable} usable, engines included"
-        if role.name != "actor":
-            same = layout == actor
-            reason = "cut like the actor" if same else f"the simplest with which everything fits: {fits}"
-        elif why_not:
-            reason = f"the simplest that {'has room' if roomy else 'fits'}{beside}: {fits}; {why_not}"
-        else:
+        if role.name != "actor" and role.layout == actor:
+            reason = "cut like the actor"
+        elif role.layout.tensor * role.layout.pipeline == 1:
             reason = f"no cut is needed: {fits}"
-        yield Suggestion(f"{role.name}.layout", layout_values(layout), f"{reason}; {layout.data} data-parallel ranks")
-
-
-def _why_not_simpler(job: Job, chosen: Layout, engines: Engines | None) -> str:
-    """What keeps each layout that is simpler than the chosen one from being suggested beside the same engines."""
-    found: dict[str, list[str]] = {}
-    for layout in _common_layouts(job):
-        if layout == chosen:
-            break
-        found.setdefault(_shortfall(job, layout, engines), []).append(_name(layout))
-    return "; ".join(f"{', '.join(names)}: {what}" for what, names in found.items())
-
-
-def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
-    sizes = _engine_sizes(job, roomy=False)
-    least = next(one for one in sizes if one is None or (engines is not None and one.layout == engines.layout))
-    if _fits(_tried(job, layout, least, roomy=False)):
-        return f"no room for caps of {ROOMY} mean sequences and the KV cache"
-    return "would not fit"
+        else:
+            reason = f"the simplest that {'has room' if roomy else 'fits'}{beside}: {fits}"
+        yield Suggestion(
+            f"{role.name}.layout", layout_values(role.layout), f"{reason}; {role.layout.data} data-parallel ranks"
+        )
 
 
 def _engine_keys(found: Forecast, asked: Job) -> Iterator[Suggestion]:
@@ -271,7 +250,7 @@ def _engine_keys(found: Forecast, asked: Job) -> Iterator[Suggestion]:
             yield Suggestion(f"rollout.{key}", value, "tensor ranks alone make the engines fit")
     reason = f"up to {engines.max_concurrent * engines.count} at a time, of {asked.limits.num_sequences} in a step"
     yield Suggestion("phases.rollout.max_concurrent", engines.max_concurrent, reason)
-    tokens = engines.kv_cache_bytes // kv_bytes_per_token(engines)
+    tokens = engines.kv_cache_bytes // engines.token_bytes
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
     yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)
     if engines.shared:
