@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megarl.models import ModelShape
-from megarl.planner.adapters import Adapters
 from megarl.planner.flops import forward_flops, update_flops
-from megarl.planner.roles import Frozen
+from megarl.planner.roles import Adapters, Frozen
 from megarl.recipe import ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch
