@@ -229,22 +229,20 @@ def estimated_bytes(
 ) -> int:
     """The estimate for one rank that has taken optimizer steps, or else without the moments that a first step makes."""
     from megarl.models.layout import Layout
-    from megarl.planner.memory import peak
+    from megarl.planner.memory import Load, peak
     from megarl.planner.roles import Role, Savings
 
     on_cpu, savings = not torch.cuda.is_available(), Savings(recompute)
     role = Role("actor", shape, Layout(), precision, trained=True, on_cpu=on_cpu, savings=savings)
     micro_batch = lengths[:PER_MICRO_BATCH]
-    memory = peak(
-        [role],
-        role,
-        update=update,
+    load = Load(
+        update,
         slots=sum(map(sum, micro_batch)),
         head_tokens=sum(completion for _, completion in micro_batch),
         longest=max(map(sum, lengths)),
         num_micro_batches=len(lengths) // PER_MICRO_BATCH,
-        max_in_flight=None,
     )
+    memory = peak([role], role, load)
     # Of fp32 weights and two moments, the weights are there before the first step.
     return memory.total if takes_steps else memory.total - memory.optimizer * 2 // 3
 

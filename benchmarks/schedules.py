@@ -25,7 +25,7 @@ Targets (with --check, exit 1 when one is missed):
 5. Efficiency no worse than fixed and first-fit, which respect the cap, in every cell, and within half a per cent of the
    other two in cells where they happen to stay under it; at least 10 % better than fixed and first-fit in the long-tail
    cells with 8 sequences a rank or at least 4 stages, in so far as any plan can be: none is faster than the bound of
-   megarl/schedule/bound.py (sequences that can be cut anywhere), and cells whose bound is below 10 % are counted apart.
+   megarl/schedule/balance.py (sequences that can be cut anywhere), and cells whose bound is below 10 % are counted apart.
 6. Planning 2,048 sequences over 256 ranks takes under 50 ms, 100,352 over 512 ranks under 1 s: processor time of one
    core, least of three.
 """
@@ -50,9 +50,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.models.layout import Layout
-from megarl.planner.distribution import DISTRIBUTIONS, draw
+from megarl.planner.lengths import DISTRIBUTIONS, draw
 from megarl.schedule import Cost, Schedule, plan_phase, quality
-from megarl.schedule.bound import RankModel, least_time
+from megarl.schedule.balance import RankModel, least_time
 from megarl.schedule.cost import run_times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,7 +162,7 @@ def measure(lengths: Sequence[int], ranks: list[list[list[int]]], cell: Cell, ca
             cut[-1].append((slots, sum(lengths[sample] for sample in held), sum(map(COST.sequence, widths))))
     every = [one for own in cut for one in own]
     spent = [sum(cost for _, _, cost in own) for own in cut]
-    times = [run_times([cost for _, _, cost in own], (len(own),), cell.layout, COST)[0] for own in cut]
+    times = [run_times([cost for _, _, cost in own], cell.layout, COST)[0] for own in cut]
     return {
         "micro_batches": max(map(len, ranks)),
         "useful_share": sum(tokens for _, tokens, _ in every) / sum(slots for slots, _, _ in every),
@@ -180,9 +180,7 @@ def rate_cell(cell: Cell) -> dict[str, Any]:
     costs = sorted(map(COST.sequence, lengths), reverse=True)
     row: dict[str, Any] = asdict(cell) | {"cap": cap, "fewest_micro_batches": -(-sum(lengths) // (cap * cell.data))}
     row["least_imbalance"] = max(1.0, costs[0] * cell.data / sum(costs))
-    models = (
-        RankModel.of(count, None, cell.layout, COST) for count in range(row["fewest_micro_batches"], cell.per_rank + 1)
-    )
+    models = (RankModel.of(count, cell.layout, COST) for count in range(row["fewest_micro_batches"], cell.per_rank + 1))
     least = min(least_time([0.0, *accumulate(costs)], cell.data, model) for model in models)
     row["bound_efficiency"] = sum(costs) / (cell.data * least)
     row["megarl"] = rate_megarl(cell, lengths, cap)

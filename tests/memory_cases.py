@@ -23,9 +23,8 @@ from megarl.megatron.role import Engine
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.planner.adapters import Adapters
-from megarl.planner.memory import Memory, peak
-from megarl.planner.roles import Frozen, Role, Savings
+from megarl.planner.memory import Load, Memory, peak
+from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Plan, Schedule, plan_phase
 from tests.engine_cases import in_groups, random_batch, start_places
@@ -78,7 +77,6 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
     max_tokens: int
     precision: str = "fp32"
-    max_in_flight: int | None = None
     entropy_coefficient: float = 0.0
     lora: LoraSection | None = None
     savings: Mapping[str, Savings] = field(default_factory=dict)  # by role
@@ -125,7 +123,6 @@ class Case:
             "phase",
             max_tokens=self.max_tokens,
             mini_batch=len(self.all_lengths) if self.update else None,
-            max_micro_batches_in_flight=self.max_in_flight,
             share_prompts=self.group_size is not None,
         )
         groups = [sample // (self.group_size or 1) for sample in range(len(self.all_lengths))]
@@ -136,17 +133,15 @@ class Case:
         """What the memory model says of the fullest rank under the phase's plan."""
         roles, (mini_batch,) = self.roles(), self.plan().mini_batches
         micro_batches = [one for own in mini_batch.micro_batches for one in own]
-        return peak(
-            list(roles.values()),
-            roles[self.running],
-            update=self.update,
+        load = Load(
+            self.update,
             slots=max(one.slots for one in micro_batches),
             head_tokens=max(sum(self.all_lengths[sample][1] for sample in one.samples) for one in micro_batches),
             longest=max(sum(pair) for pair in self.lengths),
             num_micro_batches=mini_batch.num_micro_batches,
-            max_in_flight=self.max_in_flight,
             copied_rows=max(one.rows_behind_prompts(self.totals) for one in micro_batches),
         )
+        return peak(list(roles.values()), roles[self.running], load)
 
 
 ONE, VIRTUAL, CONTEXT = Layout(), Layout(1, 2, 1, virtual_pipeline=2), Layout(context=2)
@@ -168,7 +163,6 @@ CASES = (
     Case("actor update, tensor", "qwen3", "actor", True, {"actor": Layout(2, 1, 1)}, EQUAL, 1024),
     Case("actor update, sequence parallel", "qwen3", "actor", True, {"actor": Layout(2, 1, 1, True)}, EQUAL, 1024, "bf16"),
     Case("actor update, pipeline", "qwen2-tied", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024),
-    Case("actor update, drained pipeline", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024, "bf16", 1),
     Case("actor update, virtual pipeline", "layers", "actor", True, {"actor": VIRTUAL}, EQUAL * 2, 1024),
     Case("actor update, context", "qwen2-tied", "actor", True, {"actor": CONTEXT}, EQUAL, 1024),
     Case("actor forward, context", "vocabulary", "actor", False, {"actor": CONTEXT}, FEWER, 256),

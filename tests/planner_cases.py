@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megarl.planner.check import Question, check_recipes
-from megarl.planner.forecast import Forecast, forecast
-from megarl.planner.job import job_of
+from megarl.planner.forecast import Forecast, forecast, job_of
 from megarl.recipe import load_recipe
+from megarl.telemetry.metrics import read_metrics
 from tests.recipe_cases import CONFIG, edited
 
 QWEN_7B = {
@@ -68,7 +68,7 @@ def _write(folder: Path, name: str, model: dict[str, Any], data: dict[str, Any])
 
 def forecast_of(file: Path, overrides: list[str] | None = None, lengths: str = "log-normal", seed: int = 1) -> Forecast:
     """The forecast of a recipe file under overrides."""
-    return forecast(job_of(load_recipe(file, overrides or []), lengths, seed))
+    return forecast(job_of(load_recipe(file, overrides or []), lengths, seed, read_metrics=read_metrics))
 
 
 def document_of(
@@ -78,7 +78,7 @@ def document_of(
     from rich.console import Console
 
     question = Question(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None,
-                        devices_per_node=devices_per_node)  # fmt: skip
+                        read_metrics=read_metrics, devices_per_node=devices_per_node)  # fmt: skip
     status, document = check_recipes([str(file)], overrides or [], question, Console(), lambda path, error: None)
     assert status in (0, 1), document
     (entry,) = document["recipes"]

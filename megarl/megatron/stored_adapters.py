@@ -16,7 +16,7 @@ from megarl.megatron.weights import load_shards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, Segment
 from megarl.models.megatron_weights import rank_segments
-from megarl.planner.adapters import adapted_sizes
+from megarl.planner.roles import adapted_sizes
 from megarl.recipe.role_sections import LoraSection
 
 

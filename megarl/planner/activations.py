@@ -24,6 +24,17 @@ backward pass their gradients take their place, one sequence after the other.
 Gemma's norms keep the normalised input in fp32, and it has four a layer; latent attention is counted with values as wide as
 its keys. Both are upper estimates, not compared with a measurement.
 
+Experts are derived from megatron-core's modules without Transformer Engine. Routing is taken as balanced: every
+rank's experts get the same number of tokens. With b the bytes of the precision, h = hidden, E experts of which a token takes
+k, f the feed-forward rows of an expert on a rank and x the ranks that share an expert's tensors, a rank with 1 / s of the
+micro-batch's tokens (s as above) has c = k x / s rows of expert input for each of them, and keeps
+
+    router              (9 + 4 + 5) E / s   probabilities and their transpose in fp32, the map and its transpose, masks
+    expert input        c h b               a token's hidden state for each of its experts, where it was sent
+    expert              c (6 f b + 4)       SwiGLU as in a dense layer, its product by the token's weight, and the weight
+    order               8 c                 which token each row is
+    shared experts      5 f b               as a dense layer of their rows
+
 Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
 (h b / s; in fp32 that is the first norm's input).
 """
@@ -31,7 +42,6 @@ Attention works in blocks: nothing grows with the square of a length. Under a pi
 from __future__ import annotations
 
 from megarl.models.megatron_weights import chunk_layers, stage_layers
-from megarl.planner import experts
 from megarl.planner.roles import Role
 from megarl.schedule.blocks import bytes_of, largest_block
 
@@ -111,9 +121,9 @@ def recomputed_per_token(role: Role, layer: int) -> tuple[int, int]:
     if not shape.has_experts(layer):
         feed_forward = {"mlp": 5 * (shape.ffn // tensor) * width}
     elif "moe" in modules:
-        feed_forward = {"moe": experts.saved_per_token(role)}
+        feed_forward = {"moe": experts_saved_per_token(role)}
     else:
-        feed_forward = {"moe_act": experts.activation_per_token(role), "shared_experts": experts.shared_per_token(role)}
+        feed_forward = {"moe_act": experts_activation_per_token(role), "shared_experts": shared_experts_per_token(role)}
     return tuple(sum(kept.get(module, 0) for module in modules) for kept in (attention, feed_forward))  # type: ignore[return-value]
 
 
@@ -140,7 +150,7 @@ def saved_per_token(role: Role, layer: int) -> int:
     context = role.layout.context
     gathered = 2 * keys * context * width if context > 1 else 0
     adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
-    feed_forward = experts.saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
+    feed_forward = experts_saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
     return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters + _latent_per_token(role)
 
 
@@ -201,7 +211,7 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
     feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
     last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
     if role.shape.has_experts(last):
-        feed_forward, kept = experts.backward_per_token(role), experts.saved_per_token(role)
+        feed_forward, kept = experts_backward_per_token(role), experts_saved_per_token(role)
     norm = (5 * _FP32 + width - 2 * width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
     # What recompute did not keep of the last layers of one chunk, or of the last layer's part, is there again by then.
@@ -228,7 +238,7 @@ def forward_per_token(role: Role) -> int:
     queries, keys = _heads_width(role)
     width, with_experts = role.bytes_per_weight, {role.shape.has_experts(layer) for layer in range(role.shape.num_layers)}
     swiglu = 5 * (role.shape.ffn // role.layout.tensor) * width if False in with_experts else 0
-    routed = experts.forward_per_token(role) if True in with_experts else 0
+    routed = experts_forward_per_token(role) if True in with_experts else 0
     rotary = (7 * queries + 3 * keys) * width
     return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
 
@@ -279,3 +289,52 @@ def _heads_width(role: Role) -> tuple[int, int]:
     if shape.latent is not None:
         return (shape.heads * shape.latent.key_dim // tensor,) * 2
     return shape.heads * shape.head_dim // tensor, shape.groups * shape.head_dim // tensor
+
+
+def expert_rows_per_token(role: Role) -> float:
+    """Rows of expert input on a rank for each token of its micro-batch."""
+    assert role.shape.experts is not None, "a layer with experts"
+    layout = role.layout
+    return role.shape.experts.per_token * layout.expert_tensor_size / _token_shards(role)
+
+
+def experts_saved_per_token(role: Role) -> int:
+    """Bytes that the experts of one layer keep of each token until their backward pass."""
+    experts, width = role.shape.experts, role.bytes_per_weight
+    assert experts is not None, "a layer with experts"
+    ffn, rows = experts.ffn // role.layout.expert_tensor_size, expert_rows_per_token(role)
+    router = (2 * _FP32 + 2 * _FP32 + 2) * experts.count / _token_shards(role)
+    routed = rows * (role.shape.hidden * width + 6 * ffn * width + _FP32 + 8)
+    return int(router + routed) + shared_experts_per_token(role)
+
+
+def shared_experts_per_token(role: Role) -> int:
+    """Bytes that the shared experts of one layer keep of each token: a dense layer's of their rows."""
+    assert role.shape.experts is not None, "a layer with experts"
+    return 5 * (role.shape.experts.shared_ffn // role.layout.tensor) * role.bytes_per_weight
+
+
+def experts_activation_per_token(role: Role) -> int:
+    """Bytes of each token that the experts' activation keeps besides its input, gate and up: what Megatron's `moe_act`
+    makes again."""
+    assert role.shape.experts is not None, "a layer with experts"
+    ffn = role.shape.experts.ffn // role.layout.expert_tensor_size
+    return int(expert_rows_per_token(role) * 4 * ffn * role.bytes_per_weight)
+
+
+def experts_backward_per_token(role: Role) -> int:
+    """Bytes of each token on top of what is saved, where the backward pass of the experts is largest: gradients of the rows
+    that the experts gave back, before and after they are sent."""
+    hidden, width = role.shape.hidden, role.bytes_per_weight
+    return int(2 * expert_rows_per_token(role) * hidden * width + hidden // _token_shards(role) * width)
+
+
+def experts_forward_per_token(role: Role) -> int:
+    """Bytes of each token where a forward pass that keeps nothing is largest: rows before and after they are sent, and the
+    experts' outputs."""
+    return int(3 * expert_rows_per_token(role) * role.shape.hidden * role.bytes_per_weight)
+
+
+def _token_shards(role: Role) -> int:
+    """Ranks that the tokens of a micro-batch are cut over, context parallelism aside."""
+    return role.layout.tensor if role.layout.sequence_parallel else 1

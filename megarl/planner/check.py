@@ -9,12 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megarl.planner import document, nodes, show
-from megarl.planner.advice import advise
-from megarl.planner.fit import fit
-from megarl.planner.forecast import forecast
-from megarl.planner.job import DEFAULT_LENGTHS, Job, job_of
-from megarl.planner.lengths import LengthsError
+from megarl.planner import nodes, report
+from megarl.planner.advice import advise, fit
+from megarl.planner.forecast import DEFAULT_LENGTHS, Job, forecast, job_of
+from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.measured import MeasuredError, measured
 from megarl.planner.placement import PlacementError
 from megarl.planner.suggest import NoDevice, NothingFits, suggest
@@ -38,6 +36,7 @@ class Question:
     lengths: str | None
     seed: int
     tflops: float | None
+    read_metrics: ReadMetrics
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
     run: str | None = None
@@ -58,7 +57,7 @@ def check_recipes(
         except RecipeError as error:
             if not question.as_json:
                 print_violations(path, error)
-            found, entry = BAD_INPUT, document.illegal(path, error.violations) | _way_out(path, overrides, question, console)
+            found, entry = BAD_INPUT, report.illegal(path, error.violations) | _way_out(path, overrides, question, console)
         else:
             found, entry = _check(path, recipe, question, console)
         status = max(status, found)
@@ -70,7 +69,7 @@ def _check(path: str, recipe: Recipe, question: Question, console: Console) -> t
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
     try:
         job = _job(recipe, question)
-        earlier = None if question.run is None else measured(question.run, recipe, question.seed)
+        earlier = None if question.run is None else measured(question.run, recipe, question.seed, question.read_metrics)
     except (LengthsError, MeasuredError) as error:
         _print_error(path, error)
         return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
@@ -84,9 +83,9 @@ def _check(path: str, recipe: Recipe, question: Question, console: Console) -> t
         console.print(line, markup=False, soft_wrap=True)
     status, placement = _placement(path, recipe, question, console)
     if question.plan and not question.as_json:
-        show.show_forecast(console, recipe, found, earlier)
-        show.show_advice(console, advice)
-    entry = document.planned(path, recipe, found, advice, earlier) | {"not_checked": unseen} | placement
+        report.show_forecast(console, recipe, found, earlier)
+        report.show_advice(console, advice)
+    entry = report.planned(path, recipe, found, advice, earlier) | {"not_checked": unseen} | placement
     if not question.suggest:
         return status, entry
     answer, suggested = _suggestions(path, job, question, console)
@@ -124,7 +123,7 @@ def _way_out(path: str, overrides: list[str], question: Question, console: Conso
 
 def _job(recipe: Recipe, question: Question) -> Job:
     lengths = DEFAULT_LENGTHS if question.lengths is None else question.lengths
-    return job_of(recipe, lengths, question.seed, question.tflops)
+    return job_of(recipe, lengths, question.seed, question.tflops, question.read_metrics)
 
 
 def _suggestions(path: str, job: Job, question: Question, console: Console) -> tuple[int, dict[str, Any]]:
@@ -139,8 +138,8 @@ def _suggestions(path: str, job: Job, question: Question, console: Console) -> t
             console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
         return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
     if not question.as_json:
-        show.show_suggestions(console, found)
-    return 0, {"suggestions": document.suggested(found), "nothing_fits": None}
+        report.show_suggestions(console, found)
+    return 0, {"suggestions": report.suggested(found), "nothing_fits": None}
 
 
 def _print_name(path: str, recipe: Recipe, question: Question, console: Console) -> None:

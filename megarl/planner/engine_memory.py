@@ -23,7 +23,6 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import block_bytes, quantised_parameters
 from megarl.models.vllm_weights import held_experts, padded_vocab, stage_layers
-from megarl.planner.attention_cost import cache_width
 from megarl.planner.memory import Memory
 from megarl.planner.roles import BYTES, expert_weights, layer_weights
 
@@ -62,15 +61,25 @@ class Engines:
     @property
     def memory(self) -> Memory:
         """What the fullest worker of an engine needs: its weights, its KV cache (in `engine`) and working memory."""
-        graphs = NUM_GRAPHS * GRAPH_BYTES * cached_layers(self.shape, self.layout) if self.graphs else 0
-        return Memory(activations=graphs) + engine_memory(
-            self.shape,
-            self.layout,
-            self.precision,
-            self.kv_cache_bytes,
-            self.max_concurrent,
-            self.batched_tokens,
-            self.quantization,
+        shape, layout, tensor = self.shape, self.layout, self.layout.tensor
+        width = BYTES[self.precision]
+        local = replace(shape, groups=max(shape.groups, tensor))
+        stages = []
+        for stage in range(layout.pipeline):
+            layers = stage_layers(shape.num_layers, layout.pipeline, stage)
+            stages.append(sum(_layer_weights(local, layer, layout) for layer in layers) * width)
+            if self.quantization == "fp8":  # of the stage's first worker, of which none holds more experts
+                quantised = quantised_parameters(shape, layout, layout.worker(0, stage)).values()
+                stages[-1] -= sum(rows * columns * width - block_bytes(rows, columns) for rows, columns in quantised)
+        ends = shape.hidden + padded_vocab(shape) // tensor * shape.hidden * (1 if shape.tied else 2)
+        attention = 2 * (local.heads + local.groups) * shape.head_dim // tensor
+        per_token = 4 * shape.hidden + attention + 3 * shape.ffn // tensor
+        graphs = NUM_GRAPHS * GRAPH_BYTES * cached_layers(shape, layout) if self.graphs else 0
+        return Memory(
+            weights=max(stages) + ends * width,
+            activations=graphs + self.batched_tokens * per_token * width,
+            logits=-(-self.max_concurrent // layout.data) * shape.vocab * (width + 4 * 4),
+            engine=self.kv_cache_bytes,
         )
 
     @property
@@ -133,42 +142,6 @@ def concurrent_sequences(on_gpu: bool, num_sequences: int, engines: int, data: i
     return min(each, MOST_CONCURRENT // data) * data
 
 
-def engine_memory(
-    shape: ModelShape,
-    layout: RolloutLayout,
-    precision: str,
-    kv_cache_bytes: int,
-    max_concurrent: int,
-    batched_tokens: int,
-    quantization: str | None = None,
-) -> Memory:
-    """The fullest worker of an engine that runs up to `max_concurrent` sequences at once and takes up to `batched_tokens`
-    prompt tokens a step."""
-    width, tensor = BYTES[precision], layout.tensor
-    local = replace(shape, groups=max(shape.groups, tensor))
-    vocabulary = padded_vocab(shape) // tensor * shape.hidden
-    layers = []
-    for stage in range(layout.pipeline):
-        held = stage_layers(shape.num_layers, layout.pipeline, stage)
-        spared = _spared_bytes(shape, layout, stage, width) if quantization == "fp8" else 0
-        layers.append(sum(_layer_weights(local, layer, layout) for layer in held) * width - spared)
-    ends = shape.hidden + vocabulary * (1 if shape.tied else 2)
-    attention = 2 * (local.heads + local.groups) * shape.head_dim // tensor
-    per_token = 4 * shape.hidden + attention + 3 * shape.ffn // tensor
-    return Memory(
-        weights=max(layers) + ends * width,
-        activations=batched_tokens * per_token * width,
-        logits=-(-max_concurrent // layout.data) * shape.vocab * (width + 4 * 4),
-        engine=kv_cache_bytes,
-    )
-
-
-def _spared_bytes(shape: ModelShape, layout: RolloutLayout, stage: int, width: int) -> int:
-    """What FP8 blocks save of the weights of a stage's first worker, of which none holds more experts."""
-    quantised = quantised_parameters(shape, layout, layout.worker(0, stage)).values()
-    return sum(rows * columns * width - block_bytes(rows, columns) for rows, columns in quantised)
-
-
 def cached_layers(shape: ModelShape, layout: RolloutLayout) -> int:
     """Layers whose keys and values one worker caches: those of the stage that has most."""
     return max(len(stage_layers(shape.num_layers, layout.pipeline, stage)) for stage in range(layout.pipeline))
@@ -184,3 +157,12 @@ def _layer_weights(shape: ModelShape, layer: int, layout: RolloutLayout) -> int:
     one, shared = 3 * shape.hidden * shape.experts.ffn, 3 * shape.hidden * shape.experts.shared_ffn
     whole = shared - shared // layout.tensor if layout.cuts_tokens else 0
     return held + len(held_experts(shape.experts.count, ranks, 0)) * one + whole
+
+
+def cache_width(shape: ModelShape, tensor: int) -> int:
+    """Elements that one of `tensor` ranks of a rollout engine caches of a token in one layer: keys and values of its groups,
+    or the latent vector and the rotary key, which every rank keeps whole."""
+    latent = shape.latent
+    if latent is not None:
+        return latent.key_value_rank + latent.rotary_dim
+    return 2 * -(-shape.groups // tensor) * shape.head_dim

@@ -8,7 +8,7 @@ Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal 
                                           layer with a window, for the pairs inside it
     head, per row     2 h vocabulary, or 2 h for a critic; only rows that predict a completion token have one
 
-Latent attention has matrices and dimensions of its own (`attention.py`). A backward pass takes twice that. Norms, rotary
+Latent attention has matrices and dimensions of its own (`roles.py`). A backward pass takes twice that. Norms, rotary
 embedding, softmax and SwiGLU's product are left out, as is what a fused backward pass computes again of attention's weights.
 
 `sequence_cost` gives the planner the same counts: there is one formula for model FLOPs utilisation, plans and their times.
@@ -20,9 +20,7 @@ from collections import Counter
 from functools import lru_cache
 
 from megarl.models import ModelShape
-from megarl.planner.adapters import Adapters, layer_adapters
-from megarl.planner.attention_cost import matrix_weights, pair_flops, product_flops, up_projection_weights
-from megarl.planner.roles import Frozen, Role
+from megarl.planner.roles import Adapters, Frozen, Role, layer_adapters, matrix_weights, up_projection_weights
 from megarl.schedule.cost import Cost, pairs
 
 
@@ -134,3 +132,16 @@ def _kinds(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Layers whose attention differs by its window: one of each kind, and how many there are."""
     windows = shape.windows or (0,) * shape.num_layers
     return tuple((windows.index(window), count) for window, count in Counter(windows).items())
+
+
+def product_flops(shape: ModelShape, layer: int, length: int) -> int:
+    """Operations of queries with keys and of weights with values, in one layer for one sequence of `length` tokens: two for
+    each dimension of each pair of tokens that meet."""
+    return pair_flops(shape) * pairs(length, shape.windows[layer] if shape.windows else 0)
+
+
+def pair_flops(shape: ModelShape) -> int:
+    """Operations of one pair of tokens that meet in one layer."""
+    latent = shape.latent
+    dims = 2 * shape.head_dim if latent is None else latent.key_dim + latent.value_dim
+    return 2 * shape.heads * dims

@@ -7,16 +7,124 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import starmap
 
-from megarl.planner.cap import largest_cap
+from megarl.planner.engine_memory import Engines
 from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
-from megarl.planner.job import Job
-from megarl.planner.layouts import longest_slots
-from megarl.planner.memory import Memory, most_held, peak, resting
+from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
+from megarl.planner.memory import Limits, Load, Memory, largest_cap, most_held, peak, resting, usable_bytes, worst_load
 from megarl.planner.roles import Role
-from megarl.schedule import Plan, Quality, Schedule, most_rows_behind_prompts, plan_phase, quality
+from megarl.recipe import ENGINE_PHASES, Recipe
+from megarl.recipe.phases_section import ROLE_OF
+from megarl.recipe.sizes import engines_of, limits_of, memory_roles
+from megarl.schedule import Plan, Quality, Schedule, plan_phase, quality, violations
+
+DEFAULT_LENGTHS = "log-normal"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step to forecast.
+
+    `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
+    `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
+    None where nobody said. `rates` are measured operations a second of a rank by phase, which go before `tflops`.
+    """
+
+    roles: tuple[Role, ...]
+    schedules: tuple[Schedule, ...]
+    lengths: Lengths
+    limits: Limits
+    seed: int
+    engines: Engines | None
+    kl_in_reward: bool = False
+    device_bytes: int | None = None
+    tflops: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def role(self, phase: str) -> Role:
+        """The role that runs an engine phase."""
+        return next(role for role in self.roles if role.name == ROLE_OF[phase])
+
+    def schedule(self, phase: str) -> Schedule | None:
+        """The schedule of a phase; None where it does not run."""
+        return next((one for one in self.schedules if one.phase == phase), None)
+
+    def runs(self, schedule: Schedule) -> bool:
+        """Whether its role's layout runs a schedule for every batch that the recipe allows."""
+        layout = self.role(schedule.phase).layout
+        return not violations(schedule, self.limits.num_sequences, layout, self.limits.longest)
+
+    def rate(self, phase: str) -> float | None:
+        """Operations a second of one rank at efficiency 1; None where nobody said."""
+        stated = None if self.tflops is None else self.tflops * 1e12
+        return self.rates.get(phase, stated)
+
+    @property
+    def engine_share(self) -> float | None:
+        """Share of a device that must be free for an engine to start (vLLM's `gpu_memory_utilization`); None without
+        engines or a device, and on CPUs."""
+        if self.engines is None or self.engines.shared or self.device_bytes is None:
+            return None
+        return self.engine_bytes / self.device_bytes
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks."""
+        return self.roles[0].layout.ranks
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Group of each sequence: the completions of one prompt lie side by side."""
+        return tuple(sample // self.limits.group_size for sample in range(self.limits.num_sequences))
+
+    @property
+    def engine_bytes(self) -> int:
+        """What engines that work take of one device; on a CPU, of one trainer rank's share of the machine."""
+        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What of that lies on the device of a trainer rank that works."""
+        return 0 if self.engines is None else self.engines.beside_bytes(self.ranks)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The device without the reserve."""
+        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What a trainer rank that works may hold: the device without the reserve and what engines take beside it."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.beside_bytes
+
+
+def job_of(
+    recipe: Recipe,
+    lengths: str = DEFAULT_LENGTHS,
+    seed: int = 1,
+    tflops: float | None = None,
+    read_metrics: ReadMetrics | None = None,
+) -> Job:
+    """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them.
+
+    `tflops` goes before the recipe's `device.tflops`. Raises what `find_lengths` raises.
+    """
+    roles = memory_roles(recipe)
+    limits, device = limits_of(recipe), recipe.device
+    return Job(
+        roles=tuple(roles.values()),
+        schedules=tuple(recipe.schedule(phase) for phase in ENGINE_PHASES if recipe.runs(phase)),
+        lengths=find_lengths(lengths, limits, seed, read_metrics),
+        limits=limits,
+        seed=seed,
+        engines=engines_of(recipe, roles["actor"].shape),
+        kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
+        device_bytes=None if recipe.device is None else recipe.device.memory_bytes,
+        tflops=tflops if tflops is not None or device is None else device.tflops,
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +239,7 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     pairs = zip(lengths, job.lengths.completions, strict=True)
 
     def operations(length: int, head_tokens: int) -> float:
-        if is_update(schedule):
+        if schedule.is_update:
             return executed_flops(role, length, head_tokens)
         return forward_flops(role.shape, length, head_tokens, role.critic)
 
@@ -154,26 +262,10 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     )
 
 
-def is_update(schedule: Schedule) -> bool:
-    """Update phases have mini-batches, forward phases have none."""
-    return schedule.mini_batch is not None
-
-
 def worst_memory(job: Job, schedule: Schedule) -> Memory:
     """The fullest trainer rank when every micro-batch is as full as the schedule allows and the pipeline is full."""
-    role, size = job.role(schedule.phase), schedule.mini_batch or job.limits.num_sequences
-    if schedule.sequences is not None:
-        size = sequences = min(schedule.sequences, size // role.layout.data)
-        slots = sequences * longest_slots(job, role.layout)
-        head_tokens = sequences * job.limits.max_completion
-    else:
-        assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
-        slots = min(schedule.max_tokens, size * longest_slots(job, role.layout))
-        head_tokens = slots
-    copied_rows, limits = 0, job.limits
-    if schedule.share_prompts:
-        copied_rows = most_rows_behind_prompts(slots, size, limits.longest, limits.group_size, limits.max_prompt)
-    return _peak(job, role, schedule, slots, head_tokens, limits.longest, most_held(role.layout), copied_rows)
+    role = job.role(schedule.phase)
+    return peak(job.roles, role, worst_load(role, schedule, job.limits))
 
 
 def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
@@ -184,53 +276,18 @@ def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None)
     budget_bytes = job.budget_bytes if budget_bytes is None else budget_bytes
     if budget_bytes is None:
         return None
-    role = job.role(schedule.phase)
-    cap = largest_cap(
-        job.roles,
-        role,
-        schedule,
-        budget_bytes,
-        num_sequences=job.limits.num_sequences,
-        longest=job.limits.longest,
-        longest_prompt=job.limits.max_prompt,
-        group_size=job.limits.group_size,
-    )
-    return cap or 0
+    return largest_cap(job.roles, job.role(schedule.phase), schedule, job.limits, budget_bytes) or 0
 
 
 def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Memory:
     """The fullest trainer rank with the plan's largest micro-batch."""
     completions, every = job.lengths.completions, plan.micro_batches
-    return _peak(
-        job,
-        role,
-        schedule,
-        max(one.slots for one in every),
-        max(sum(completions[sample] for sample in one.samples) for one in every),
-        job.limits.longest,
-        min(most_held(role.layout), max(mini_batch.num_micro_batches for mini_batch in plan.mini_batches)),
-        max(one.rows_behind_prompts(job.lengths.totals) for one in every),
+    load = Load(
+        schedule.is_update,
+        slots=max(micro.slots for micro in every),
+        head_tokens=max(sum(completions[sample] for sample in micro.samples) for micro in every),
+        longest=job.limits.longest,
+        num_micro_batches=min(most_held(role.layout), max(mini.num_micro_batches for mini in plan.mini_batches)),
+        copied_rows=max(micro.rows_behind_prompts(job.lengths.totals) for micro in every),
     )
-
-
-def _peak(
-    job: Job,
-    role: Role,
-    schedule: Schedule,
-    slots: int,
-    head_tokens: int,
-    longest: int,
-    num_micro_batches: int,
-    copied_rows: int,
-) -> Memory:
-    return peak(
-        job.roles,
-        role,
-        update=is_update(schedule),
-        slots=slots,
-        head_tokens=head_tokens,
-        longest=longest,
-        num_micro_batches=num_micro_batches,
-        max_in_flight=schedule.max_micro_batches_in_flight,
-        copied_rows=copied_rows,
-    )
+    return peak(job.roles, role, load)

@@ -13,33 +13,24 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.distribution import DISTRIBUTIONS, draw
-from megarl.telemetry.metrics import read_metrics
+from megarl.planner.memory import Limits
 
 # What `metrics.jsonl` says of a step's completion lengths, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 
 
+# Reads the steps of a run's metrics.jsonl; raises ValueError where there are none. The caller hands it over: `telemetry`,
+# which has it, is above the planner.
+ReadMetrics = Callable[[Path], list[dict[str, Any]]]
+
+
 class LengthsError(ValueError):
     """`--lengths` are none, or none that the recipe allows."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a recipe allows: sequences of a step, sequences of a group, tokens of a prompt and of a completion."""
-
-    num_sequences: int
-    group_size: int
-    max_prompt: int
-    max_completion: int
-
-    @property
-    def longest(self) -> int:
-        return self.max_prompt + self.max_completion
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Lengths:
         return tuple(prompt + completion for prompt, completion in zip(self.prompts, self.completions, strict=True))
 
 
-def find_lengths(source: str, limits: Limits, seed: int) -> Lengths:
+def find_lengths(source: str, limits: Limits, seed: int, read_metrics: ReadMetrics | None = None) -> Lengths:
     """Lengths of one step from a distribution's name, a file or a run directory.
 
     Raises LengthsError naming `--lengths`, its value and what is wrong; for a file also the row.
@@ -64,7 +55,8 @@ def find_lengths(source: str, limits: Limits, seed: int) -> Lengths:
         return _from_distribution(source, limits, seed)
     path = Path(source)
     if source and path.is_dir():  # the path of nothing is the working directory
-        return _from_run(path, limits, seed)
+        assert read_metrics is not None, "lengths of a run need a reader of metrics"
+        return _from_run(path, limits, seed, read_metrics)
     if path.is_file():
         return _from_file(path, limits, seed)
     choices = ", ".join(DISTRIBUTIONS)
@@ -84,7 +76,7 @@ def _from_distribution(kind: str, limits: Limits, seed: int) -> Lengths:
     )
 
 
-def _from_run(directory: Path, limits: Limits, seed: int) -> Lengths:
+def _from_run(directory: Path, limits: Limits, seed: int, read_metrics: ReadMetrics) -> Lengths:
     where = f"--lengths = {str(directory)!r}"
     try:
         steps = read_metrics(directory / "metrics.jsonl")
@@ -203,3 +195,31 @@ def _checked(pair: tuple[int, int], row: int, path: Path, limits: Limits) -> tup
         if found > limit:
             raise LengthsError(f"{where}: a {name} of {found} tokens, above {key} = {limit}")
     return pair
+
+
+DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
+
+# Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
+_LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
+_LONG_TAIL_SHORTEST, _LONG_TAIL_EXPONENT = 1 / 32, 1.2
+
+
+def draw(kind: str, count: int, longest: int, seed: int) -> list[int]:
+    """`count` lengths in 1..longest, the same for the same arguments.
+
+    `uniform`: every length alike. `log-normal`: median a sixth of `longest`, sigma 0.7. `long-tail`: a Pareto law with
+    exponent 1.2 that starts at 1/32 of `longest`. A draw above `longest` becomes `longest`, as a completion that meets
+    its limit is cut there. Raises ValueError for another `kind` and for sizes below 1.
+    """
+    if kind not in DISTRIBUTIONS:
+        raise ValueError(f"length distribution {kind!r} is not one of {', '.join(DISTRIBUTIONS)}")
+    if count < 1 or longest < 1:
+        raise ValueError(f"{count} lengths up to {longest} tokens: both numbers must be at least 1")
+    generator = random.Random(f"{kind}/{seed}")
+    if kind == "uniform":
+        return [generator.randint(1, longest) for _ in range(count)]
+    if kind == "log-normal":
+        shares = (_LOG_NORMAL_MEDIAN * generator.lognormvariate(0.0, _LOG_NORMAL_SIGMA) for _ in range(count))
+    else:
+        shares = (_LONG_TAIL_SHORTEST * generator.paretovariate(_LONG_TAIL_EXPONENT) for _ in range(count))
+    return [max(1, min(longest, round(share * longest))) for share in shares]

@@ -16,11 +16,10 @@ import yaml
 from pydantic import ValidationError
 
 from megarl.planner.advice import gib
-from megarl.planner.forecast import Forecast, forecast
-from megarl.planner.job import job_of
+from megarl.planner.forecast import Forecast, forecast, job_of
+from megarl.planner.lengths import ReadMetrics
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.model_section import ModelNotFound, model_shape
-from megarl.telemetry.metrics import read_metrics
 
 # Bytes that the allocators of the fullest trainer rank's device reserved in a step.
 PEAK = "memory/reserved"
@@ -74,7 +73,7 @@ class Measured:
         )
 
 
-def measured(source: str, recipe: Recipe, seed: int) -> Measured:
+def measured(source: str, recipe: Recipe, seed: int, read_metrics: ReadMetrics) -> Measured:
     """What the run directory `source` measured, for `recipe`.
 
     Raises MeasuredError naming `--from`, its value and what is wrong: no run, another model or device, or no seconds of a
@@ -95,7 +94,7 @@ def measured(source: str, recipe: Recipe, seed: int) -> Measured:
     paths = {role: getattr(recipe, role) for role in ("model", "reference", "critic", "reward_model")}
     earlier = earlier.model_copy(update={role: _with_path(getattr(earlier, role), owner) for role, owner in paths.items()})
     try:
-        found = forecast(job_of(earlier, source, seed, tflops=1e-12))
+        found = forecast(job_of(earlier, source, seed, tflops=1e-12, read_metrics=read_metrics))
     except ValueError as error:
         raise MeasuredError(f"{where}: {error}") from error
     # At one operation a second and rank a phase takes its operations by rank and efficiency.

@@ -36,12 +36,22 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import stage_layers
 from megarl.planner import activations
 from megarl.planner.roles import Role, adapter_weights, stage_weights, trained_expert_weights, trained_weights
+from megarl.schedule.schedule import Schedule, in_micro_batch
+from megarl.schedule.share import most_rows_behind_prompts
 
 _FP32 = 4
 # Share of the allocator's memory that fragmentation keeps from tensors that come and go: 15 % on average over eight language
 # models in training, up to 33 % (GMLake, Guo et al. 2024, arXiv 2401.08156). What is resident is allocated once, in large
 # pieces. Not compared with a measurement of megarl's own yet.
 FRAGMENTATION = 0.15
+# Share of a device that nothing may be planned for: the CUDA context and the collectives' buffers (each a few hundred MiB to
+# a few GiB of an 80 GiB device), and the model's own error.
+RESERVE = 0.1
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """A device without the reserve."""
+    return int(device_bytes * (1 - RESERVE))
 
 
 @dataclass(frozen=True)
@@ -83,18 +93,49 @@ def resident(role: Role, pipeline_rank: int, during: str = "update") -> Memory:
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, host=host)
 
 
-def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, max_in_flight: int | None) -> float:
+@dataclass(frozen=True)
+class Load:
+    """What a phase runs on one data-parallel rank in one mini-batch.
+
+    `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
+    token, `longest` the longest sequence, for which the rotary table is made. Where prompts are shared, `copied_rows` are
+    rows of keys and values that attention copies with them in a micro-batch (`MicroBatch.rows_behind_prompts`, or its bound
+    `most_rows_behind_prompts`).
+    """
+
+    update: bool
+    slots: int
+    head_tokens: int
+    longest: int
+    num_micro_batches: int
+    copied_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a recipe allows: sequences of a step, sequences of a group, tokens of a prompt and of a completion."""
+
+    num_sequences: int
+    group_size: int
+    max_prompt: int
+    max_completion: int
+
+    @property
+    def longest(self) -> int:
+        return self.max_prompt + self.max_completion
+
+
+def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int) -> float:
     """Micro-batches whose activations a stage holds at once.
 
     1F1B: its own and one for every later stage (Narayanan et al. 2021, sec. 2.2). Interleaved (same, fig. 4): a stage
     starts 2 (later stages) + (chunks - 1) pipeline + 1 chunks, each a share of a micro-batch.
     """
     layout = role.layout
-    limit = num_micro_batches if max_in_flight is None else min(num_micro_batches, max_in_flight)
     later, chunks = layout.pipeline - 1 - pipeline_rank, layout.virtual_pipeline
     if chunks == 1:
-        return min(limit, later + 1)
-    return min(limit, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
+        return min(num_micro_batches, later + 1)
+    return min(num_micro_batches, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
 
 
 def most_held(layout: Layout) -> int:
@@ -103,46 +144,66 @@ def most_held(layout: Layout) -> int:
     return max(2, layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1))
 
 
-def working(
-    role: Role,
-    pipeline_rank: int,
-    *,
-    update: bool,
-    slots: int,
-    head_tokens: int,
-    longest: int,
-    num_micro_batches: int,
-    max_in_flight: int | None,
-    copied_rows: int = 0,
-) -> Memory:
-    """What a phase holds on top of what is resident, at its peak.
+def worst_load(role: Role, schedule: Schedule, limits: Limits) -> Load:
+    """What a phase runs when every micro-batch is as full as the schedule allows and the pipeline is full."""
+    size, longest_slots = schedule.mini_batch or limits.num_sequences, in_micro_batch(limits.longest, role.layout)
+    if schedule.sequences is not None:
+        size = min(schedule.sequences, size // role.layout.data)
+        slots, head_tokens = size * longest_slots, size * limits.max_completion
+    else:
+        assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
+        slots = head_tokens = min(schedule.max_tokens, size * longest_slots)
+    copied_rows = 0
+    if schedule.share_prompts:
+        copied_rows = most_rows_behind_prompts(slots, size, limits.longest, limits.group_size, limits.max_prompt)
+    return Load(schedule.is_update, slots, head_tokens, limits.longest, most_held(role.layout), copied_rows)
 
-    `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
-    token, `longest` the longest sequence, for which the rotary table is made, `num_micro_batches` those of one data-parallel
-    rank in one mini-batch, `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are rows of keys
-    and values that stand behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`).
-    Raises ValueError for an update of a role that is not trained.
+
+def largest_cap(roles: Sequence[Role], running: Role, schedule: Schedule, limits: Limits, budget_bytes: int) -> int | None:
+    """The largest `max_tokens` under which the peak of the schedule's phase, in which `running` works, is at most
+    `budget_bytes`, in the worst case and in steps of what the layout pads micro-batches to.
+
+    The schedule's own cap does not count, and no cap is above all sequences of a mini-batch at full length on one
+    data-parallel rank. None where not even one longest sequence fits. Raises what `peak` raises.
     """
-    if update and not role.trained:
+    multiple = running.layout.micro_batch_multiple
+
+    def fits(cap: int) -> bool:
+        load = worst_load(running, replace(schedule, sequences=None, max_tokens=cap), limits)
+        return peak(roles, running, load).total <= budget_bytes
+
+    low = in_micro_batch(limits.longest, running.layout)
+    high = low * (schedule.mini_batch or limits.num_sequences)
+    if not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low // multiple * multiple
+
+
+def working(role: Role, pipeline_rank: int, load: Load) -> Memory:
+    """What a phase holds on top of what is resident, at its peak. Raises ValueError for an update of a role that is not
+    trained."""
+    if load.update and not role.trained:
         raise ValueError(f"the {role.name} is not trained: it has no update")
-    context = role.layout.context
-    tokens = -(-slots // context)
-    head_tokens = min(head_tokens, tokens)  # a context rank's chunks may be all completion
-    if update:
-        held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
-        steady = num_micro_batches > 1 and max_in_flight != 1
-        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, steady, copied_rows)
+    tokens = -(-load.slots // role.layout.context)
+    head_tokens = min(load.head_tokens, tokens)  # a context rank's chunks may be all completion
+    num_micro_batches, copied_rows = load.num_micro_batches, load.copied_rows
+    if load.update:
+        held = micro_batches_held(role, pipeline_rank, num_micro_batches)
+        moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, num_micro_batches > 1, copied_rows)
     else:
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
-    # Of the rotary embedding, one table (`Engine._packing`); twice where layers with a window have a base of their own.
-    angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
-    shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
+    # Of the rotary embedding, one table; twice where layers with a window have a base of their own.
+    angles = _FP32 * load.longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
+    shared = angles + activations.mask_bytes(role, load.longest, copied_rows > 0)
     fullest = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)
     # A CPU's memory goes back to its allocator piece by piece.
     reserved = 0 if role.on_cpu else int(fullest.total * FRAGMENTATION / (1 - FRAGMENTATION))
-    # The host holds most at another moment, perhaps.
+    # The host may hold most at another moment.
     return replace(fullest, reserved=reserved, host=max(memory.host for memory in moments))
 
 
@@ -182,7 +243,7 @@ def _layer_backward(role: Role, pipeline_rank: int, tokens: int, copied_rows: in
 def _update_moments(
     role: Role, pipeline_rank: int, tokens: int, head_tokens: int, held: float, steady: bool, copied_rows: int
 ) -> list[Memory]:
-    """`held` micro-batches at once; `steady`: a pipeline run has more than one."""
+    """`held` micro-batches at once; `steady`: a rank runs more than one."""
     kept, offloads = activations.saved_by_stage(role, pipeline_rank), role.savings.offload_activations
     per_token = (0 if offloads else kept) + activations.passed_per_token(role, pipeline_rank)
     beside = activations.gathered_per_token(role) + (activations.sent_back_per_token(role, pipeline_rank) if steady else 0)
@@ -214,49 +275,24 @@ def _update_moments(
     return moments
 
 
-def peak(
-    roles: Sequence[Role],
-    running: Role,
-    *,
-    update: bool,
-    slots: int,
-    head_tokens: int,
-    longest: int,
-    num_micro_batches: int,
-    max_in_flight: int | None,
-    copied_rows: int = 0,
-) -> Memory:
+def peak(roles: Sequence[Role], running: Role, load: Load) -> Memory:
     """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases.
 
-    Arguments as of `working`. Raises ValueError where `running` is no member of `roles` or the roles lie on different
-    numbers of ranks.
+    Raises ValueError where `running` is no member of `roles` or the roles lie on different numbers of ranks.
     """
     if running not in roles:
         raise ValueError(f"the running role {running.name} is not one of {[role.name for role in roles]}")
     counts = {role.name: role.layout.ranks for role in roles}
     if len(set(counts.values())) != 1:
         raise ValueError(f"the roles' layouts must have the same number of ranks, not {counts}")
-    at_work = [
-        working(
-            running,
-            pipeline_rank,
-            update=update,
-            slots=slots,
-            head_tokens=head_tokens,
-            longest=longest,
-            num_micro_batches=num_micro_batches,
-            max_in_flight=max_in_flight,
-            copied_rows=copied_rows,
-        )
-        for pipeline_rank in range(running.layout.pipeline)
-    ]
+    at_work = [working(running, pipeline_rank, load) for pipeline_rank in range(running.layout.pipeline)]
     position = list(roles).index(running)
     totals = []
     for stage in _stages(roles):
         held = at_work[stage[position]]
         for role, pipeline_rank in zip(roles, stage, strict=True):
             lends = running.borrows_weights and role.name == "actor"
-            during = "update" if update and role is running else "forward" if role is running or lends else "between"
+            during = "update" if load.update and role is running else "forward" if role is running or lends else "between"
             held += resident(role, pipeline_rank, during)
         totals.append(held)
     return max(totals, key=lambda memory: memory.total)

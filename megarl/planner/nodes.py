@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.host import HostMemory, host_memory
+from megarl.planner.advice import gib
+from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
+from megarl.planner.memory import moved_away, optimizer_share
 from megarl.planner.placement import EnginePlace, NodesNeeded, PlacementError, count, nodes_needed, nodes_with, place_engines
+from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe import Recipe
+from megarl.recipe.weight_sync_section import BUCKET_BYTES
 
 # GPUs of a node where nobody says: those that `megarl launch` takes.
 USUAL_DEVICES = 8
@@ -85,15 +91,12 @@ def placement_lines(recipe: Recipe, placed: Placed) -> list[str]:
     if rollout.replay is None:
         head += f", rollout.placement = {rollout.placement}"
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _slots(placed, [node])[0]))
-    return [head, *(_line(placed, list(nodes)) for _, nodes in alike), *_host_lines(recipe, placed)]
-
-
-def _host_lines(recipe: Recipe, placed: Placed) -> list[str]:
-    if placed.host is None or recipe.device is None:
-        return []
-    room = recipe.device.host_memory_gib
-    verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
-    return [f"host memory of a node: up to {placed.host.text}; {verdict}"]
+    lines = [head, *(_line(placed, list(nodes)) for _, nodes in alike)]
+    if placed.host is not None and recipe.device is not None:
+        room = recipe.device.host_memory_gib
+        verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
+        lines.append(f"host memory of a node: up to {placed.host.text}; {verdict}")
+    return lines
 
 
 def document(placed: Placed) -> dict[str, Any]:
@@ -141,3 +144,126 @@ def _row(numbers: Sequence[int]) -> str:
 
 def _of(size: NodeSize) -> str:
     return f"of {count(size.devices, 'GPU')}" if size.devices else "of CPUs"
+
+
+# torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
+# likely in each octave grow by 1 / ln 2 on average.
+PINNED_ROUNDING = 1 / math.log(2)
+# `OBJECT_STORE_BYTES` of `rollout/cluster.py` and `NUM_BUCKETS` of `sync/transport.py`, whose imports are no business of a
+# check; a test keeps them equal.
+OBJECT_STORE_BYTES, NUM_BUCKETS = 256 << 20, 2
+# Resident memory of one process: Python, torch and its libraries, on a GPU those of CUDA too. Not measured on a GPU yet.
+PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one node's host by what holds them.
+
+    `devices` are the trainer ranks' and engines' own, where their device is a CPU; `offloaded` what roles keep there between
+    their phases, and `activations` what an update does, pinned copies as large as torch makes them; `checkpoint` the
+    optimizer states that each rank gathers to save them; `processes` what each process takes before it holds anything.
+    """
+
+    devices: int
+    offloaded: int
+    activations: int
+    checkpoint: int
+    weight_sync: int
+    routing: int
+    ray: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def text(self) -> str:
+        """The total and its parts in words."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
+        return f"{gib(self.total)} ({named})"
+
+
+def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> HostMemory | None:
+    """Host memory of the fullest node; None without a device, whose kind says what lies there.
+
+    Raises PlacementError where it is more than `device.host_memory_gib`.
+    """
+    if recipe.device is None:
+        return None
+    job, ranks = job_of(recipe), needed.ranks_per_node
+    on_node = Counter(place.node for place in engines)
+    trainer = max((count for node, count in on_node.items() if node < needed.trainer_nodes), default=0)
+    found = _of_node(recipe, job, ranks, trainer)
+    others = [_of_node(recipe, job, 0, count) for node, count in on_node.items() if node >= needed.trainer_nodes]
+    fullest = max([found, *others], key=lambda node: node.total)
+    room = recipe.device.host_memory_gib
+    if room is not None and fullest.total > room * 2**30:
+        raise PlacementError(
+            f"device.host_memory_gib = {room:g}: a node takes up to {fullest.text}; {_way_out(recipe, fullest, ranks)}"
+        )
+    return fullest
+
+
+def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
+    """A node with so many trainer ranks and engines."""
+    assert recipe.device is not None, "host memory is that of a device"
+    kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
+    rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
+    sync, update_roles = (
+        recipe.weight_sync,
+        [replace(role, savings=replace(role.savings, offload="none")) for role in job.roles],
+    )
+    updates = [schedule for schedule in job.schedules if schedule.is_update]
+    activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
+    # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).
+    saved = max(3 * 4 * optimizer_share(role, stage) for role in job.roles for stage in range(role.layout.pipeline))
+    weight_sync = 0
+    if job.engines is not None:
+        weight_sync = NUM_BUCKETS * (sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
+        if sync.wire == "delta":  # both ends keep a copy of the weights that were sent last
+            actor = job.roles[0]
+            sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
+            weight_sync += sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
+    return HostMemory(
+        devices=_on_cpus(job, ranks, workers) if kind == "cpu" else 0,
+        offloaded=int(rounding * moved_away(job.roles)) * ranks,
+        activations=int(rounding * activations) * ranks,
+        checkpoint=saved * ranks,
+        weight_sync=weight_sync,
+        routing=_routing_bytes(recipe, job) if ranks else 0,
+        ray=OBJECT_STORE_BYTES,
+        # Each engine has a process of its own beside its workers.
+        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),
+    )
+
+
+def _on_cpus(job: Job, ranks: int, workers: int) -> int:
+    """Memory of the ranks' and workers' own on a CPU."""
+    worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
+    alone = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
+    return ranks * alone + (0 if job.engines is None else workers * job.engines.memory.total)
+
+
+def _routing_bytes(recipe: Recipe, job: Job) -> int:
+    """The experts' choice of a whole batch, where the first node gets it for `actor.router_replay`."""
+    shape = job.roles[0].shape
+    if not recipe.actor.router_replay or shape.experts is None:
+        return 0
+    layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+    width = 1 if shape.experts.count <= 256 else 2
+    return recipe.num_sequences * recipe.max_sequence_tokens * layers * shape.experts.per_token * width
+
+
+def _way_out(recipe: Recipe, node: HostMemory, ranks: int) -> str:
+    """What makes the largest part smaller."""
+    ways = {
+        "offloaded": "memory.offload: none for a role",
+        "activations": "memory.offload_activations: false, or recompute",
+        "checkpoint": "more trainer ranks, which save less each",
+    }
+    largest = max(fields(node), key=lambda field: getattr(node, field.name)).name
+    fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
+    return f"{ways.get(largest, 'smaller engines or roles')}{fewer}, or a larger host"

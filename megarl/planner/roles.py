@@ -1,4 +1,13 @@
-"""A role as the estimates see it: a model, a layout and what is kept for it; and how many weights a rank holds."""
+"""A trained or frozen model as the planner sees it, and how many weights of it a rank holds.
+
+With h = hidden, H heads, d = head_dim, G groups: grouped-query attention has h (2 H d + 2 G d) weights. Latent attention
+(DeepSeek-V2, sec. 2.1), with ranks q of queries and c of keys and values, and heads of p plain, r rotary and v value
+dimensions:
+
+    down-projections    h (q + c + r)           whole on every tensor rank, as are the two norms, q + c
+    up-projections      (q or h) H (p + r) + c H (p + v)
+    output              H v h
+"""
 
 from __future__ import annotations
 
@@ -7,8 +16,6 @@ from dataclasses import dataclass
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_layers, padded_vocab, stage_layers
-from megarl.planner.adapters import Adapters, layer_adapters
-from megarl.planner.attention_cost import attention_weights
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -38,6 +45,14 @@ class Frozen:
     head: bool = False
     norms: bool = False
     layers: int = 0
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of every decoder layer: their inner size, and the linear layers that have one."""
+
+    rank: int
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -198,3 +213,71 @@ def trained_expert_weights(role: Role, pipeline_rank: int) -> int:
     shape, layout = role.shape, role.layout
     own = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= role.frozen.layers]
     return sum(expert_weights(shape, layer, layout.expert, layout.expert_tensor_size) for layer in own)
+
+
+def attention_weights(shape: ModelShape, tensor: int) -> int:
+    """Weights of one layer's attention on one of `tensor` ranks, its norms and biases included."""
+    return replicated_weights(shape) + cut_weights(shape) // tensor
+
+
+def replicated_weights(shape: ModelShape) -> int:
+    """Those that every tensor rank holds."""
+    latent = shape.latent
+    if latent is None:
+        return 2 * shape.head_dim if shape.qk_norm else 0
+    narrow = latent.query_rank + latent.key_value_rank
+    return shape.hidden * (narrow + latent.rotary_dim) + narrow
+
+
+def cut_weights(shape: ModelShape) -> int:
+    """Those that are cut over the tensor ranks, on all of them."""
+    latent, heads = shape.latent, shape.heads
+    if latent is None:
+        qkv = (heads + 2 * shape.groups) * shape.head_dim
+        return shape.hidden * (qkv + heads * shape.head_dim) + (qkv if shape.qkv_bias else 0)
+    return up_projection_weights(shape) + heads * latent.value_dim * shape.hidden
+
+
+def up_projection_weights(shape: ModelShape) -> int:
+    """Weights of latent attention's up-projections in one layer, on all ranks together; 0 for other attention."""
+    latent, heads = shape.latent, shape.heads
+    if latent is None:
+        return 0
+    queries = (latent.query_rank or shape.hidden) * heads * latent.key_dim
+    return queries + latent.key_value_rank * heads * (latent.plain_dim + latent.value_dim)
+
+
+def matrix_weights(shape: ModelShape) -> int:
+    """Weights of one layer's attention matrices on all ranks together, without replicas, norms and biases: what a token is
+    multiplied with."""
+    latent = shape.latent
+    if latent is None:
+        return shape.hidden * 2 * (shape.heads + shape.groups) * shape.head_dim
+    narrow = latent.query_rank + latent.key_value_rank
+    return replicated_weights(shape) - narrow + cut_weights(shape)
+
+
+# Targets whose weight is cut by rows over the tensor ranks, so that B is cut and A is whole; of the others A is cut.
+_COLUMN_PARALLEL = ("qkv", "fc1")
+
+
+def adapted_sizes(shape: ModelShape, target: str) -> tuple[int, int]:
+    """(out, in) of a target's weight over all tensor ranks: "qkv", "proj", "fc1" (gate and up) or "fc2"."""
+    queries, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    values = queries if shape.latent is None else shape.heads * shape.latent.value_dim
+    return {
+        "qkv": (queries + 2 * groups, shape.hidden),
+        "proj": (shape.hidden, values),
+        "fc1": (2 * shape.ffn, shape.hidden),
+        "fc2": (shape.hidden, shape.ffn),
+    }[target]
+
+
+def layer_adapters(shape: ModelShape, adapters: Adapters, tensor: int) -> int:
+    """Adapter weights of one decoder layer on one tensor rank."""
+    total = 0
+    for target in adapters.targets:
+        rows, columns = adapted_sizes(shape, target)
+        rows, columns = (rows // tensor, columns) if target in _COLUMN_PARALLEL else (rows, columns // tensor)
+        total += adapters.rank * (rows + columns)
+    return total

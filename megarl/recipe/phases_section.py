@@ -11,8 +11,7 @@ from megarl.recipe.layout_section import layout_owner
 from megarl.recipe.reward_section import CodeRewardSection
 from megarl.recipe.section import Positive, Seconds, Section, broken_rule
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_number
-from megarl.schedule.legal import violations
-from megarl.schedule.schedule import in_micro_batch
+from megarl.schedule.schedule import in_micro_batch, violations
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -74,9 +73,6 @@ class UpdatePhaseSection(Section):
     """How a mini-batch is divided into forward and backward passes."""
     epochs: Positive = 1
     """How often each sequence is used."""
-    max_micro_batches_in_flight: Positive | None = None
-    """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
-    stage hold one for each stage. Less memory, a longer bubble."""
     share_prompts: bool = False
     """As for a forward phase. Gradients equal those of a prompt that runs once for each completion."""
 

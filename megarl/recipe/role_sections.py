@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from megarl.models import ModelShape
 from megarl.models.megatron_weights import chunk_layers
-from megarl.planner.adapters import adapted_sizes
+from megarl.planner.roles import adapted_sizes
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.layout_section import LayoutSection
 from megarl.recipe.reward_section import ModelRewardSection

@@ -10,8 +10,7 @@ from pydantic import Field
 from megarl.models import ModelShape
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import RolloutLayout
-from megarl.planner.attention_cost import cache_width
-from megarl.planner.engine_memory import cached_layers
+from megarl.planner.engine_memory import cache_width, cached_layers
 from megarl.planner.roles import BYTES
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.foreign_fields import dataclass_fields, option_rules

@@ -6,8 +6,6 @@ import importlib.metadata
 from dataclasses import replace
 
 from megarl.models import ModelShape
-from megarl.planner.adapters import Adapters
-from megarl.planner.cap import largest_cap, usable_bytes
 from megarl.planner.engine_memory import (
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
@@ -15,8 +13,8 @@ from megarl.planner.engine_memory import (
     Engines,
     concurrent_sequences,
 )
-from megarl.planner.memory import resting
-from megarl.planner.roles import Frozen, Role, Savings
+from megarl.planner.memory import Limits, largest_cap, resting, usable_bytes
+from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
@@ -84,6 +82,12 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
     )
 
 
+def limits_of(recipe: Recipe) -> Limits:
+    """What a recipe allows of a step's sequences."""
+    data, group_size = recipe.data, recipe.algorithm.group_size
+    return Limits(recipe.num_sequences, group_size, data.max_prompt_tokens, recipe.max_completion_tokens)
+
+
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
     return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
@@ -102,16 +106,8 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
     for phase in automatic:
 
         def largest(budget: int, phase: str = phase) -> int | None:
-            return largest_cap(
-                list(roles.values()),
-                roles[ROLE_OF[phase]],
-                recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase)),
-                budget,
-                num_sequences=recipe.num_sequences,
-                longest=longest,
-                longest_prompt=recipe.data.max_prompt_tokens,
-                group_size=recipe.algorithm.group_size,
-            )
+            schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
+            return largest_cap(list(roles.values()), roles[ROLE_OF[phase]], schedule, limits_of(recipe), budget)
 
         if (cap := largest(room - engine_bytes)) is not None:
             caps[phase] = cap

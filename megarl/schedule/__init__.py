@@ -2,10 +2,8 @@
 
 from megarl.schedule.compare import Executed, PlanMismatch, Summary, Turn, compare, refuse_unlike
 from megarl.schedule.cost import Cost
-from megarl.schedule.legal import violations
-from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, plan_phase
-from megarl.schedule.quality import Quality, quality
-from megarl.schedule.schedule import Schedule, bubble_share, worst_case_micro_batches
+from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, Quality, plan_phase, quality
+from megarl.schedule.schedule import Schedule, bubble_share, violations, worst_case_micro_batches
 from megarl.schedule.share import most_rows_behind_prompts
 
 __all__ = [

@@ -1,208 +1,344 @@
-"""How many micro-batches, and which plan with them, so that the slowest data-parallel rank is fast.
+"""Pack sequences into micro-batches under a cap, so that the slowest data-parallel rank is as fast as possible.
 
-The time of a rank is that of cost.run_times. Counts of micro-batches are equal over the ranks, counts of sequences are
-free. For a count the sequences are dealt to the ranks first and cut there second; where a tight cap defeats that, all
-are cut first and the micro-batches dealt second. The count with the fastest plan wins.
+A rank's time is that of `cost.run_times`. All ranks run the same number of micro-batches and may have different numbers of
+sequences. For one number of micro-batches the search first gives sequences to ranks and then splits each rank's sequences
+over its micro-batches; where a tight cap defeats that, it packs all micro-batches first and gives whole ones to ranks. The
+search rates several numbers of micro-batches and takes the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from megarl.models.layout import Layout
-from megarl.schedule.bound import RankModel, least_time
-from megarl.schedule.cost import Cost, in_step, ranks_in_step, run_times
-from megarl.schedule.pack import best_fit, level, split
-from megarl.schedule.ranks import Work, deal_micro_batches, deal_sequences
-from megarl.schedule.schedule import Schedule, in_runs
+from megarl.schedule.cost import Cost, bubble_weight, in_step, ranks_in_step, run_times
+from megarl.schedule.schedule import Schedule, ceil
 
 Ranks = list[list[list[int]]]  # samples as [data-parallel rank][micro-batch][sequence]
 
-# Large batches choose their count on a thinned copy: every n-th sequence, on every n-th rank, but no fewer than these.
+# A large batch rates its choices on a sample: every n-th sequence on every n-th rank, but at least this many.
 _TRIAL_SEQUENCES, _TRIAL_RANKS = 256, 8
-# Under a pipeline, counts are tried in steps of this ratio.
+# Under a pipeline, the numbers of micro-batches to rate grow by this ratio.
 _COUNT_RATIO = 1.2
-# Times that ranks grouping long sequences may take, as ratios to the bound: sequences cannot be cut to fill it.
-_SLACKS = (1.0, 1.03, 1.1)
-# A plan this close to what any plan can reach ends the search.
+# Times that ranks which group long sequences may aim at, as ratios to the bound: it assumes sequences that can be split
+# anywhere. They may end up this share of the time above it.
+_GROUPED_SLACKS, _GROUPED_OVERFLOW = (1.0, 1.03, 1.1), 0.02
+# A plan this close to the bound ends the search.
 _CLOSE = 1.002
 
 
 @dataclass(frozen=True)
+class Work:
+    """What each sample of a batch takes: `slots` of a micro-batch, and time in token-equivalents."""
+
+    slots: Sequence[int]
+    costs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The time of a rank with `count` micro-batches, as if sequences could be split anywhere: a lower bound.
+
+    The rank waits `weight` (`cost.bubble_weight`) times for the micro-batch with its longest sequence.
+    """
+
+    count: int
+    weight: float
+    per_micro_batch: float
+
+    @classmethod
+    def of(cls, count: int, layout: Layout, cost: Cost) -> RankModel:
+        return cls(count, bubble_weight(layout), cost.per_micro_batch)
+
+    @property
+    def overhead(self) -> float:
+        """Time that the micro-batches take however few tokens they hold."""
+        return (self.count + self.weight) * self.per_micro_batch
+
+    def even_room(self, time: float) -> float:
+        """Cost of the sequences that fit `time` when all micro-batches are alike."""
+        return (time - self.overhead) / (1 + self.weight / self.count)
+
+    def room(self, time: float, longest: float) -> float:
+        """Cost of the sequences that fit `time` when the longest of them costs `longest`."""
+        return min(self.even_room(time), time - self.overhead - self.weight * longest)
+
+
+def least_time(before: Sequence[float], data: int, model: RankModel) -> float:
+    """Time of the slowest of `data` ranks if sequences could be split anywhere, to a part in 2000.
+
+    `before[i]` is the cost of the i longest sequences together. Ranks take the sequences longest first, so that ranks which
+    wait for long sequences share them and the next rank starts as short as possible: no other order has more room.
+    """
+    even = before[-1] / data * (1 + model.weight / model.count) + model.overhead
+    low = max(even, before[1] * (1 + model.weight) + model.overhead)
+    high = even + low
+    if not model.weight:
+        return low
+    while high > low * 1.0005:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _covers(before, data, model, middle) else (middle, high)
+    return high
+
+
+def _covers(before: Sequence[float], data: int, model: RankModel, time: float) -> bool:
+    """Whether `data` ranks take all sequences in `time`."""
+    reached = 0.0
+    for rank in range(data):
+        number = bisect_right(before, reached)
+        if number == len(before):
+            return True
+        room = model.room(time, before[number] - before[number - 1])
+        if room == model.even_room(time):  # then it is for all shorter sequences, too
+            return reached + (data - rank) * room >= before[-1]
+        reached += room
+    return reached >= before[-1]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A number of micro-batches a rank. With `slack`, few ranks take all long sequences and aim at that multiple of the
+    bound; without, all ranks share them."""
+
+    count: int
+    slack: float | None
+
+
+@dataclass(frozen=True)
 class _Problem:
-    """The sequences of one mini-batch, longest first, and what they are cut for."""
+    """The sequences of one mini-batch, longest first, and what they are packed for."""
 
     order: Sequence[int]
     work: Work
     cap: int
     layout: Layout
     cost: Cost
-    in_flight: int | None
 
     @cached_property
     def before(self) -> list[float]:
         """Cost of the i longest sequences together."""
-        return [0.0, *accumulate(map(self.work.costs.__getitem__, self.order))]
-
-    @property
-    def least(self) -> int:
-        """Fewest micro-batches of a rank, by tokens and by sequences too long to share one."""
-        alone = sum(2 * self.work.slots[sample] > self.cap for sample in self.order)
-        slots = sum(map(self.work.slots.__getitem__, self.order))
-        fewest = max(-(-slots // (self.cap * self.layout.data)), -(-alone // self.layout.data))
-        return -(-fewest // self.step) * self.step
+        return [0.0, *accumulate(self.work.costs[sample] for sample in self.order)]
 
     @property
     def most(self) -> int:
         """Most micro-batches of a rank: none may be empty."""
-        return len(self.order) // self.layout.data // self.step * self.step
+        step = self.layout.micro_batch_step
+        return len(self.order) // self.layout.data // step * step
 
-    @property
-    def step(self) -> int:
-        return self.layout.micro_batch_step
+    def counts(self) -> Iterator[int]:
+        """Legal numbers of micro-batches a rank, ascending: all, or under a pipeline a few up to the most."""
+        step, slots = self.layout.micro_batch_step, self.work.slots
+        num_alone = sum(2 * slots[sample] > self.cap for sample in self.order)  # too long to share a micro-batch
+        fewest = max(ceil(sum(slots[sample] for sample in self.order), self.cap), num_alone)
+        fewest = count = ceil(ceil(fewest, self.layout.data), step) * step
+        ratio = _COUNT_RATIO if self.layout.pipeline > 1 else 1.0
+        while count < self.most:
+            yield count
+            count = max(count + step, int(count * ratio) // step * step)
+        if fewest <= self.most:
+            yield self.most
 
-    def model(self, count: int) -> RankModel:
-        return RankModel.of(count, self.in_flight, self.layout, self.cost)
+    def choices(self) -> list[tuple[float, _Choice]]:
+        """(time aimed at, choice), shortest time first: without a pipeline, fewest micro-batches first."""
+        # Ranks that run in step gain nothing where one of them has the long sequences: the others wait for it.
+        slacks = _GROUPED_SLACKS if self.layout.pipeline > 1 and ranks_in_step(self.layout) == 1 else ()
+        choices = [_Choice(count, slack) for count in self.counts() for slack in (None, *slacks)]
+        return sorted(((self.time(choice), choice) for choice in choices), key=lambda pair: pair[0])
 
-    def bound(self, count: int) -> float:
-        """Time that no plan with `count` micro-batches a rank is below (several pipeline runs: an estimate)."""
-        return least_time(self.before, self.layout.data, self.model(count))
+    def time(self, choice: _Choice) -> float:
+        """The time that a choice aims at, in token-equivalents."""
+        model = RankModel.of(choice.count, self.layout, self.cost)
+        return least_time(self.before, self.layout.data, model) * (choice.slack or 1.0)
 
-
-@dataclass(frozen=True)
-class _Choice:
-    """A number of micro-batches, and how the sequences are dealt to the ranks for it.
-
-    `slack` None spreads long sequences over the ranks; else ranks group them, and may take `slack` times the bound.
-    """
-
-    count: int
-    slack: float | None
-
-    def time(self, problem: _Problem) -> float:
-        """What this choice aims at, in token-equivalents."""
-        return problem.bound(self.count) * (self.slack or 1.0)
+    def sampled(self) -> _Problem:
+        """Every n-th sequence and rank of a large problem; a small problem itself."""
+        every = min(self.layout.data // _TRIAL_RANKS, len(self.order) // _TRIAL_SEQUENCES)
+        while every > 1 and self.layout.data % every:
+            every -= 1
+        if every <= 1:
+            return self
+        layout = replace(self.layout, data=self.layout.data // every)
+        return replace(self, order=self.order[every // 2 :: every], layout=layout)
 
 
 def balance(schedule: Schedule, samples: Sequence[int], work: Work, layout: Layout, cost: Cost) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank.
 
-    Costliest micro-batch first: if memory runs out, it does so in the first pass, and the micro-batches of a pipeline run
-    are alike. Raises ValueError where a virtual pipeline needs more micro-batches than there are sequences.
+    The costliest micro-batch runs first: if memory runs out, it does so in the first pass. Raises ValueError where a virtual
+    pipeline needs more micro-batches than there are sequences.
     """
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
     cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
     order = sorted(samples, key=work.slots.__getitem__, reverse=True)
-    problem = _Problem(order, work, cap, layout, cost, schedule.max_micro_batches_in_flight)
-    trial, refused = _thin(problem), set()
-    if trial is not problem:
-        for _, choice, _ in sorted(_rate(trial), key=_time_of):
-            ranks = _attempt(problem, choice, choice.time(problem))
-            if ranks is not None:
-                return ranks
-            refused.add(choice)
-    _, _, ranks = min(_rate(problem, refused), key=_time_of, default=(0.0, None, None))
-    if ranks is None:
-        raise ValueError(_too_few_sequences(schedule, problem))
-    return ranks
-
-
-def _time_of(rated: tuple[float, _Choice, Ranks]) -> float:
-    return rated[0]
-
-
-def _too_few_sequences(schedule: Schedule, problem: _Problem) -> str:
-    """Only a virtual pipeline comes here: else one sequence a micro-batch is always a plan."""
-    share, data = len(problem.order) // problem.layout.data, problem.layout.data
-    needed = -(-len(best_fit(problem.order, problem.work.slots, problem.cap)) // data)
-    fits = -(-len(problem.order) // (problem.most * data)) * problem.work.slots[problem.order[0]]
-    multiple = problem.layout.micro_batch_multiple
-    return (
+    problem = _Problem(order, work, cap, layout, cost)
+    ranks = _first_plan(problem, _rated(problem.sampled()))
+    ranks = ranks or _first_plan(problem, [choice for _, choice in problem.choices()])
+    if ranks is not None:
+        return ranks
+    # Only a virtual pipeline comes here: without one, one sequence a micro-batch is always a plan.
+    share = len(order) // layout.data
+    needed = -(-len(_best_fit(order, work.slots, cap)) // layout.data)
+    fits = -(-len(order) // (problem.most * layout.data)) * work.slots[order[0]]
+    multiple = layout.micro_batch_multiple
+    raise ValueError(
         f"phases.{schedule.phase}.micro_batch.max_tokens = {schedule.max_tokens} needs {needed} micro-batches a rank, but "
-        f"{share} sequences a rank make at most {problem.most}, a multiple of {problem.step} for the virtual pipeline; "
-        f"the nearest value that always fits is {-(-fits // multiple) * multiple}"
+        f"{share} sequences a rank make at most {problem.most}, a multiple of {layout.micro_batch_step} for the virtual "
+        f"pipeline; the nearest value that always fits is {-(-fits // multiple) * multiple}"
     )
 
 
-def _thin(problem: _Problem) -> _Problem:
-    """Every n-th sequence and rank of a large problem, alike in lengths to the whole; a small problem itself."""
-    every = min(problem.layout.data // _TRIAL_RANKS, len(problem.order) // _TRIAL_SEQUENCES)
-    while every > 1 and problem.layout.data % every:
-        every -= 1
-    if every <= 1:
-        return problem
-    layout = replace(problem.layout, data=problem.layout.data // every)
-    return replace(problem, order=problem.order[every // 2 :: every], layout=layout)
+def _first_plan(problem: _Problem, choices: list[_Choice]) -> Ranks | None:
+    plans = (_attempt(problem, choice, problem.time(choice)) for choice in choices)
+    return next((ranks for ranks in plans if ranks is not None), None)
 
 
-def _rate(problem: _Problem, refused: Collection[_Choice] = ()) -> Iterator[tuple[float, _Choice, Ranks]]:
-    """(time of the slowest rank, choice, plan) of the choices for which a plan is found, until none can be faster; without
-    those that were `refused` before."""
-    best, num_found = float("inf"), 0
-    for time, choice in _choices(problem):
-        if choice in refused:
-            continue
-        if best <= time * _CLOSE or (num_found == 2 and problem.layout.pipeline == 1):
+def _rated(problem: _Problem) -> list[_Choice]:
+    """The choices for which a plan was found, fastest first; the search ends where no other choice can be faster."""
+    rated: list[tuple[float, _Choice]] = []
+    for time, choice in problem.choices():
+        best = min((plan_time for plan_time, _ in rated), default=float("inf"))
+        if best <= time * _CLOSE or (len(rated) == 2 and problem.layout.pipeline == 1):
             break
         ranks = _attempt(problem, choice, time)
         if ranks is not None:
-            found = _time(problem, ranks)
-            best, num_found = min(best, found), num_found + 1
-            yield found, choice, ranks
-
-
-def _choices(problem: _Problem) -> list[tuple[float, _Choice]]:
-    """(time aimed at, choice), shortest first: without a pipeline, fewest micro-batches first."""
-    # Ranks that run in step gain nothing where one of them has the long sequences: the others wait for it.
-    groups = problem.layout.pipeline > 1 and ranks_in_step(problem.layout) == 1
-    choices = []
-    for count in _counts(problem):
-        bound = problem.bound(count)
-        choices.append((bound, _Choice(count, None)))
-        choices += [(bound * slack, _Choice(count, slack)) for slack in _SLACKS if groups]
-    return sorted(choices, key=lambda one: one[0])
-
-
-def _counts(problem: _Problem) -> Iterator[int]:
-    """Legal numbers of micro-batches a rank, ascending: all, or under a pipeline a few up to the most."""
-    count, ratio = problem.least, _COUNT_RATIO if problem.layout.pipeline > 1 else 1.0
-    while count < problem.most:
-        yield count
-        count = max(count + problem.step, int(count * ratio) // problem.step * problem.step)
-    if problem.least <= problem.most:
-        yield problem.most
+            costs = [[sum(problem.work.costs[sample] for sample in held) for held in rank] for rank in ranks]
+            times = (run_times(rank, problem.layout, problem.cost)[0] for rank in in_step(costs, problem.layout))
+            rated.append((max(times), choice))
+    return [choice for _, choice in sorted(rated, key=lambda pair: pair[0])]
 
 
 def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
     """A plan, or None where none was found under the cap or, with grouped sequences, near the `time` aimed at."""
     work, cap, data, count = problem.work, problem.cap, problem.layout.data, choice.count
     grouped = choice.slack is not None
-    dealt = deal_sequences(problem.order, work, data, cap, problem.model(count), time, grouped)
-    ranks: Ranks = []
-    for own in dealt or []:
-        cut = level(own, work.slots, work.costs, cap, count)
-        if cut is None:
-            break
-        ranks.append(cut)
-    if len(ranks) < data:
-        bins = [] if grouped else best_fit(problem.order, work.slots, cap)
+    samples_of_ranks = _deal_sequences(problem, choice, time) or []
+    ranks = [_level(samples, work, cap, count) for samples in samples_of_ranks]
+    if not ranks or not all(ranks):
+        bins = [] if grouped else _best_fit(problem.order, work.slots, cap)
         if grouped or len(bins) > count * data:
             return None
-        ranks = deal_micro_batches(split(bins, work.slots, count * data), work, data)
-    return [_costliest_first(own, work.costs) for own in ranks]
+        ranks = _deal_micro_batches(_split(bins, work.slots, count * data), work, data)
+    for rank in ranks:
+        for held in rank:
+            held.sort()
+        rank.sort(key=lambda held: (-sum(work.costs[sample] for sample in held), held[0]))
+    return ranks
 
 
-def _costliest_first(micro_batches: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
-    for held in micro_batches:
-        held.sort()
-    return sorted(micro_batches, key=lambda held: (-sum(map(costs.__getitem__, held)), held[0]))
+def _deal_sequences(problem: _Problem, choice: _Choice, time: float) -> list[list[int]] | None:
+    """Sequences of each rank, longest first, at least `choice.count` a rank.
+
+    Each sequence goes to the rank with the most room left of what it can take in `time`. With grouped sequences, a rank is
+    opened only when no open rank has room, until the longest sequence left no longer dominates its rank: under a pipeline a
+    rank waits for its longest sequence, so few ranks take all long sequences, and less of everything else.
+    None where the slots do not fit, and where grouped ranks would take clearly longer than `time`.
+    """
+    work, data, model = problem.work, problem.layout.data, RankModel.of(choice.count, problem.layout, problem.cost)
+    grouped = choice.slack is not None
+    ranks: list[list[int]] = [[] for _ in range(data)]
+    free = [problem.cap * choice.count] * data
+    opened = [] if grouped else [(-model.even_room(time), rank) for rank in range(data)]  # (-room, rank)
+    num_opened = len(opened)
+    for sample in problem.order:
+        slots, cost = work.slots[sample], work.costs[sample]
+        if num_opened < data and (not opened or -opened[0][0] < cost):
+            room = model.room(time, cost)
+            last = data if room == model.even_room(time) else num_opened + 1
+            for rank in range(num_opened, last):
+                heapq.heappush(opened, (-room, rank))
+            num_opened = last
+        while opened and free[opened[0][1]] < slots:
+            heapq.heappop(opened)  # for good: what stays free is less than the sequences that are left to place are long
+        if not opened:
+            return None
+        negative_room, rank = opened[0]
+        if grouped and negative_room + cost > _GROUPED_OVERFLOW * time:
+            return None
+        heapq.heapreplace(opened, (negative_room + cost, rank))
+        ranks[rank].append(sample)
+        free[rank] -= slots
+    # A rank with fewer sequences than micro-batches takes the shortest of the rank that has the most.
+    donors = [(-len(samples), rank) for rank, samples in enumerate(ranks)]
+    heapq.heapify(donors)
+    for rank, samples in enumerate(ranks):
+        while len(samples) < choice.count:
+            donor = donors[0][1]
+            sample = ranks[donor].pop()
+            heapq.heapreplace(donors, (-len(ranks[donor]), donor))
+            if work.slots[sample] > free[rank]:
+                return None
+            free[rank], free[donor] = free[rank] - work.slots[sample], free[donor] + work.slots[sample]
+            insort(samples, sample, key=lambda other: -work.slots[other])
+    return ranks
 
 
-def _time(problem: _Problem, ranks: Ranks) -> float:
-    """Time of the slowest rank."""
-    runs, cost_of = in_runs(len(ranks[0]), problem.in_flight), problem.work.costs.__getitem__
-    costs = [[sum(map(cost_of, held)) for held in own] for own in ranks]
-    return max(run_times(own, runs, problem.layout, problem.cost)[0] for own in in_step(costs, problem.layout))
+def _deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: int) -> Ranks:
+    """The same number of micro-batches to every rank, costliest first to the rank with the least that still takes one."""
+    share = len(micro_batches) // data
+    ranks: Ranks = [[] for _ in range(data)]
+    open_ranks = [(0.0, rank) for rank in range(data)]
+    costs = [sum(work.costs[sample] for sample in held) for held in micro_batches]
+    for number in sorted(range(len(micro_batches)), key=lambda number: (-costs[number], micro_batches[number])):
+        spent, rank = heapq.heappop(open_ranks)
+        ranks[rank].append(micro_batches[number])
+        if len(ranks[rank]) < share:
+            heapq.heappush(open_ranks, (spent + costs[number], rank))
+    return ranks
+
+
+def _level(longest_first: Sequence[int], work: Work, cap: int, count: int) -> list[list[int]]:
+    """`count` bins of at most `cap` slots and of costs as even as they come; none where a sequence found no room.
+
+    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first). No bin stays empty as long
+    as there are `count` sequences.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [cap] * count
+    cheapest = [(0.0, number) for number in range(count)]
+    for sample in longest_first:
+        full = []
+        while cheapest and room[cheapest[0][1]] < work.slots[sample]:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return []
+        spent, number = cheapest[0]
+        heapq.heapreplace(cheapest, (spent + work.costs[sample], number))
+        for entry in full:  # a shorter sequence may fit
+            heapq.heappush(cheapest, entry)
+        bins[number].append(sample)
+        room[number] -= work.slots[sample]
+    return bins
+
+
+def _best_fit(longest_first: Sequence[int], slots: Sequence[int], cap: int) -> list[list[int]]:
+    """Few bins of at most `cap` slots: each sequence into the fullest bin with room (best-fit decreasing)."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free slots, bin), ascending
+    for sample in longest_first:
+        at = bisect_left(rooms, (slots[sample], -1))
+        if at == len(rooms):
+            insort(rooms, (cap - slots[sample], len(bins)))
+            bins.append([sample])
+        else:
+            room, number = rooms.pop(at)
+            insort(rooms, (room - slots[sample], number))
+            bins[number].append(sample)
+    return bins
+
+
+def _split(bins: list[list[int]], slots: Sequence[int], count: int) -> list[list[int]]:
+    """Up to `count` bins, by moving the shortest sequence out of the fullest bin that holds more than one."""
+    fullest = [(-sum(slots[sample] for sample in held), number) for number, held in enumerate(bins) if len(held) > 1]
+    heapq.heapify(fullest)
+    while len(bins) < count:
+        filled, number = heapq.heappop(fullest)
+        sample = bins[number].pop()
+        bins.append([sample])
+        if len(bins[number]) > 1:
+            heapq.heappush(fullest, (filled + slots[sample], number))
+    return bins

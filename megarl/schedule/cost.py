@@ -1,4 +1,4 @@
-"""What sequences, micro-batches and pipeline runs cost, in token-equivalents: the time of one token without attention."""
+"""What sequences and micro-batches cost, in token-equivalents: the time of one token without attention."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def pairs(length: int, window: int = 0) -> int:
 
 
 def bubble_weight(layout: Layout) -> float:
-    """How many times the costliest micro-batch of a pipeline run is waited for, beside its own time.
+    """How many times a pipeline waits for its costliest micro-batch, on top of that micro-batch's own time.
 
-    Stages alike and micro-batches of costs c: a run takes sum(c) + (p - 1) * max(c) (a proportionate flow shop, Pinedo,
-    Scheduling, 6.1). v chunks a stage divide the waiting by v.
+    Stages alike and micro-batches of costs c: the pipeline takes sum(c) + (p - 1) * max(c) (a proportionate flow shop,
+    Pinedo, Scheduling, 6.1). v chunks a stage divide the waiting by v.
     """
     return (layout.pipeline - 1) / layout.virtual_pipeline
 
@@ -59,13 +59,10 @@ def in_step(costs: Sequence[Sequence[float]], layout: Layout) -> list[list[float
     return [[max(together) for together in zip(*group, strict=True)] for group in groups for _ in group]
 
 
-def run_times(costs: Sequence[float], runs: Sequence[int], layout: Layout, cost: Cost) -> tuple[float, float]:
+def run_times(costs: Sequence[float], layout: Layout, cost: Cost) -> tuple[float, float]:
     """(time, the bubble in it) of one data-parallel rank whose micro-batches cost `costs`, in token-equivalents.
 
-    `runs` counts the micro-batches of each pipeline run. Both times are per model: divide by the stages for a device's.
+    Both times are per model: divide by the stages for a device's.
     """
-    bubble, start = 0.0, 0
-    for count in runs:
-        bubble += bubble_weight(layout) * (max(costs[start : start + count]) + cost.per_micro_batch)
-        start += count
+    bubble = bubble_weight(layout) * (max(costs) + cost.per_micro_batch)
     return sum(costs) + len(costs) * cost.per_micro_batch + bubble, bubble

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megarl.models.layout import Layout
-from megarl.schedule.balance import balance
-from megarl.schedule.cost import Cost
-from megarl.schedule.legal import violations
-from megarl.schedule.ranks import Work
-from megarl.schedule.schedule import Schedule, in_micro_batch, in_runs, padded
+from megarl.schedule.balance import Work, balance
+from megarl.schedule.cost import Cost, in_step, run_times
+from megarl.schedule.schedule import Schedule, in_micro_batch, padded, violations
 from megarl.schedule.share import Shared, balance_shared
 
 
@@ -56,23 +54,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Sequences of one optimizer update (or of a whole forward phase), cut as [data-parallel rank][micro-batch]."""
+    """Sequences of one optimizer update (or of a whole forward phase), as [data-parallel rank][micro-batch]."""
 
     epoch: int
     samples: tuple[int, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     phase: str = ""
-    max_micro_batches_in_flight: int | None = None
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank; the same on all."""
         return len(self.micro_batches[0])
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """Micro-batches of each pipeline run: the pipeline drains after `max_micro_batches_in_flight` of them."""
-        return in_runs(self.num_micro_batches, self.max_micro_batches_in_flight)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -133,8 +125,7 @@ def plan_phase(
                 micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, multiple) for own in rank) for rank in ranks)
             else:
                 micro_batches = tuple(tuple(_sharing(own, shared, multiple) for own in rank) for rank in ranks)
-            in_flight = schedule.max_micro_batches_in_flight
-            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase, in_flight))
+            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase))
     return Plan(schedule.phase, tuple(mini_batches), layout)
 
 
@@ -192,3 +183,63 @@ def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layou
     found = violations(schedule, len(lengths), layout, max_sequence_tokens=1)
     if found:
         raise ValueError("; ".join(map(str, found)))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The figures of a plan; shares are between 0 and 1.
+
+    `num_micro_batches` is of each data-parallel rank, summed over mini-batches. `useful_share` is tokens / slots.
+    `imbalance` compares the costliest data-parallel rank with the mean, 1.0 being even; over several mini-batches, the
+    sum of the highest with the sum of the means. `bubble_share` is the part of the ranks' time in which pipeline stages
+    wait while it fills and drains. `efficiency` is the cost of the real tokens over what the ranks could have done in the
+    time of the slowest one: padding, imbalance, bubble and the fixed cost of micro-batches are what it lacks to 1.
+    """
+
+    num_micro_batches: int
+    tokens: int
+    slots: int
+    max_slots: int
+    useful_share: float
+    imbalance: float
+    bubble_share: float
+    efficiency: float
+
+
+def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None) -> Quality:
+    """The figures of `plan` for the batch of `lengths`, and of `prompts` where it shares them, that it was made for."""
+    costs = [cost.sequence(slots) for slots in padded([int(length) for length in lengths], plan.layout)]
+    layout, every = plan.layout, plan.micro_batches
+    useful = highest = mean = slowest = spent = bubble = 0.0
+    for mini_batch in plan.mini_batches:
+        useful += sum(cost.sequence(int(lengths[sample])) for sample in mini_batch.samples)
+        cuts = []
+        for rank in mini_batch.micro_batches:
+            spared = [_spared(one, prompts, cost) for one in rank]
+            useful -= sum(spared)
+            cut = [sum(costs[sample] for sample in one.samples) - less for one, less in zip(rank, spared, strict=True)]
+            cuts.append(cut)
+        rank_costs = [sum(cut) for cut in cuts]
+        times = [run_times(cut, layout, cost) for cut in in_step(cuts, layout)]
+        highest, mean = highest + max(rank_costs), mean + sum(rank_costs) / layout.data
+        slowest += max(time for time, _ in times)
+        spent, bubble = spent + sum(time for time, _ in times), bubble + sum(idle for _, idle in times)
+    tokens, slots = sum(one.tokens for one in every), sum(one.slots for one in every)
+    return Quality(
+        num_micro_batches=sum(mini_batch.num_micro_batches for mini_batch in plan.mini_batches),
+        tokens=tokens,
+        slots=slots,
+        max_slots=max(one.slots for one in every),
+        useful_share=tokens / slots,
+        imbalance=highest / mean,
+        bubble_share=bubble / spent,
+        efficiency=useful / (layout.data * slowest),
+    )
+
+
+def _spared(micro_batch: MicroBatch, prompts: Sequence[int] | None, cost: Cost) -> float:
+    """Cost of the prompts that sequences of a micro-batch leave out, as another one has them."""
+    if not micro_batch.sharing:
+        return 0.0
+    assert prompts is not None, "a plan that shares prompts is rated with their lengths"
+    return sum(map(cost.sequence, micro_batch.spared(prompts)))

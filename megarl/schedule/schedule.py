@@ -1,21 +1,21 @@
-"""How one phase cuts its batch, before any batch is known."""
+"""How one phase splits its batch, and which layouts can run that, before any batch is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.models.layout import Layout
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The cut of one phase: exactly one of `sequences` and `max_tokens` per micro-batch.
+    """How one phase splits its batch: exactly one of `sequences` and `max_tokens` per micro-batch.
 
     `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
-    data-parallel ranks; None (a forward phase) takes the whole batch. `max_micro_batches_in_flight` bounds the
-    micro-batches whose activations the first pipeline stage of an update holds; None is what 1F1B holds. With
-    `share_prompts` the sequences of a group that lie in one micro-batch have their prompt in it once.
+    data-parallel ranks; None (a forward phase) takes the whole batch. With `share_prompts` the sequences of a group that are
+    in one micro-batch have their prompt in it once.
     """
 
     phase: str
@@ -23,7 +23,6 @@ class Schedule:
     max_tokens: int | None = None
     mini_batch: int | None = None
     epochs: int = 1
-    max_micro_batches_in_flight: int | None = None
     share_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -32,25 +31,30 @@ class Schedule:
                 f"phases.{self.phase}.micro_batch: exactly one of sequences and max_tokens, "
                 f"not sequences={self.sequences} and max_tokens={self.max_tokens}"
             )
-        for name in ("sequences", "max_tokens", "mini_batch", "epochs", "max_micro_batches_in_flight"):
+        for name in ("sequences", "max_tokens", "mini_batch", "epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"phases.{self.phase}: {name} = {value} must be at least 1")
-        if self.max_micro_batches_in_flight is not None and self.mini_batch is None:
-            raise ValueError(
-                f"phases.{self.phase}.max_micro_batches_in_flight = {self.max_micro_batches_in_flight}: "
-                "a forward phase keeps no activations; remove the key"
-            )
+
+    @property
+    def is_update(self) -> bool:
+        """Update phases have mini-batches, forward phases have none."""
+        return self.mini_batch is not None
 
 
 def padded(lengths: Sequence[int], layout: Layout) -> list[int]:
-    """Slots of sequences inside a micro-batch: their tokens and the padding that their context-parallel split needs."""
+    """Slots of sequences inside a micro-batch: their tokens and the padding that context parallelism needs."""
     multiple = layout.sequence_multiple
-    return [-(-length // multiple) * multiple for length in lengths]
+    return [ceil(length, multiple) * multiple for length in lengths]
+
+
+def in_micro_batch(tokens: int, layout: Layout) -> int:
+    """Slots of a micro-batch that holds one sequence of `tokens`."""
+    return ceil(padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
 
 
 def worst_case_micro_batches(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> int:
-    """Most micro-batches one data-parallel rank can get for one mini-batch (forward phases: for the batch).
+    """Most micro-batches that one data-parallel rank can get for one mini-batch (forward phases: for the batch).
 
     Under `sequences` that is their exact number. Under `max_tokens` it is what sequences of `max_sequence_tokens` need and
     one more, which may balance better; with a pipeline one for each sequence, as small ones shorten the bubble.
@@ -60,26 +64,15 @@ def worst_case_micro_batches(schedule: Schedule, num_sequences: int, layout: Lay
         return ceil(share, schedule.sequences)
     if layout.pipeline > 1:
         return share // step * step
-    return min(share, fewest_for_longest(schedule, share, layout, max_sequence_tokens) + 1)
+    return min(share, _fewest_for_longest(schedule, share, layout, max_sequence_tokens) + 1)
 
 
-def fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest: int) -> int:
+def _fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest: int) -> int:
     """Micro-batches of a rank that always suffice: those for sequences that are all of the longest length."""
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
     cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
-    each = max(1, cap // padded([longest], layout)[0])
-    return ceil(ceil(share, each), layout.micro_batch_step) * layout.micro_batch_step
-
-
-def in_micro_batch(tokens: int, layout: Layout) -> int:
-    """Slots of a micro-batch that holds one sequence of `tokens`."""
-    return ceil(padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
-
-
-def in_runs(num_micro_batches: int, max_in_flight: int | None) -> tuple[int, ...]:
-    """Micro-batches of each pipeline run when at most `max_in_flight` enter before the pipeline drains; None: one run."""
-    size = max_in_flight or num_micro_batches
-    return tuple(min(size, num_micro_batches - start) for start in range(0, num_micro_batches, size))
+    per_micro_batch = max(1, cap // padded([longest], layout)[0])
+    return ceil(ceil(share, per_micro_batch), layout.micro_batch_step) * layout.micro_batch_step
 
 
 def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 1) -> float:
@@ -88,6 +81,72 @@ def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 
     (p - 1) / (v * m + p - 1): 1F1B, interleaved with v chunks a stage (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
     """
     return (pipeline - 1) / (virtual_pipeline * num_micro_batches + pipeline - 1)
+
+
+class ScheduleFault(NamedTuple):
+    """A number that a layout cannot run, and the nearest that it can: `field` is a key below `phases.<phase>`, or "" for the
+    batch as a whole."""
+
+    phase: str
+    field: str
+    value: int
+    rule: str
+    nearest: str = ""
+
+    def __str__(self) -> str:
+        key = (
+            f"phases.{self.phase}.{self.field} = {self.value}"
+            if self.field
+            else f"phases.{self.phase}: a batch of {self.value} sequences"
+        )
+        return f"{key} {self.rule}" + (f"; the nearest legal value is {self.nearest}" if self.nearest else "")
+
+
+def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> list[ScheduleFault]:
+    """List what keeps a batch of `num_sequences` sequences of up to `max_sequence_tokens` from being planned.
+
+    An empty list means that `plan_phase` plans every such batch.
+    """
+    phase, data, step = schedule.phase, layout.data, layout.micro_batch_step
+    size, share = schedule.mini_batch or num_sequences, (schedule.mini_batch or num_sequences) // data
+    field = "mini_batch" if schedule.mini_batch else ""
+    runs_by = f"the virtual pipeline runs micro-batches by its {step} stages"
+    if schedule.mini_batch:
+        legal = [n for n in range(data * step, num_sequences + 1, data) if num_sequences % n == 0]
+    else:
+        legal = [max(step, share) * data, max(step, share + 1) * data]
+    faults = []
+    if num_sequences % size:
+        rule = f"must divide the {num_sequences} sequences of a step"
+        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+    elif size % data:
+        rule = f"must be a multiple of the data-parallel size {data}"
+        legal = legal or [max(step, share) * data, max(step, share + 1) * data]
+        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+    elif share < step:
+        rule = f"gives each of {data} data-parallel ranks {share}, and {runs_by}"
+        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+    elif schedule.sequences is not None and ceil(share, schedule.sequences) % step:
+        legal = [n for n in range(1, share + 1) if ceil(share, n) % step == 0]
+        rule = f"divides {share} sequences a rank into {ceil(share, schedule.sequences)} micro-batches, and {runs_by}"
+        nearest = _nearest(legal, schedule.sequences)
+        rule += "" if nearest else "; no number of sequences gives a legal count: use max_tokens"
+        faults.append(ScheduleFault(phase, "micro_batch.sequences", schedule.sequences, rule, nearest))
+    elif schedule.max_tokens is not None:
+        cap, needed, most = schedule.max_tokens, in_micro_batch(max_sequence_tokens, layout), share // step * step
+        if cap < needed:
+            padding = f", padded to {needed}" if needed > max_sequence_tokens else ""
+            rule = f"is below the longest sequence of {max_sequence_tokens} tokens{padding}"
+            faults.append(ScheduleFault(phase, "micro_batch.max_tokens", cap, rule, str(needed)))
+        elif _fewest_for_longest(schedule, share, layout, max_sequence_tokens) > most:
+            rule = f"can need more than {most} micro-batches for {share} sequences a rank, and {runs_by}"
+            each = ceil(share, most) * padded([max_sequence_tokens], layout)[0]
+            faults.append(ScheduleFault(phase, "micro_batch.max_tokens", cap, rule, str(in_micro_batch(each, layout))))
+    return faults
+
+
+def _nearest(legal: Sequence[int], value: int) -> str:
+    return str(min(legal, key=lambda number: abs(number - value))) if legal else ""
 
 
 def ceil(count: int, unit: int) -> int:

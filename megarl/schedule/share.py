@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.models.layout import Layout
-from megarl.schedule.balance import Ranks, balance
+from megarl.schedule.balance import Ranks, Work, balance
 from megarl.schedule.cost import Cost
-from megarl.schedule.ranks import Work
 from megarl.schedule.schedule import Schedule
 
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from megarl.planner.flops import sequence_cost
-from megarl.planner.forecast import forecast_phase
-from megarl.planner.job import job_of
+from megarl.planner.forecast import forecast_phase, job_of
 from megarl.planner.nodes import find_placement
 from megarl.planner.placement import PlacementError
 from megarl.recipe import load_recipe

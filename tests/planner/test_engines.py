@@ -8,12 +8,11 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
+from megarl.planner.advice import fit
 from megarl.planner.engine_memory import Engines
-from megarl.planner.fit import fit
-from megarl.planner.forecast import Forecast, engine_room, on_devices
-from megarl.planner.job import Job, job_of
-from megarl.planner.lengths import Lengths, Limits
-from megarl.planner.memory import Memory, resident, resting
+from megarl.planner.forecast import Forecast, Job, engine_room, job_of, on_devices
+from megarl.planner.lengths import Lengths
+from megarl.planner.memory import Limits, Memory, resident, resting
 from megarl.planner.roles import Role, Savings
 from megarl.recipe import load_recipe
 from megarl.recipe.sizes import GIB, memory_roles

@@ -10,8 +10,9 @@ from megarl.models import LatentAttention, ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import parameter_sizes
 from megarl.planner.activations import MASK_ROWS, mask_bytes
-from megarl.planner.attention_cost import attention_weights, cache_width, matrix_weights, product_flops
-from megarl.planner.roles import Role, layer_weights
+from megarl.planner.engine_memory import cache_width
+from megarl.planner.flops import product_flops
+from megarl.planner.roles import Role, attention_weights, layer_weights, matrix_weights
 
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,

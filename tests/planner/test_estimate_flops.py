@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.shape import Experts
-from megarl.planner.adapters import Adapters
 from megarl.planner.flops import executed_flops, forward_flops, update_flops
-from megarl.planner.roles import Frozen, Role, Savings
+from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start

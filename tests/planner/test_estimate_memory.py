@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,17 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, rank_segments
 from megarl.planner import activations
 from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
-from megarl.planner.cap import largest_cap
-from megarl.planner.memory import FRAGMENTATION, Memory, micro_batches_held, peak, resident, working
+from megarl.planner.memory import (
+    FRAGMENTATION,
+    Limits,
+    Load,
+    Memory,
+    largest_cap,
+    micro_batches_held,
+    peak,
+    resident,
+    working,
+)
 from megarl.planner.roles import Frozen, Role, Savings, stage_weights
 from megarl.schedule.schedule import Schedule, in_micro_batch
 from megarl.schedule.share import most_rows_behind_prompts
@@ -62,7 +70,10 @@ def deviations(cases: Sequence[Case], measured: dict[str, list[int]]) -> dict[st
 
 
 SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
-FULL: dict[str, Any] = dict(head_tokens=700, longest=300, num_micro_batches=8, max_in_flight=None)
+
+
+def load(update: bool, slots: int, copied_rows: int = 0, head_tokens: int = 700) -> Load:
+    return Load(update, slots, head_tokens, 300, 8, copied_rows)
 
 
 @st.composite
@@ -125,7 +136,7 @@ def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: Role) -> Non
 @given(roles(), st.booleans(), st.integers(1, 5000), st.integers(1, 5000))
 def test_the_peak_rises_with_slots_and_layers(role: Role, update: bool, slots: int, more: int) -> None:
     def total(of: Role, tokens: int) -> int:
-        return peak([of], of, update=update, slots=tokens, **(FULL | {"head_tokens": tokens})).total
+        return peak([of], of, load(update, tokens, head_tokens=tokens)).total
 
     deeper = replace(role, shape=replace(role.shape, num_layers=2 * role.shape.num_layers))
     assert total(role, slots) < total(role, slots + more)
@@ -138,14 +149,13 @@ def test_the_largest_cap_fits_and_the_next_does_not(
 ) -> None:
     def total(cap: int, copied_rows: int = 0) -> int:
         held = max(2, role.layout.pipeline)
-        arguments: dict[str, Any] = dict(head_tokens=cap, longest=longest, num_micro_batches=held, max_in_flight=None)
-        return peak([role], role, update=update, slots=cap, copied_rows=copied_rows, **arguments).total
+        return peak([role], role, Load(update, cap, cap, longest, held, copied_rows)).total
 
     lowest = in_micro_batch(longest, role.layout)
     budget = int(total(lowest) * share)
     schedule = Schedule("actor_update", max_tokens=1, mini_batch=count if update else None)
-    lengths: dict[str, int] = dict(num_sequences=count, longest=longest, longest_prompt=longest // 2, group_size=4)
-    cap = largest_cap([role], role, schedule, budget, **lengths)
+    limits = Limits(count, 4, longest // 2, longest - longest // 2)
+    cap = largest_cap([role], role, schedule, limits, budget)
     if cap is None:
         assert total(lowest) > budget
         return
@@ -154,15 +164,14 @@ def test_the_largest_cap_fits_and_the_next_does_not(
     step = role.layout.micro_batch_multiple
     assert cap % step == 0
     assert cap == lowest * count or total(cap + step) > budget
-    shared = largest_cap([role], role, replace(schedule, share_prompts=True), budget, **lengths)
+    shared = largest_cap([role], role, replace(schedule, share_prompts=True), limits, budget)
     assert shared is None or total(shared, most_rows_behind_prompts(shared, count, longest, 4, longest // 2)) <= budget
 
 
 def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:
     role = Role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
-    assert [micro_batches_held(role, stage, 8, None) for stage in range(4)] == [4, 3, 2, 1]
-    assert [micro_batches_held(role, stage, 2, None) for stage in range(4)] == [2, 2, 2, 1]
-    assert [micro_batches_held(role, stage, 8, 1) for stage in range(4)] == [1, 1, 1, 1]
+    assert [micro_batches_held(role, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_held(role, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
 def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,35 +180,26 @@ def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pyte
 
     def found(on_cpu: bool, early: int) -> int:
         monkeypatch.setattr(activations, "PREFETCH_BYTES", early)
-        return working(replace(role, on_cpu=on_cpu), 0, update=True, slots=1000, **FULL).activations
+        return working(replace(role, on_cpu=on_cpu), 0, load(True, 1000)).activations
 
-    host = peak([role], role, update=True, slots=1000, **FULL).host
+    host = peak([role], role, load(True, 1000)).host
     assert found(False, 5000) - found(False, 0) == 5000 and found(False, 1 << 40) - found(False, 0) == host > 5000
     assert found(True, 5000) == found(True, 0)
-
-
-def test_a_drained_pipeline_holds_less() -> None:
-    # A critic: an actor's last stage, which holds one micro-batch, may be the fullest for its logits.
-    role = Role("critic", replace(SHAPE, num_layers=8), Layout(1, 4, 1), "bf16", True)
-    totals = [
-        peak([role], role, update=True, slots=1000, **(FULL | {"max_in_flight": limit})).total for limit in (1, 2, 3, None)
-    ]
-    assert all(fewer < more for fewer, more in pairwise(totals))
 
 
 def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:
     """An update of few tokens: what is largest then is the copy, of 4 bytes a weight, where there is one."""
     role = Role("critic", SHAPE, Layout(), "fp32", True, frozen=Frozen(embedding=True))
-    held = {cpu: working(replace(role, on_cpu=cpu), 0, update=True, slots=8, **FULL) for cpu in (True, False)}
+    held = {cpu: working(replace(role, on_cpu=cpu), 0, load(True, 8)) for cpu in (True, False)}
     assert held[True].gradients == resident(role, 0).gradients and held[False].gradients == 0
 
 
 @pytest.mark.parametrize("update", [True, False])
 def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) -> None:
     role = Role("critic", SHAPE, Layout(), "bf16", True)
-    held = working(role, 0, update=update, slots=1000, **FULL)
+    held = working(role, 0, load(update, 1000))
     assert held.reserved == pytest.approx(FRAGMENTATION * held.total, abs=1)
-    assert working(replace(role, on_cpu=True), 0, update=False, slots=1000, **FULL).reserved == 0
+    assert working(replace(role, on_cpu=True), 0, load(False, 1000)).reserved == 0
 
 
 def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
@@ -240,9 +240,7 @@ def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -
 
     def added(savings: Savings, update: bool = True) -> int:
         role = Role("critic", SHAPE, Layout(1, 2, 1), "bf16", True, savings=savings)
-        plain, shared = (
-            working(role, 0, update=update, slots=1000, copied_rows=rows, **FULL).activations for rows in (0, 9000)
-        )
+        plain, shared = (working(role, 0, load(update, 1000, rows)).activations for rows in (0, 9000))
         return shared - plain - 256 * 512 * 2
 
     row = 2 * 64 * 2
@@ -255,7 +253,7 @@ def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -
 
 def test_sequence_parallelism_saves_activations_and_no_weights() -> None:
     plain, parallel = (Role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
-    held = [working(role, 0, update=True, slots=1000, **FULL).activations for role in (plain, parallel)]
+    held = [working(role, 0, load(True, 1000)).activations for role in (plain, parallel)]
     assert held[1] < held[0]
     assert resident(plain, 0) == resident(parallel, 0)
 
@@ -264,10 +262,10 @@ def test_the_fullest_rank_is_found_across_layouts() -> None:
     actor = Role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
     critic = Role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
     reference = Role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
-    found = peak([actor, critic, reference], critic, update=True, slots=500, **FULL)
+    found = peak([actor, critic, reference], critic, load(True, 500))
     by_rank = []
     for rank in range(4):
-        total = working(critic, critic.layout.coordinates(rank)[1], update=True, slots=500, **FULL).total
+        total = working(critic, critic.layout.coordinates(rank)[1], load(True, 500)).total
         for role in (actor, critic, reference):
             total += resident(role, role.layout.coordinates(rank)[1]).total
         by_rank.append(total)
@@ -277,12 +275,12 @@ def test_the_fullest_rank_is_found_across_layouts() -> None:
 def test_what_cannot_run_is_refused() -> None:
     actor, critic = (Role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
     with pytest.raises(ValueError, match="running role critic is not one of"):
-        peak([actor], critic, update=True, slots=10, **FULL)
+        peak([actor], critic, load(True, 10))
     wider = replace(critic, layout=Layout(4, 1, 1))
     with pytest.raises(ValueError, match=r"'actor': 2, 'critic': 4"):
-        peak([actor, wider], actor, update=True, slots=10, **FULL)
+        peak([actor, wider], actor, load(True, 10))
     with pytest.raises(ValueError, match="the actor is not trained"):
-        working(replace(actor, trained=False), 0, update=True, slots=10, **FULL)
+        working(replace(actor, trained=False), 0, load(True, 10))
     with pytest.raises(ValueError, match="precision = 'fp8'"):
         replace(actor, precision="fp8")
     with pytest.raises(ValueError, match="role = 'judge'"):

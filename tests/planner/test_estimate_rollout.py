@@ -9,7 +9,8 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
-from megarl.planner.engine_memory import engine_memory
+from megarl.planner.engine_memory import Engines
+from megarl.planner.memory import Memory
 
 QWEN_7B = ModelShape.from_config(
     {
@@ -26,6 +27,18 @@ EXPERTS = ModelShape.from_config(
         "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
     }
 )  # fmt: skip
+
+
+def engine_memory(
+    shape: ModelShape,
+    layout: RolloutLayout,
+    precision: str,
+    cache: int,
+    rows: int,
+    tokens: int,
+    quantization: str | None = None,
+) -> Memory:
+    return Engines(shape, 1, layout, precision, cache, rows, tokens, None, quantization=quantization).memory
 
 
 def test_a_known_model_weighs_what_its_card_says() -> None:

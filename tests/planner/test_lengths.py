@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.planner.distribution import DISTRIBUTIONS
-from megarl.planner.lengths import QUANTILES, Limits, find_lengths
+from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
+from megarl.planner.memory import Limits
+from megarl.telemetry.metrics import read_metrics
 
 LIMITS = Limits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
 limits = st.builds(
@@ -128,7 +129,7 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
     first = quantiles(0, 20, 40, 80, 120, 180, 230, 280) | {"rollout/prompt_length_mean": 40.0}
     second = quantiles(2, 20, 60, 120, 180, 220, 270, 300) | {"rollout/prompt_length_mean": 45.0}
     means = (1, 20, 50, 100, 150, 200, 250, 290)
-    found = find_lengths(write_run(tmp_path / "run", first, second), Limits(8000, 8, 100, 300), 1)
+    found = find_lengths(write_run(tmp_path / "run", first, second), Limits(8000, 8, 100, 300), 1, read_metrics)
     assert set(found.prompts) == {42}
     assert min(found.completions) >= 1 and max(found.completions) <= 290
     for percent, mean in zip(QUANTILES[1:-1], means[1:-1], strict=True):
@@ -139,12 +140,12 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"--lengths = .*empty.*metrics.jsonl"):
-        find_lengths(str(tmp_path / "empty"), LIMITS, 1)
+        find_lengths(str(tmp_path / "empty"), LIMITS, 1, read_metrics)
     with pytest.raises(ValueError, match="no step in metrics.jsonl has rollout/completion_length_p00"):
-        find_lengths(write_run(tmp_path / "old", {"rollout/prompt_length_mean": 4.0}), LIMITS, 1)
+        find_lengths(write_run(tmp_path / "old", {"rollout/prompt_length_mean": 4.0}), LIMITS, 1, read_metrics)
     long = quantiles(*[400.0] * 8) | {"rollout/prompt_length_mean": 40.0}
     with pytest.raises(ValueError, match=r"completion_length_p100 is 400.*rollout.max_new_tokens = 300"):
-        find_lengths(write_run(tmp_path / "long", long), LIMITS, 1)
+        find_lengths(write_run(tmp_path / "long", long), LIMITS, 1, read_metrics)
     wide = quantiles(*[40.0] * 8) | {"rollout/prompt_length_mean": 140.0}
     with pytest.raises(ValueError, match=r"prompt_length_mean is 140.*data.max_prompt_tokens = 100"):
-        find_lengths(write_run(tmp_path / "wide", wide), LIMITS, 1)
+        find_lengths(write_run(tmp_path / "wide", wide), LIMITS, 1, read_metrics)

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.planner import host
-from megarl.planner.forecast import worst_memory
-from megarl.planner.job import job_of
+from megarl.planner import nodes
+from megarl.planner.forecast import job_of, worst_memory
 from megarl.planner.nodes import NodeSize, find_placement, node_size, own_devices, place, placement_lines
 from megarl.planner.placement import PlacementError
 from megarl.recipe import load_recipe
@@ -126,7 +125,7 @@ def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
     from megarl.cluster.ray_cluster import OBJECT_STORE_BYTES
     from megarl.weight_sync.transport import NUM_BUCKETS
 
-    assert (host.OBJECT_STORE_BYTES, host.NUM_BUCKETS) == (OBJECT_STORE_BYTES, NUM_BUCKETS)
+    assert (nodes.OBJECT_STORE_BYTES, nodes.NUM_BUCKETS) == (OBJECT_STORE_BYTES, NUM_BUCKETS)
 
 
 def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
     file = write_qwen(tmp_path)
     weights = 28 * (3584 * (3584 + 1024 + 3584 + 3 * 18944) + 4608 + 2 * 3584) + 3584 * (2 * 152064 + 1)
 
-    def held(*overrides: str) -> host.HostMemory:
+    def held(*overrides: str) -> nodes.HostMemory:
         recipe = load_recipe(file, ["reference.memory.offload=none", *overrides])
         found = find_placement(recipe, 8, None).host
         assert found is not None

@@ -63,9 +63,6 @@ def check_counts(case: Case, mini_batch: MiniBatch) -> None:
     if case.layout.virtual_pipeline > 1:
         assert count % case.layout.pipeline == 0  # what the interleaved schedule runs
     assert count <= worst_case_micro_batches(case.schedule, len(case.lengths), case.layout, case.longest)
-    in_flight = case.schedule.max_micro_batches_in_flight or count
-    assert sum(mini_batch.runs) == count and max(mini_batch.runs) <= in_flight
-    assert len(mini_batch.runs) == -(-count // in_flight)
     sizes = [[len(one.samples) for one in rank] for rank in mini_batch.micro_batches]
     if case.schedule.sequences is not None:
         assert all(size == case.schedule.sequences for rank in sizes for size in rank[:-1])
@@ -220,12 +217,6 @@ def test_a_tight_cap_is_packed_over_all_ranks() -> None:
     lengths = [50, 40, 50, 40, 30, 30, 28, 1, 1]
     plan = plan_phase(Schedule("critic_value", max_tokens=90), lengths, Layout(data=3), 0)
     assert [[one.tokens for one in rank] for rank in plan.mini_batches[0].micro_batches] == [[90], [90], [90]]
-
-
-def test_ranks_swap_sequences_where_that_evens_them_out() -> None:
-    """By the lightest rank they get 70 and 51."""
-    plan = plan_phase(Schedule("critic_value", max_tokens=100), [30, 30, 20, 20, 20, 1], Layout(data=2), 0)
-    assert sorted(sum(one.tokens for one in rank) for rank in plan.mini_batches[0].micro_batches) == [60, 61]
 
 
 def test_ranks_take_as_many_sequences_as_balance_needs() -> None:

@@ -30,7 +30,6 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "actor__layout__sequence_parallel": True,
             "critic__layout": {"tensor": 1, "pipeline": 2},
             "reference": {"layout": {"tensor": 1, "pipeline": 1}},
-            "phases__actor_update__max_micro_batches_in_flight": 1,
         },
     ),
     # Interleaved stages whose ranks share sequences, beside a critic and a reference that do neither alike.
