@@ -33,7 +33,7 @@ _CLOSE = 1.002
 
 
 @dataclass(frozen=True)
-class Work:
+class SequenceCosts:
     """What each sample of a batch takes: `slots` of a micro-batch, and time in token-equivalents."""
 
     slots: Sequence[int]
@@ -114,7 +114,7 @@ class _Problem:
     """The sequences of one mini-batch, longest first, and what they are packed for."""
 
     order: Sequence[int]
-    work: Work
+    work: SequenceCosts
     cap: int
     layout: Layout
     cost: Cost
@@ -166,7 +166,7 @@ class _Problem:
         return replace(self, order=self.order[every // 2 :: every], layout=layout)
 
 
-def balance(schedule: Schedule, samples: Sequence[int], work: Work, layout: Layout, cost: Cost) -> Ranks:
+def balance(schedule: Schedule, samples: Sequence[int], work: SequenceCosts, layout: Layout, cost: Cost) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank.
 
     The costliest micro-batch runs first: if memory runs out, it does so in the first pass. Raises ValueError where a virtual
@@ -277,7 +277,7 @@ def _deal_sequences(problem: _Problem, choice: _Choice, time: float) -> list[lis
     return ranks
 
 
-def _deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: int) -> Ranks:
+def _deal_micro_batches(micro_batches: Sequence[list[int]], work: SequenceCosts, data: int) -> Ranks:
     """The same number of micro-batches to every rank, costliest first to the rank with the least that still takes one."""
     share = len(micro_batches) // data
     ranks: Ranks = [[] for _ in range(data)]
@@ -291,7 +291,7 @@ def _deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: in
     return ranks
 
 
-def _level(longest_first: Sequence[int], work: Work, cap: int, count: int) -> list[list[int]]:
+def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: int) -> list[list[int]]:
     """`count` bins of at most `cap` slots and of costs as even as they come; none where a sequence found no room.
 
     Each sequence goes to the cheapest bin that has room (Graham's longest processing time first). No bin stays empty as long
