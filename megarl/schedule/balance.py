@@ -294,8 +294,9 @@ def _deal_micro_batches(micro_batches: Sequence[list[int]], work: SequenceCosts,
 def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: int) -> list[list[int]]:
     """`count` bins of at most `cap` slots and of costs as even as they come; none where a sequence found no room.
 
-    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first). No bin stays empty as long
-    as there are `count` sequences.
+    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first); where that leaves no room
+    for one, best-fit may still find some, because it fills bins instead of levelling them. No bin stays empty as long as
+    there are `count` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
@@ -305,7 +306,8 @@ def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: i
         while cheapest and room[cheapest[0][1]] < work.slots[sample]:
             full.append(heapq.heappop(cheapest))
         if not cheapest:
-            return []
+            tight = _best_fit(longest_first, work.slots, cap)
+            return _split(tight, work.slots, count) if len(tight) <= count else []
         spent, number = cheapest[0]
         heapq.heapreplace(cheapest, (spent + work.costs[sample], number))
         for entry in full:  # a shorter sequence may fit
