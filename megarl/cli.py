@@ -94,12 +94,14 @@ def check(
     if not (plan or suggest or as_json):
         _check_each(recipes, overrides, devices_per_node, ranks_per_node)
         return
-    from megarl.planner.check import Question, check_recipes
+    from megarl.planner.check import CheckRequest, check_recipes
     from megarl.telemetry.metrics import read_metrics
 
     seed = 1 if seed is None else seed
-    question = Question(plan, suggest, as_json, lengths, seed, tflops, read_metrics, devices_per_node, ranks_per_node, run)
-    status, document = check_recipes(recipes, overrides, question, _console(), _print_violations)
+    request = CheckRequest(
+        plan, suggest, as_json, lengths, seed, tflops, read_metrics, devices_per_node, ranks_per_node, run
+    )
+    status, document = check_recipes(recipes, overrides, request, _console(), _print_violations)
     if as_json:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     raise typer.Exit(status)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.megatron.logprobs import LogProbabilities
 from megarl.megatron.parallel import Place
 from megarl.models.layout import Layout
-from megarl.schedule import blocks
+from megarl.schedule import logit_blocks as blocks
 from tests.engine_cases import start
 
 HIDDEN = 24

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megarl.planner.check import Question, check_recipes
+from megarl.planner.check import CheckRequest, check_recipes
 from megarl.planner.forecast import Forecast, forecast, job_of
 from megarl.recipe import load_recipe
 from megarl.telemetry.metrics import read_metrics
@@ -77,9 +77,9 @@ def document_of(
     """What `megarl check --json` says of one legal recipe."""
     from rich.console import Console
 
-    question = Question(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None,
+    request = CheckRequest(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None,
                         read_metrics=read_metrics, devices_per_node=devices_per_node)  # fmt: skip
-    status, document = check_recipes([str(file)], overrides or [], question, Console(), lambda path, error: None)
+    status, document = check_recipes([str(file)], overrides or [], request, Console(), lambda path, error: None)
     assert status in (0, 1), document
     (entry,) = document["recipes"]
     assert isinstance(entry, dict)

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy straight from hidden rows and the head's weight: never all logits at once.
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch are its largest tensor, so they
-are made block by block (`megarl/schedule/blocks.py`): a block in fp32 takes at most 64 MiB, on a CPU 24, and with its
+are made block by block (`megarl/schedule/logit_blocks.py`): a block in fp32 takes at most 64 MiB, on a CPU 24, and with its
 logits in the model's precision and what entropy needs at most 2.5 times that, whatever micro-batch and vocabulary. Forward
 keeps the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.megatron.compiled import Compiled
-from megarl.schedule import blocks
+from megarl.schedule import logit_blocks as blocks
 
 _NO_LOGIT = -1e30  # below every logit; not -inf, whose difference from itself is not a number
 

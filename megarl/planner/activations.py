@@ -1,6 +1,6 @@
 """Bytes of activations and logits of one micro-batch on one rank, term by term.
 
-Derived from megarl's local layer spec: megatron-core's layers with the unfused norm and attention of `engine/layers.py` (the
+Derived from megarl's local layer spec: megatron-core's layers with the unfused norm and attention of `models/layers.py` (the
 CPU path), where autograd keeps what each operation below needs. Transformer Engine fuses norms, SwiGLU and attention on a
 GPU and keeps less, so there these are upper estimates; not yet compared on a GPU.
 
@@ -17,7 +17,7 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
     adapters            rank b each         A x
 
-Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`engine/attention.py`): a
+Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`models/attention.py`): a
 layer keeps 2 k b for each row of those copies and of the completions, as many as the sequences' lengths add up to. In the
 backward pass their gradients take their place, one sequence after the other.
 
@@ -43,12 +43,12 @@ from __future__ import annotations
 
 from megarl.models.megatron_weights import chunk_layers, stage_layers
 from megarl.planner.roles import Role
-from megarl.schedule.blocks import bytes_of, largest_block
+from megarl.schedule.logit_blocks import bytes_of, largest_block
 
 _FP32 = 4
-# `BLOCK` of `engine/attention.py`, whose imports are no business of an estimate; a test keeps them equal.
+# `BLOCK` of `models/attention.py`, whose imports are too heavy for the planner; a test keeps them equal.
 MASK_ROWS = 256
-# On a GPU, offloaded activations that come back before the backward pass asks for them (`engine/offload.py`) take at most
+# On a GPU, offloaded activations that come back before the backward pass asks for them (`megatron/offload.py`) take at most
 # this much; one tensor may be larger.
 PREFETCH_BYTES = 256 << 20
 
@@ -166,7 +166,7 @@ def _latent_per_token(role: Role) -> int:
 
 
 def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
-    """Bytes of the masks that all layers share (`engine/attention.py`): of the sequences under context parallelism, of the
+    """Bytes of the masks that all layers share (`models/attention.py`): of the sequences under context parallelism, of the
     windows where a sequence is longer; `continues`: of sequences that continue a shared prompt."""
     window = max(role.shape.windows, default=0)
     keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
@@ -256,7 +256,7 @@ def head_rows(role: Role, head_tokens: int) -> int:
 
 
 def logits_forward(role: Role, head_tokens: int, entropy: bool) -> int:
-    """Bytes of the largest block of logits that `engine/logprobs.py` makes, with what it computes from it."""
+    """Bytes of the largest block of logits that `megatron/logprobs.py` makes, with what it computes from it."""
     return bytes_of(*_block(role, head_tokens), role.bytes_per_weight, entropy)
 
 

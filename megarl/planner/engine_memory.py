@@ -6,8 +6,8 @@ With t the engine's tensor ranks and b the bytes of its precision:
     weights       the decoder layers of the stage that has most, cut over t (with fewer key-value groups than ranks each rank
                   keeps one group), experts cut over the data-parallel ranks too, or dealt over all of them; the embedding
                   and, where not tied, the head cut over the vocabulary padded to 64 (on every stage, as some of vLLM's
-                  models build them there); under FP8 (`reshard/blocks.py`) an element of a quantised parameter has one byte,
-                  and each block of 128 x 128 a scale of four
+                  models build them there); under FP8 (`models/quantised_blocks.py`) an element of a quantised parameter has
+                  one byte, and each block of 128 x 128 a scale of four
     engine        the KV cache, as the recipe sizes it
     activations   of a prefill step of `batched_tokens` tokens: four hidden states, attention's input and output, and
                   SwiGLU's gate, up and product; with CUDA graphs GRAPH_BYTES for each layer and graph

@@ -59,7 +59,7 @@ def update_flops(
 
 def executed_flops(role: Role, length: int, head_tokens: int) -> float:
     """Operations that an update of one sequence runs: those that it needs, and those that its backward pass runs again for
-    `recompute`, for the actor's blocks of logits (`engine/logprobs.py`) and through frozen layers that pass a gradient."""
+    `recompute`, for the actor's blocks of logits (`megatron/logprobs.py`) and through frozen layers that pass a gradient."""
     shape, head = role.shape, 0 if role.critic else _head_flops(role.shape, head_tokens, False)
     weights, windows = _computed_again(role)
     again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)

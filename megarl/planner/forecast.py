@@ -14,7 +14,7 @@ from itertools import starmap
 from megarl.planner.engine_memory import Engines
 from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
 from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
-from megarl.planner.memory import Limits, Load, Memory, largest_cap, most_held, peak, resting, usable_bytes, worst_load
+from megarl.planner.memory import BatchLimits, Load, Memory, largest_cap, most_held, peak, resting, usable_bytes, worst_load
 from megarl.planner.roles import Role
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.phases_section import ROLE_OF
@@ -36,7 +36,7 @@ class Job:
     roles: tuple[Role, ...]
     schedules: tuple[Schedule, ...]
     lengths: Lengths
-    limits: Limits
+    limits: BatchLimits
     seed: int
     engines: Engines | None
     kl_in_reward: bool = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.memory import Limits
+from megarl.planner.memory import BatchLimits
 
 # What `metrics.jsonl` says of a step's completion lengths, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
@@ -46,7 +46,7 @@ class Lengths:
         return tuple(prompt + completion for prompt, completion in zip(self.prompts, self.completions, strict=True))
 
 
-def find_lengths(source: str, limits: Limits, seed: int, read_metrics: ReadMetrics | None = None) -> Lengths:
+def find_lengths(source: str, limits: BatchLimits, seed: int, read_metrics: ReadMetrics | None = None) -> Lengths:
     """Lengths of one step from a distribution's name, a file or a run directory.
 
     Raises LengthsError naming `--lengths`, its value and what is wrong; for a file also the row.
@@ -65,7 +65,7 @@ def find_lengths(source: str, limits: Limits, seed: int, read_metrics: ReadMetri
     )
 
 
-def _from_distribution(kind: str, limits: Limits, seed: int) -> Lengths:
+def _from_distribution(kind: str, limits: BatchLimits, seed: int) -> Lengths:
     completions = draw(kind, limits.num_sequences, limits.max_completion, seed)
     chance = random.Random(f"{seed}/prompts")
     prompts: list[int] = []
@@ -76,7 +76,7 @@ def _from_distribution(kind: str, limits: Limits, seed: int) -> Lengths:
     )
 
 
-def _from_run(directory: Path, limits: Limits, seed: int, read_metrics: ReadMetrics) -> Lengths:
+def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: ReadMetrics) -> Lengths:
     where = f"--lengths = {str(directory)!r}"
     try:
         steps = read_metrics(directory / "metrics.jsonl")
@@ -115,7 +115,7 @@ def _interpolate(values: list[float], share: float) -> float:
     return values[above - 1] + (values[above] - values[above - 1]) * (percent - low) / (high - low)
 
 
-def _from_file(path: Path, limits: Limits, seed: int) -> Lengths:
+def _from_file(path: Path, limits: BatchLimits, seed: int) -> Lengths:
     rows = [_checked(pair, row, path, limits) for row, pair in _read_rows(path, limits)]
     if not rows:
         raise LengthsError(f"--lengths = {str(path)!r}: the file has no row")
@@ -127,7 +127,7 @@ def _from_file(path: Path, limits: Limits, seed: int) -> Lengths:
     return Lengths(tuple(prompt for prompt, _ in rows), tuple(completion for _, completion in rows), origin)
 
 
-def _read_rows(path: Path, limits: Limits) -> list[tuple[int, tuple[int, int]]]:
+def _read_rows(path: Path, limits: BatchLimits) -> list[tuple[int, tuple[int, int]]]:
     """(row, (prompt, completion)) of each row; rows count from 1, lines of a text as items of a JSON list."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
@@ -151,7 +151,7 @@ def _item(line: str, row: int, path: Path) -> Any:
         raise _row_error(path, row, line) from None
 
 
-def _pair(item: Any, row: int, path: Path, limits: Limits) -> tuple[int, int]:
+def _pair(item: Any, row: int, path: Path, limits: BatchLimits) -> tuple[int, int]:
     """(prompt, completion) of one row of any form."""
     numbers = item
     if isinstance(item, dict):
@@ -175,7 +175,7 @@ def _row_error(path: Path, row: int, value: Any) -> LengthsError:
     )
 
 
-def _checked(pair: tuple[int, int], row: int, path: Path, limits: Limits) -> tuple[int, int]:
+def _checked(pair: tuple[int, int], row: int, path: Path, limits: BatchLimits) -> tuple[int, int]:
     """The row if the recipe allows it."""
     prompt, completion = pair
     where = f"--lengths = {str(path)!r}, row {row}"

@@ -22,7 +22,7 @@ the logits. An update, beside the activations of every micro-batch that 1F1B hol
     embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
     reduction           on CPUs gloo copies the gradient buffer, as NCCL does not: 4 T, activations gone
 
-The optimizer's step, which is fused wherever it runs (`engine/settings.py`), needs nothing on top.
+The optimizer's step, which is fused wherever it runs (`megatron/settings.py`), needs nothing on top.
 
 Checked on the CPU path: `benchmarks/memory.py`, `tests/planner/test_estimate_memory.py`.
 """
@@ -112,7 +112,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """What a recipe allows: sequences of a step, sequences of a group, tokens of a prompt and of a completion."""
 
     num_sequences: int
@@ -144,7 +144,7 @@ def most_held(layout: Layout) -> int:
     return max(2, layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1))
 
 
-def worst_load(role: Role, schedule: Schedule, limits: Limits) -> Load:
+def worst_load(role: Role, schedule: Schedule, limits: BatchLimits) -> Load:
     """What a phase runs when every micro-batch is as full as the schedule allows and the pipeline is full."""
     size, longest_slots = schedule.mini_batch or limits.num_sequences, in_micro_batch(limits.longest, role.layout)
     if schedule.sequences is not None:
@@ -159,7 +159,9 @@ def worst_load(role: Role, schedule: Schedule, limits: Limits) -> Load:
     return Load(schedule.is_update, slots, head_tokens, limits.longest, most_held(role.layout), copied_rows)
 
 
-def largest_cap(roles: Sequence[Role], running: Role, schedule: Schedule, limits: Limits, budget_bytes: int) -> int | None:
+def largest_cap(
+    roles: Sequence[Role], running: Role, schedule: Schedule, limits: BatchLimits, budget_bytes: int
+) -> int | None:
     """The largest `max_tokens` under which the peak of the schedule's phase, in which `running` works, is at most
     `budget_bytes`, in the worst case and in steps of what the layout pads micro-batches to.
 
@@ -312,7 +314,7 @@ def resting(roles: Sequence[Role], present: str | None = None) -> Memory:
 
 def moved_away(roles: Sequence[Role]) -> int:
     """Bytes that roles between their phases keep in the host's memory, of the trainer rank that keeps most. The copies stay
-    there during their phases (`engine/offload.py`)."""
+    there during their phases (`megatron/offload.py`)."""
     kept = [[resident(*pair, during="between").host for pair in zip(roles, stage, strict=True)] for stage in _stages(roles)]
     return max(map(sum, kept))
 

@@ -149,8 +149,8 @@ def _of(size: NodeSize) -> str:
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
 # likely in each octave grow by 1 / ln 2 on average.
 PINNED_ROUNDING = 1 / math.log(2)
-# `OBJECT_STORE_BYTES` of `rollout/cluster.py` and `NUM_BUCKETS` of `sync/transport.py`, whose imports are no business of a
-# check; a test keeps them equal.
+# `OBJECT_STORE_BYTES` of `cluster/ray_cluster.py` and `NUM_BUCKETS` of `weight_sync/transport.py`, which are on a higher
+# floor; a test keeps them equal.
 OBJECT_STORE_BYTES, NUM_BUCKETS = 256 << 20, 2
 # Resident memory of one process: Python, torch and its libraries, on a GPU those of CUDA too. Not measured on a GPU yet.
 PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}

@@ -13,7 +13,7 @@ from megarl.planner.engine_memory import (
     Engines,
     concurrent_sequences,
 )
-from megarl.planner.memory import Limits, largest_cap, resting, usable_bytes
+from megarl.planner.memory import BatchLimits, largest_cap, resting, usable_bytes
 from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
@@ -82,10 +82,10 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
     )
 
 
-def limits_of(recipe: Recipe) -> Limits:
+def limits_of(recipe: Recipe) -> BatchLimits:
     """What a recipe allows of a step's sequences."""
     data, group_size = recipe.data, recipe.algorithm.group_size
-    return Limits(recipe.num_sequences, group_size, data.max_prompt_tokens, recipe.max_completion_tokens)
+    return BatchLimits(recipe.num_sequences, group_size, data.max_prompt_tokens, recipe.max_completion_tokens)
 
 
 def with_least_caps(recipe: Recipe) -> Recipe:

@@ -33,7 +33,7 @@ _CLOSE = 1.002
 
 
 @dataclass(frozen=True)
-class Work:
+class SequenceCosts:
     """What each sample of a batch takes: `slots` of a micro-batch, and time in token-equivalents."""
 
     slots: Sequence[int]
@@ -114,7 +114,7 @@ class _Problem:
     """The sequences of one mini-batch, longest first, and what they are packed for."""
 
     order: Sequence[int]
-    work: Work
+    work: SequenceCosts
     cap: int
     layout: Layout
     cost: Cost
@@ -166,7 +166,7 @@ class _Problem:
         return replace(self, order=self.order[every // 2 :: every], layout=layout)
 
 
-def balance(schedule: Schedule, samples: Sequence[int], work: Work, layout: Layout, cost: Cost) -> Ranks:
+def balance(schedule: Schedule, samples: Sequence[int], work: SequenceCosts, layout: Layout, cost: Cost) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank.
 
     The costliest micro-batch runs first: if memory runs out, it does so in the first pass. Raises ValueError where a virtual
@@ -277,7 +277,7 @@ def _deal_sequences(problem: _Problem, choice: _Choice, time: float) -> list[lis
     return ranks
 
 
-def _deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: int) -> Ranks:
+def _deal_micro_batches(micro_batches: Sequence[list[int]], work: SequenceCosts, data: int) -> Ranks:
     """The same number of micro-batches to every rank, costliest first to the rank with the least that still takes one."""
     share = len(micro_batches) // data
     ranks: Ranks = [[] for _ in range(data)]
@@ -291,11 +291,12 @@ def _deal_micro_batches(micro_batches: Sequence[list[int]], work: Work, data: in
     return ranks
 
 
-def _level(longest_first: Sequence[int], work: Work, cap: int, count: int) -> list[list[int]]:
+def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: int) -> list[list[int]]:
     """`count` bins of at most `cap` slots and of costs as even as they come; none where a sequence found no room.
 
-    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first). No bin stays empty as long
-    as there are `count` sequences.
+    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first); where that leaves no room
+    for one, best-fit may still find some, because it fills bins instead of levelling them. No bin stays empty as long as
+    there are `count` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
@@ -305,7 +306,8 @@ def _level(longest_first: Sequence[int], work: Work, cap: int, count: int) -> li
         while cheapest and room[cheapest[0][1]] < work.slots[sample]:
             full.append(heapq.heappop(cheapest))
         if not cheapest:
-            return []
+            tight = _best_fit(longest_first, work.slots, cap)
+            return _split(tight, work.slots, count) if len(tight) <= count else []
         spent, number = cheapest[0]
         heapq.heapreplace(cheapest, (spent + work.costs[sample], number))
         for entry in full:  # a shorter sequence may fit

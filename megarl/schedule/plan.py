@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megarl.models.layout import Layout
-from megarl.schedule.balance import Work, balance
+from megarl.schedule.balance import SequenceCosts, balance
 from megarl.schedule.cost import Cost, in_step, run_times
 from megarl.schedule.schedule import Schedule, in_micro_batch, padded, violations
 from megarl.schedule.share import Shared, balance_shared
@@ -111,7 +111,7 @@ def plan_phase(
     lengths = [int(length) for length in lengths]
     _refuse_impossible(schedule, lengths, layout)
     multiple, slots = layout.micro_batch_multiple, padded(lengths, layout)
-    work = Work(slots, [cost.sequence(length) for length in slots])
+    work = SequenceCosts(slots, [cost.sequence(length) for length in slots])
     shared = Shared.of(schedule, lengths, layout, groups, prompts)
     mini_batches = []
     for epoch in range(schedule.epochs):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.models.layout import Layout
-from megarl.schedule.balance import Ranks, Work, balance
+from megarl.schedule.balance import Ranks, SequenceCosts, balance
 from megarl.schedule.cost import Cost
 from megarl.schedule.schedule import Schedule
 
@@ -84,7 +84,7 @@ def balance_shared(schedule: Schedule, samples: Sequence[int], shared: Shared, l
         parts = [part for group in groups for part in _parts(group, size, shared, schedule.max_tokens, layout)]
         if len(parts) < wanted:
             continue
-        work = Work([shared.tokens(part) for part in parts], [shared.cost(part, cost) for part in parts])
+        work = SequenceCosts([shared.tokens(part) for part in parts], [shared.cost(part, cost) for part in parts])
         try:
             ranks = balance(schedule, range(len(parts)), work, layout, cost)
         except ValueError:

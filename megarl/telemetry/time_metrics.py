@@ -14,10 +14,9 @@ from statistics import median
 from typing import Any
 
 from megarl.models import ModelShape
-from megarl.planner.adapters import Adapters
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
-from megarl.planner.roles import Frozen
+from megarl.planner.roles import Adapters, Frozen
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch

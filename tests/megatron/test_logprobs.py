@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.schedule import blocks
+from megarl.schedule import logit_blocks as blocks
 from tests.ranks import run_ranks
 
 SMALL = 4 * 64 * 5  # five rows of 64 columns in fp32

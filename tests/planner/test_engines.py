@@ -12,7 +12,7 @@ from megarl.planner.advice import fit
 from megarl.planner.engine_memory import Engines
 from megarl.planner.forecast import Forecast, Job, engine_room, job_of, on_devices
 from megarl.planner.lengths import Lengths
-from megarl.planner.memory import Limits, Memory, resident, resting
+from megarl.planner.memory import BatchLimits, Memory, resident, resting
 from megarl.planner.roles import Role, Savings
 from megarl.recipe import load_recipe
 from megarl.recipe.sizes import GIB, memory_roles
@@ -88,7 +88,7 @@ def test_roles_at_rest_hold_what_is_not_moved_away(offload: str, at_rest: int, i
 
 def job_with(one: Engines, offload: str = "none", device_bytes: int = 100_000) -> Job:
     """A job of which the memory of roles and engines alone is asked."""
-    return Job(roles(offload), (), Lengths((), (), ""), Limits(1, 1, 1, 1), 1, one, device_bytes=device_bytes)
+    return Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, one, device_bytes=device_bytes)
 
 
 ENGINE = WEIGHTS + 1000 + WORKING  # 22,536

@@ -18,7 +18,7 @@ from megarl.planner import activations
 from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
 from megarl.planner.memory import (
     FRAGMENTATION,
-    Limits,
+    BatchLimits,
     Load,
     Memory,
     largest_cap,
@@ -154,7 +154,7 @@ def test_the_largest_cap_fits_and_the_next_does_not(
     lowest = in_micro_batch(longest, role.layout)
     budget = int(total(lowest) * share)
     schedule = Schedule("actor_update", max_tokens=1, mini_batch=count if update else None)
-    limits = Limits(count, 4, longest // 2, longest - longest // 2)
+    limits = BatchLimits(count, 4, longest // 2, longest - longest // 2)
     cap = largest_cap([role], role, schedule, limits, budget)
     if cap is None:
         assert total(lowest) > budget

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
-from megarl.planner.memory import Limits
+from megarl.planner.memory import BatchLimits
 from megarl.telemetry.metrics import read_metrics
 
-LIMITS = Limits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
+LIMITS = BatchLimits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
 limits = st.builds(
-    lambda groups, size, prompt, completion: Limits(groups * size, size, prompt, completion),
+    lambda groups, size, prompt, completion: BatchLimits(groups * size, size, prompt, completion),
     st.integers(1, 20),
     st.integers(1, 8),
     st.integers(1, 2000),
@@ -24,7 +24,7 @@ limits = st.builds(
 
 
 @given(st.sampled_from(DISTRIBUTIONS), limits, st.integers(0, 9))
-def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: str, bounds: Limits, seed: int) -> None:
+def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: str, bounds: BatchLimits, seed: int) -> None:
     found = find_lengths(kind, bounds, seed)
     assert len(found.prompts) == len(found.completions) == bounds.num_sequences
     assert all(bounds.max_prompt / 2 <= prompt <= bounds.max_prompt for prompt in found.prompts)
@@ -36,7 +36,7 @@ def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: st
 
 
 def test_another_seed_draws_other_lengths() -> None:
-    bounds = Limits(64, 8, 1000, 4000)
+    bounds = BatchLimits(64, 8, 1000, 4000)
     for kind in DISTRIBUTIONS:
         assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
 
@@ -73,7 +73,7 @@ def test_a_whole_length_is_split_so_that_both_parts_are_legal(tmp_path: Path, to
 def test_another_number_of_rows_is_drawn_from(tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_text("40\n80\n")
-    found = find_lengths(str(file), Limits(64, 8, 100, 300), 3)
+    found = find_lengths(str(file), BatchLimits(64, 8, 100, 300), 3)
     assert len(found.totals) == 64 and set(found.totals) == {40, 80}
     assert "drawn with replacement" in found.origin and "2 rows" in found.origin
 
@@ -129,7 +129,7 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
     first = quantiles(0, 20, 40, 80, 120, 180, 230, 280) | {"rollout/prompt_length_mean": 40.0}
     second = quantiles(2, 20, 60, 120, 180, 220, 270, 300) | {"rollout/prompt_length_mean": 45.0}
     means = (1, 20, 50, 100, 150, 200, 250, 290)
-    found = find_lengths(write_run(tmp_path / "run", first, second), Limits(8000, 8, 100, 300), 1, read_metrics)
+    found = find_lengths(write_run(tmp_path / "run", first, second), BatchLimits(8000, 8, 100, 300), 1, read_metrics)
     assert set(found.prompts) == {42}
     assert min(found.completions) >= 1 and max(found.completions) <= 290
     for percent, mean in zip(QUANTILES[1:-1], means[1:-1], strict=True):
