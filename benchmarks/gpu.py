@@ -243,7 +243,6 @@ def estimated_bytes(
         head_tokens=sum(completion for _, completion in micro_batch),
         longest=max(map(sum, lengths)),
         num_micro_batches=len(lengths) // PER_MICRO_BATCH,
-        max_in_flight=None,
     )
     # Of fp32 weights and two moments, the weights are there before the first step.
     return memory.total if takes_steps else memory.total - memory.optimizer * 2 // 3

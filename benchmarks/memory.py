@@ -41,7 +41,6 @@ def row(case: Case, measured: list[int]) -> dict[str, Any]:
         "precision": case.precision,
         "layouts": {role: asdict(layout) for role, layout in case.layouts.items()},
         "max_tokens": case.max_tokens,
-        "max_micro_batches_in_flight": case.max_in_flight,
         "num_micro_batches": mini_batch.num_micro_batches,
         "slots": max(one.slots for own in mini_batch.micro_batches for one in own),
         "predicted": {**asdict(predicted), "total": predicted.total},

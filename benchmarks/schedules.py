@@ -162,7 +162,7 @@ def measure(lengths: Sequence[int], ranks: list[list[list[int]]], cell: Cell, ca
             cut[-1].append((slots, sum(lengths[sample] for sample in held), sum(map(COST.sequence, widths))))
     every = [one for own in cut for one in own]
     spent = [sum(cost for _, _, cost in own) for own in cut]
-    times = [run_times([cost for _, _, cost in own], (len(own),), cell.layout, COST)[0] for own in cut]
+    times = [run_times([cost for _, _, cost in own], cell.layout, COST)[0] for own in cut]
     return {
         "micro_batches": max(map(len, ranks)),
         "useful_share": sum(tokens for _, tokens, _ in every) / sum(slots for slots, _, _ in every),

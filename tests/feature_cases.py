@@ -37,7 +37,6 @@ class Feature:
     lora: LoraSection | None = None
     precision: str = "fp32"
     initial_loss_scale: float = 65536.0
-    max_in_flight: int | None = None  # several pipeline runs a mini-batch
     leaves_gathers: bool = False  # nothing waits for the head's weight
     checkpoint: str | None = None  # saved after the second update and loaded into a fresh engine
 
@@ -108,7 +107,7 @@ def _small_buckets(**arguments: Any) -> Any:
 def _train(directory: str, place: Any, feature: Feature, updates: int, role: str) -> list[Line]:
     trained = build(directory, place, feature, role)
     batch = small_batch(trained.shape.vocab)
-    mini_batch = cut(batch, place.layout, feature.max_in_flight)
+    mini_batch = cut(batch, place.layout)
     lines = []
     for number in range(updates):
         if number == 2 and feature.checkpoint is not None:
@@ -140,7 +139,7 @@ def _update(
 ) -> tuple[list[tuple[float, float]], list[bytes]]:
     trained = build(directory, place, feature, role)
     batch = small_batch(trained.shape.vocab)
-    mini_batch = cut(batch, place.layout, feature.max_in_flight)
+    mini_batch = cut(batch, place.layout)
     with trained.present(training=True):
         done = [trained.update(batch, mini_batch, objective_of(role, 100)) for _ in range(updates)]
     with trained.present():
@@ -148,8 +147,8 @@ def _update(
     return [(total_loss(update, place), update.grad_norm) for update in done], weights
 
 
-def cut(batch: Any, layout: Layout, max_in_flight: int | None) -> MiniBatch:
-    schedule = Schedule("update", max_tokens=40, mini_batch=12, max_micro_batches_in_flight=max_in_flight)
+def cut(batch: Any, layout: Layout) -> MiniBatch:
+    schedule = Schedule("update", max_tokens=40, mini_batch=12)
     (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), layout, 0).mini_batches
     return mini_batch
 

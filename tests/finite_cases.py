@@ -64,7 +64,7 @@ def update_through(
     place = start(layout)
     trained = build(directory, place, feature)
     batch = small_batch(trained.shape.vocab)
-    mini_batch = cut(batch, place.layout, None)
+    mini_batch = cut(batch, place.layout)
     updates, states = [], [state(trained)]
     for kind in kinds:
         weight = trained.models[-1].decoder.final_layernorm.weight if place.rank == layout.ranks - 1 else torch.zeros(1)

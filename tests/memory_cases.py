@@ -84,7 +84,6 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
     max_tokens: int
     precision: str = "fp32"
-    max_in_flight: int | None = None
     entropy_coefficient: float = 0.0
     lora: LoraSection | None = None
     savings: Mapping[str, Savings] = field(default_factory=dict)  # by role
@@ -131,7 +130,6 @@ class Case:
             "phase",
             max_tokens=self.max_tokens,
             mini_batch=len(self.all_lengths) if self.update else None,
-            max_micro_batches_in_flight=self.max_in_flight,
             share_prompts=self.group_size is not None,
         )
         groups = [sample // (self.group_size or 1) for sample in range(len(self.all_lengths))]
@@ -150,7 +148,6 @@ class Case:
             head_tokens=max(sum(self.all_lengths[sample][1] for sample in one.samples) for one in micro_batches),
             longest=max(sum(pair) for pair in self.lengths),
             num_micro_batches=mini_batch.num_micro_batches,
-            max_in_flight=self.max_in_flight,
             copied_rows=max(one.rows_behind_prompts(self.totals) for one in micro_batches),
         )
 
@@ -174,7 +171,6 @@ CASES = (
     Case("actor update, tensor", "qwen3", "actor", True, {"actor": Layout(2, 1, 1)}, EQUAL, 1024),
     Case("actor update, sequence parallel", "qwen3", "actor", True, {"actor": Layout(2, 1, 1, True)}, EQUAL, 1024, "bf16"),
     Case("actor update, pipeline", "qwen2-tied", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024),
-    Case("actor update, drained pipeline", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL * 2, 1024, "bf16", 1),
     Case("actor update, virtual pipeline", "layers", "actor", True, {"actor": VIRTUAL}, EQUAL * 2, 1024),
     Case("actor update, context", "qwen2-tied", "actor", True, {"actor": CONTEXT}, EQUAL, 1024),
     Case("actor forward, context", "vocabulary", "actor", False, {"actor": CONTEXT}, FEWER, 256),

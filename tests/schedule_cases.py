@@ -59,14 +59,12 @@ def cases(draw: st.DrawFn, capped: bool) -> Case:
     shortest = [min(length for length, own in zip(lengths, groups, strict=True) if own == group) for group in groups]
     prompts = [random.Random(group).randint(1, most) for group, most in zip(groups, shortest, strict=True)]
     shared = layout.context == 1 and draw(st.booleans())
-    in_flight = layout.pipeline > 1 and layout.virtual_pipeline == 1 and update and draw(st.booleans())
     schedule = Schedule(
         phase=draw(st.sampled_from(["actor_update", "critic_update"])) if update else "critic_value",
         sequences=None if capped else draw(st.integers(1, 12)),
         max_tokens=longest + step + draw(st.integers(0, 5 * longest)) if capped else None,
         mini_batch=size if update else None,
         epochs=draw(st.integers(1, 2)) if update else 1,
-        max_micro_batches_in_flight=draw(st.integers(1, layout.pipeline - 1)) if in_flight else None,
         share_prompts=shared,
     )
     cost = Cost(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 1.0, 30.0])))

@@ -7,7 +7,7 @@ Both execute exactly the micro-batches they are given and report what they execu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,6 @@ class Engine:
         self.chunks: list[Any]
         self.optimizer: Any = None
         self.adapters: dict[str, Adapter] = {}
-        self._is_last_run = True
         self._trail: BackwardTrail | None = None
         self._weights_to_gather = False
         self._skipped_in_a_row = 0
@@ -203,14 +202,10 @@ class Engine:
         self._trail = BackwardTrail(self.models, self.place)
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = self._finalize
-        no_sync = [partial(self._no_sync, chunk) for chunk in self.chunks]
+        self.config.finalize_model_grads_func = finalize_model_grads
+        # Entered for all but the last micro-batch, so that overlapped gradients are reduced once.
+        no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-
-    def _no_sync(self, chunk: Any) -> AbstractContextManager[None]:
-        """What megatron-core enters for all but the last micro-batch of a pipeline run, so that gradients which overlap are
-        not summed yet; only the last run of a mini-batch has a last micro-batch (see `_run`)."""
-        return chunk.no_sync() if self._is_last_run else nullcontext()
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
@@ -350,45 +345,38 @@ class Engine:
         forward_only: bool,
         replay: RouterReplay | None,
     ) -> tuple[list[Any], Executed]:
-        """Drive megatron-core's pipeline schedule over this rank's micro-batches, one pipeline run after the other.
+        """Drive megatron-core's pipeline schedule over this rank's micro-batches.
 
-        Returns what `finish(micro_batch, output)` returned (on the last stage) and what went through the model, in that
-        order. In training `finish` returns a loss and what is to be stored; gradients add up over the runs.
+        Returns what `finish(micro_batch, output)` returned (on the last stage), and the shapes that went through the model,
+        in the order in which they ran. In training `finish` returns a loss and what is to be stored.
         """
         place = self.place
-        cut = partial(
-            pack,
-            ends_alone=self.role == "reward_model",
-            choices=None if replay is None else replay.choices,
-        )
+        ends_alone, choices = self.role == "reward_model", None if replay is None else replay.choices
         with span("data"):
             packed = [
-                cut(batch, micro, place.device, place.layout, place.context_rank)
+                pack(batch, micro, place.device, place.layout, place.context_rank, ends_alone, choices)
                 for micro in mini_batch.micro_batches[place.data_rank]
             ]
-        stored: list[Any] = []
-        ran: list[list[PackedMicroBatch]] = []  # by pipeline run
-        remaining = [iter(packed) for _ in self.chunks]  # each chunk runs all of them
-        for number, size in enumerate(mini_batch.runs, 1):
-            self._is_last_run = number == len(mini_batch.runs)
-            ran.append([])
-            with ExitStack() as stack:
-                if not self._is_last_run and not forward_only:
-                    for chunk in self.chunks:
-                        stack.enter_context(chunk.no_sync())
-                stored += get_forward_backward_func()(
-                    forward_step_func=partial(self._step, finish, ran[-1], size),
-                    data_iterator=remaining,
-                    model=self.chunks,
-                    num_microbatches=size,
-                    seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
-                    micro_batch_size=1,
-                    forward_only=forward_only,
-                    collect_non_loss_data=forward_only,
-                )
+        ran: list[PackedMicroBatch] = []
+        stored = get_forward_backward_func()(
+            forward_step_func=partial(self._step, finish, ran, len(packed)),
+            data_iterator=[iter(packed) for _ in self.chunks],  # each chunk runs all of them
+            model=self.chunks,
+            num_microbatches=len(packed),
+            seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
         if replay is not None:
             replay.finish()
-        return stored, _executed(ran)
+        # Read off the tensors that ran, not off the plan.
+        executed = Executed(
+            sequences=tuple(micro.num_sequences for micro in ran),
+            tokens=tuple(micro.num_tokens for micro in ran),
+            slots=tuple(micro.num_slots for micro in ran),
+        )
+        return stored, executed
 
     def _step(
         self,
@@ -419,7 +407,7 @@ class Engine:
             if non_loss_data:  # forward only
                 return finish(micro, output)
             loss, sums = finish(micro, output)
-            # Megatron divides a loss by the micro-batches of a pipeline run and averages gradients over data-parallel ranks;
+            # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks;
             # the objective's weights already are those of the whole mini-batch, so both are undone here. It averages over
             # context ranks too, and undoes that itself.
             return loss * (num_micro_batches * self.place.layout.data), sums
@@ -446,14 +434,6 @@ class Engine:
         for chunk in self.chunks if self._weights_to_gather else ():
             gather_all(chunk)
         self._weights_to_gather = False
-
-    def _finalize(self, *args: Any, **kwargs: Any) -> None:
-        """Once a mini-batch: gradients are reduced over the ranks when all its pipeline runs have added theirs.
-
-        Nothing reduces them earlier: overlap begins in the last run (`_no_sync`).
-        """
-        if self._is_last_run:
-            finalize_model_grads(*args, **kwargs)
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
         # output [this context rank's own tokens, 1, hidden] or, of a critic, [1, this context rank's own tokens, 1]
@@ -493,17 +473,6 @@ def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
-
-
-def _executed(ran: list[list[PackedMicroBatch]]) -> Executed:
-    """Read off the tensors that ran, run by run, not off the plan."""
-    micro_batches = [micro for run in ran for micro in run]
-    return Executed(
-        sequences=tuple(micro.num_sequences for micro in micro_batches),
-        tokens=tuple(micro.num_tokens for micro in micro_batches),
-        slots=tuple(micro.num_slots for micro in micro_batches),
-        runs=tuple(len(run) for run in ran),
-    )
 
 
 def share_results(

@@ -52,7 +52,6 @@ def largest_cap(
             longest=longest,
             # A second micro-batch starts while results of the first are still held.
             num_micro_batches=most_held(running.layout),
-            max_in_flight=schedule.max_micro_batches_in_flight,
             copied_rows=most_rows_behind_prompts(cap, size, longest, group_size, longest_prompt)
             if schedule.share_prompts
             else 0,

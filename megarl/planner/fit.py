@@ -1,4 +1,4 @@
-"""What does not fit the device, and the mildest legal change that does: a cap, an earlier drain, a layout, recompute or
+"""What does not fit the device, and the mildest legal change that does: a cap, a layout, recompute or
 offload, a KV cache."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megarl.planner.attention_cost import cache_width
 from megarl.planner.engine_memory import Engines, cached_layers
 from megarl.planner.forecast import Forecast, PhaseForecast, cap_that_fits, engine_room, is_update, worst_memory
 from megarl.planner.job import Job
-from megarl.planner.layouts import earlier_drains, layout_text, layouts_of, longest_slots, with_layouts
+from megarl.planner.layouts import layout_text, layouts_of, longest_slots, with_layouts
 from megarl.planner.roles import BYTES
 
 # A changed schedule or layout: the overrides, and the bytes of the fullest device in the phase's worst case.
@@ -98,20 +98,15 @@ def _saved(job: Job, changes: Sequence[tuple[str, str, str]]) -> Job:
 
 
 def _other_cap(job: Job, phase: PhaseForecast) -> Fix | None:
-    """The largest cap that fits, with as many micro-batches in flight as leave room for one."""
-    schedule, stated = phase.schedule, phase.schedule.max_micro_batches_in_flight
-    for drained in (schedule, *earlier_drains(schedule, phase.role.layout)):
-        cap = cap_that_fits(job, drained)
-        if not cap:
-            continue
-        in_flight = drained.max_micro_batches_in_flight
-        changes = [] if in_flight == stated else [f"phases.{phase.phase}.max_micro_batches_in_flight={in_flight}"]
-        if schedule.max_tokens is None or schedule.max_tokens > cap:
-            drained = with_cap(drained, cap)
-            changes.append(cap_change(schedule, cap))
-        if job.runs(drained):
-            return tuple(changes), worst_memory(job, drained).total + job.beside_bytes
-    return None
+    """The largest cap that fits."""
+    schedule, cap = phase.schedule, cap_that_fits(job, phase.schedule)
+    if not cap:
+        return None
+    capped = schedule
+    changes: tuple[str, ...] = ()
+    if schedule.max_tokens is None or schedule.max_tokens > cap:
+        capped, changes = with_cap(schedule, cap), (cap_change(schedule, cap),)
+    return (changes, worst_memory(job, capped).total + job.beside_bytes) if job.runs(capped) else None
 
 
 def _other_layout(job: Job, phase: PhaseForecast) -> Fix | None:

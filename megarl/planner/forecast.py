@@ -231,6 +231,5 @@ def _peak(
         head_tokens=head_tokens,
         longest=longest,
         num_micro_batches=num_micro_batches,
-        max_in_flight=schedule.max_micro_batches_in_flight,
         copied_rows=copied_rows,
     )

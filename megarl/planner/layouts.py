@@ -71,24 +71,12 @@ def layout_values(layout: Layout) -> dict[str, int]:
     return values
 
 
-def earlier_drains(schedule: Schedule, layout: Layout) -> list[Schedule]:
-    """The schedule under every legal drain that holds fewer micro-batches than it does, the latest drain first.
-
-    Only an update under a pipeline without virtual stages can be drained.
-    """
-    if schedule.mini_batch is None or layout.virtual_pipeline > 1:
-        return []
-    held = schedule.max_micro_batches_in_flight or layout.pipeline
-    return [replace(schedule, max_micro_batches_in_flight=fewer) for fewer in range(held - 1, 0, -1)]
-
-
 def longest_slots(job: Job, layout: Layout) -> int:
     """Slots of a micro-batch that holds one longest sequence: the least legal cap."""
     return in_micro_batch(job.limits.longest, layout)
 
 
 def _runs(job: Job, schedule: Schedule, layout: Layout) -> bool:
-    """Whether a layout can run a schedule, its cap aside: what must divide divides, the drain is one."""
+    """Whether the data-parallel size of a layout divides the batch and the mini-batch of a schedule."""
     sizes = (job.limits.num_sequences, schedule.mini_batch or job.limits.num_sequences)
-    in_flight = schedule.max_micro_batches_in_flight
-    return all(size % layout.data == 0 for size in sizes) and (in_flight is None or in_flight < layout.pipeline)
+    return all(size % layout.data == 0 for size in sizes)

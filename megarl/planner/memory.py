@@ -83,18 +83,17 @@ def resident(role: Role, pipeline_rank: int, during: str = "update") -> Memory:
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, host=host)
 
 
-def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int, max_in_flight: int | None) -> float:
+def micro_batches_held(role: Role, pipeline_rank: int, num_micro_batches: int) -> float:
     """Micro-batches whose activations a stage holds at once.
 
     1F1B: its own and one for every later stage (Narayanan et al. 2021, sec. 2.2). Interleaved (same, fig. 4): a stage
     starts 2 (later stages) + (chunks - 1) pipeline + 1 chunks, each a share of a micro-batch.
     """
     layout = role.layout
-    limit = num_micro_batches if max_in_flight is None else min(num_micro_batches, max_in_flight)
     later, chunks = layout.pipeline - 1 - pipeline_rank, layout.virtual_pipeline
     if chunks == 1:
-        return min(limit, later + 1)
-    return min(limit, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
+        return min(num_micro_batches, later + 1)
+    return min(num_micro_batches, (2 * later + (chunks - 1) * layout.pipeline + 1) / chunks)
 
 
 def most_held(layout: Layout) -> int:
@@ -112,15 +111,14 @@ def working(
     head_tokens: int,
     longest: int,
     num_micro_batches: int,
-    max_in_flight: int | None,
     copied_rows: int = 0,
 ) -> Memory:
     """What a phase holds on top of what is resident, at its peak.
 
     `slots` are the tokens of its largest micro-batch with padding, `head_tokens` those of them that predict a completion
     token, `longest` the longest sequence, for which the rotary table is made, `num_micro_batches` those of one data-parallel
-    rank in one mini-batch, `max_in_flight` the schedule's limit. Where prompts are shared, `copied_rows` are rows of keys
-    and values that stand behind them in a micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`).
+    rank in one mini-batch. Where prompts are shared, `copied_rows` are rows of keys and values that stand behind them in a
+    micro-batch (`rows_behind_prompts`, or the bound `most_rows_behind_prompts`).
     Raises ValueError for an update of a role that is not trained.
     """
     if update and not role.trained:
@@ -129,8 +127,8 @@ def working(
     tokens = -(-slots // context)
     head_tokens = min(head_tokens, tokens)  # a context rank's chunks may be all completion
     if update:
-        held = micro_batches_held(role, pipeline_rank, num_micro_batches, max_in_flight)
-        steady = num_micro_batches > 1 and max_in_flight != 1
+        held = micro_batches_held(role, pipeline_rank, num_micro_batches)
+        steady = num_micro_batches > 1
         moments = _update_moments(role, pipeline_rank, tokens, head_tokens, held, steady, copied_rows)
     else:
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
@@ -223,7 +221,6 @@ def peak(
     head_tokens: int,
     longest: int,
     num_micro_batches: int,
-    max_in_flight: int | None,
     copied_rows: int = 0,
 ) -> Memory:
     """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases.
@@ -245,7 +242,6 @@ def peak(
             head_tokens=head_tokens,
             longest=longest,
             num_micro_batches=num_micro_batches,
-            max_in_flight=max_in_flight,
             copied_rows=copied_rows,
         )
         for pipeline_rank in range(running.layout.pipeline)

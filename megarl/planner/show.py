@@ -142,8 +142,6 @@ def _phase_table(recipe: Recipe, found: Forecast, earlier: Measured | None) -> T
 def _engine_cells(phase: PhaseForecast, unit: str) -> list[str]:
     schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
     rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
-    if schedule.max_micro_batches_in_flight is not None:
-        rule += f"\n{schedule.max_micro_batches_in_flight} in flight"
     return [
         phase.phase,
         f"{layout_name(layout)} x DP{layout.data}",

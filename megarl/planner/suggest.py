@@ -2,8 +2,7 @@
 
 The search takes the least cut under which everything fits with room: in every phase a cap of four mean sequences
 (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
-that room, it asks for one longest sequence of each. Where none has that either, updates drain their pipeline early, and
-what is searched is the least idling.
+that room, it asks for one longest sequence of each.
 Engines are cut by tensor ranks alone, one worker a device: of the trainer's, or of as many as the recipe's engines have.
 """
 
@@ -20,10 +19,9 @@ from megarl.planner.engine_memory import Engines
 from megarl.planner.fit import kv_bytes_per_token
 from megarl.planner.forecast import Forecast, cap_that_fits, engine_room, forecast, on_devices, worst_memory
 from megarl.planner.job import Job
-from megarl.planner.layouts import NODE_RANKS, earlier_drains, layout_values, layouts_of, longest_slots, with_layouts
-from megarl.recipe import ROLE_OF
+from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe.layout_rules import tensor_divides
-from megarl.schedule import Schedule, bubble_share
+from megarl.schedule import Schedule
 
 # Mean sequences in a cap that leaves the packing free to fill it.
 ROOMY = 4
@@ -53,50 +51,28 @@ def suggest(job: Job) -> list[Suggestion]:
     """
     if job.device_bytes is None:
         raise NoDevice("--suggest needs the memory of one trainer rank's device; add device: {memory_gib: 80}")
-    plain = replace(job, schedules=tuple(replace(one, max_micro_batches_in_flight=None) for one in job.schedules))
-    roomy = _search(plain, roomy=True)
-    chosen = roomy or _search(plain, roomy=False) or _search_drained(plain)
+    roomy = _search(job, roomy=True)
+    chosen = roomy or _search(job, roomy=False)
     if chosen is None:
-        raise NothingFits(_what_is_missing(plain))
+        raise NothingFits(_what_is_missing(job))
     chosen = _with_caps(_with_kv_cache(_with_own_layouts(chosen)))
     found = forecast(chosen)
-    return [*_layout_keys(plain, found, roomy is not None), *_engine_keys(found, job), *_phase_keys(job, found)]
+    return [*_layout_keys(job, found, roomy is not None), *_engine_keys(found, job), *_phase_keys(job, found)]
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
     """The job under the layout, the same for all roles, and the engines that cut the model least and fit together."""
     for layout, engines in _pairs(job, roomy):
-        tried = _tried(job, layout, engines, roomy, drained=False)
+        tried = _tried(job, layout, engines, roomy)
         if _fits(tried):
             return tried
     return None
 
 
-def _search_drained(job: Job) -> Job | None:
-    """The same with updates that drain their pipeline early: of all that fit, the one that idles least for it."""
-    tried = [_tried(job, *pair, roomy=False, drained=True) for pair in _pairs(job, roomy=False)]
-    return min((one for one in tried if _fits(one)), key=_idle, default=None)
-
-
-def _idle(job: Job) -> float:
-    """The largest share of its time for which a drained pipeline of an update idles."""
-    drained = [(one.max_micro_batches_in_flight, job.role(one.phase).layout.pipeline) for one in job.schedules]
-    return max((bubble_share(held, stages) for held, stages in drained if held is not None), default=0.0)
-
-
-def _tried(job: Job, layout: Layout, engines: Engines | None, roomy: bool, drained: bool) -> Job:
+def _tried(job: Job, layout: Layout, engines: Engines | None, roomy: bool) -> Job:
     """The job under one layout of all roles, with engines, and with the least caps."""
     tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-    tried = replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
-    return replace(tried, schedules=tuple(_drained(tried, one) for one in tried.schedules)) if drained else tried
-
-
-def _drained(job: Job, schedule: Schedule) -> Schedule:
-    """The schedule under the latest drain with which it fits, if it needs one; under the earliest where none fits."""
-    drains = [schedule, *earlier_drains(schedule, job.role(schedule.phase).layout)]
-    if not _holds(job, drains[-1]):
-        return drains[-1]
-    return next(one for one in drains if _holds(job, one))
+    return replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
 
 
 def _holds(job: Job, schedule: Schedule) -> bool:
@@ -221,17 +197,15 @@ def _with_kv_cache(job: Job) -> Job:
 
 def _what_is_missing(job: Job) -> str:
     """The least that any layout would take, for the longest sequence."""
-    tried = [_tried(job, *pair, roomy=False, drained=True) for pair in _pairs(job, roomy=False)]
+    tried = [_tried(job, *pair, roomy=False) for pair in _pairs(job, roomy=False)]
     if not tried:
         return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
     takes = [_peak(one) for one in tried]
     least = min(takes)
     best = tried[takes.index(least)]
-    drain = any(one.max_micro_batches_in_flight is not None for one in best.schedules)
-    with_drain = " with updates drained after each micro-batch" if drain else ""
     return (
         f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
-        f"{gib(least)}, takes {_name(best.roles[0].layout)}{with_drain}; more trainer.ranks, a shorter "
+        f"{gib(least)}, takes {_name(best.roles[0].layout)}; more trainer.ranks, a shorter "
         "rollout.max_new_tokens or a larger device"
     )
 
@@ -279,10 +253,8 @@ def _why_not_simpler(job: Job, chosen: Layout, engines: Engines | None) -> str:
 def _shortfall(job: Job, layout: Layout, engines: Engines | None) -> str:
     sizes = _engine_sizes(job, roomy=False)
     least = next(one for one in sizes if one is None or (engines is not None and one.layout == engines.layout))
-    if _fits(_tried(job, layout, least, roomy=False, drained=False)):
+    if _fits(_tried(job, layout, least, roomy=False)):
         return f"no room for caps of {ROOMY} mean sequences and the KV cache"
-    if _fits(_tried(job, layout, least, roomy=False, drained=True)):
-        return "only with an earlier drain of the pipeline"
     return "would not fit"
 
 
@@ -321,10 +293,3 @@ def _phase_keys(job: Job, found: Forecast) -> Iterator[Suggestion]:
         if phase.phase == "actor_logprob":
             reason = f"the rule of actor_update, which keeps the first policy ratios near 1; {reason}"
         yield Suggestion(f"phases.{phase.phase}.micro_batch", {"max_tokens": cap}, reason)
-        stated, in_flight = job.schedule(phase.phase), phase.schedule.max_micro_batches_in_flight
-        key = f"phases.{phase.phase}.max_micro_batches_in_flight"
-        if in_flight is not None:
-            reason = f"the {phase.role.layout.pipeline} longest sequences that its pipeline would hold do not fit"
-            yield Suggestion(key, in_flight, reason)
-        elif stated is not None and stated.max_micro_batches_in_flight is not None:
-            yield Suggestion(key, None, f"the {ROLE_OF[phase.phase]} fits without draining its pipeline early")

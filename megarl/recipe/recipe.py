@@ -293,6 +293,5 @@ class Recipe(Section):
                 f"phases.{phase}.micro_batch.max_tokens = {cap} is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
-            in_flight = section.max_micro_batches_in_flight
-            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, in_flight, section.share_prompts)
+            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, section.share_prompts)
         return Schedule(phase, rule.sequences, cap, share_prompts=section.share_prompts)

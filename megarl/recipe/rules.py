@@ -240,22 +240,6 @@ def _mini_batch(recipe: Recipe, phase: str) -> Violations:
         yield Violation(key, size, f"must be a multiple of the {role}'s data-parallel size {data}", nearest)
 
 
-def _in_flight(recipe: Recipe, phase: str) -> Violations:
-    """A pipeline of P stages never holds more than P micro-batches; draining it later than that only costs time."""
-    section = recipe.phase_section(phase)
-    if not isinstance(section, UpdatePhaseSection) or section.max_micro_batches_in_flight is None:
-        return
-    key, count = f"phases.{phase}.max_micro_batches_in_flight", section.max_micro_batches_in_flight
-    role = ROLE_OF[phase]
-    stages, chunks = recipe.layout_section(role).pipeline, recipe.layout_section(role).virtual_pipeline
-    if chunks > 1:
-        rule = f"a pipeline of {cut_by(recipe, role)}.layout.virtual_pipeline = {chunks} chunks a stage is not drained"
-        yield Violation(key, count, rule, f"remove {key}")
-    elif count >= stages:
-        rule = f"the {role}'s {stages} pipeline stage{'s hold' if stages > 1 else ' holds'} {stages} at most anyway"
-        yield Violation(key, count, rule, str(stages - 1) if stages > 1 else f"remove {key}")
-
-
 def _share_prompts(recipe: Recipe, phase: str) -> Violations:
     """Where a prompt's rows cannot serve the completions of its group."""
     section, role = recipe.phase_section(phase), ROLE_OF[phase]
@@ -581,7 +565,6 @@ PHASE_RULES: tuple[Callable[[Recipe, str], Violations], ...] = (
     _section_fits_run,
     _cap,
     _mini_batch,
-    _in_flight,
     _share_prompts,
     _virtual_pipeline_counts,
 )

@@ -387,9 +387,6 @@ class UpdatePhaseSection(Section):
     """How a mini-batch is cut into forward and backward passes."""
     epochs: Positive = 1
     """How often each sequence is used."""
-    max_micro_batches_in_flight: Positive | None = None
-    """Drain the pipeline after that many micro-batches, so that no stage holds the activations of more; null lets the first
-    stage hold one for each stage. Less memory, a longer bubble."""
     share_prompts: bool = False
     """As of a forward phase. Gradients are those of prompts that each completion has for itself."""
 

@@ -17,7 +17,7 @@ from megarl.schedule.bound import RankModel, least_time
 from megarl.schedule.cost import Cost, in_step, ranks_in_step, run_times
 from megarl.schedule.pack import best_fit, level, split
 from megarl.schedule.ranks import Work, deal_micro_batches, deal_sequences
-from megarl.schedule.schedule import Schedule, in_runs
+from megarl.schedule.schedule import Schedule
 
 Ranks = list[list[list[int]]]  # samples as [data-parallel rank][micro-batch][sequence]
 
@@ -40,7 +40,6 @@ class _Problem:
     cap: int
     layout: Layout
     cost: Cost
-    in_flight: int | None
 
     @cached_property
     def before(self) -> list[float]:
@@ -65,10 +64,10 @@ class _Problem:
         return self.layout.micro_batch_step
 
     def model(self, count: int) -> RankModel:
-        return RankModel.of(count, self.in_flight, self.layout, self.cost)
+        return RankModel.of(count, self.layout, self.cost)
 
     def bound(self, count: int) -> float:
-        """Time that no plan with `count` micro-batches a rank is below (several pipeline runs: an estimate)."""
+        """Time that no plan with `count` micro-batches a rank is below."""
         return least_time(self.before, self.layout.data, self.model(count))
 
 
@@ -96,7 +95,7 @@ def balance(schedule: Schedule, samples: Sequence[int], work: Work, layout: Layo
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
     cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
     order = sorted(samples, key=work.slots.__getitem__, reverse=True)
-    problem = _Problem(order, work, cap, layout, cost, schedule.max_micro_batches_in_flight)
+    problem = _Problem(order, work, cap, layout, cost)
     trial, refused = _thin(problem), set()
     if trial is not problem:
         for _, choice, _ in sorted(_rate(trial), key=_time_of):
@@ -203,6 +202,6 @@ def _costliest_first(micro_batches: list[list[int]], costs: Sequence[float]) -> 
 
 def _time(problem: _Problem, ranks: Ranks) -> float:
     """Time of the slowest rank."""
-    runs, cost_of = in_runs(len(ranks[0]), problem.in_flight), problem.work.costs.__getitem__
+    cost_of = problem.work.costs.__getitem__
     costs = [[sum(map(cost_of, held)) for held in own] for own in ranks]
-    return max(run_times(own, runs, problem.layout, problem.cost)[0] for own in in_step(costs, problem.layout))
+    return max(run_times(own, problem.layout, problem.cost)[0] for own in in_step(costs, problem.layout))

@@ -8,40 +8,36 @@ from dataclasses import dataclass
 
 from megarl.models.layout import Layout
 from megarl.schedule.cost import Cost, bubble_weight
-from megarl.schedule.schedule import in_runs
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """A data-parallel rank with `count` micro-batches in `runs` pipeline runs, as if sequences could be cut anywhere.
+    """A data-parallel rank with `count` micro-batches, as if sequences could be cut anywhere.
 
-    The run that holds the longest sequence waits for it, `weight` (cost.bubble_weight) times; the other runs wait for
-    even shares of what is left; no run waits less than for micro-batches that are all alike. Under one run this is a
-    lower bound of the time; under several it is an estimate.
+    The pipeline waits for the longest sequence `weight` (cost.bubble_weight) times, and never less than for micro-batches
+    that are all alike. The time is a lower bound.
     """
 
     count: int
-    runs: int
     weight: float
     per_micro_batch: float
 
     @classmethod
-    def of(cls, count: int, max_in_flight: int | None, layout: Layout, cost: Cost) -> RankModel:
-        return cls(count, len(in_runs(count, max_in_flight)), bubble_weight(layout), cost.per_micro_batch)
+    def of(cls, count: int, layout: Layout, cost: Cost) -> RankModel:
+        return cls(count, bubble_weight(layout), cost.per_micro_batch)
 
     @property
     def overhead(self) -> float:
         """Time that the micro-batches take however few tokens they hold."""
-        return (self.count + self.weight * self.runs) * self.per_micro_batch
+        return (self.count + self.weight) * self.per_micro_batch
 
     def even_room(self, time: float) -> float:
         """Cost of sequences that `time` has room for when all micro-batches are alike."""
-        return (time - self.overhead) / (1 + self.weight * self.runs / self.count)
+        return (time - self.overhead) / (1 + self.weight / self.count)
 
     def room(self, time: float, longest: float) -> float:
         """Cost of sequences that `time` has room for beside, and with, a longest one of cost `longest`."""
-        later = self.weight * (self.runs - 1) / (self.count - 1) if self.runs > 1 else 0.0
-        return min(self.even_room(time), (time - self.overhead - (self.weight - later) * longest) / (1 + later))
+        return min(self.even_room(time), time - self.overhead - self.weight * longest)
 
 
 def least_time(before: Sequence[float], data: int, model: RankModel) -> float:
@@ -51,7 +47,7 @@ def least_time(before: Sequence[float], data: int, model: RankModel) -> float:
     which wait for long ones share them and the next rank starts as short as can be: no other way has more room.
     """
     total, longest = before[-1], before[1]
-    even = total / data * (1 + model.weight * model.runs / model.count) + model.overhead
+    even = total / data * (1 + model.weight / model.count) + model.overhead
     low = max(even, longest * (1 + model.weight) + model.overhead)
     high = even + low
     if not model.weight:

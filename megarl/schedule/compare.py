@@ -61,25 +61,22 @@ def refuse_unlike(turns: Sequence[Turn]) -> None:
 
 @dataclass(frozen=True)
 class Executed:
-    """Shapes one data-parallel rank executed, in the order they ran.
-
-    Sequences, tokens and slots (tokens with alignment padding) of each micro-batch; micro-batches of each pipeline run.
-    """
+    """Shapes one data-parallel rank executed, in the order they ran: sequences, tokens and slots (tokens with alignment
+    padding) of each micro-batch."""
 
     sequences: tuple[int, ...]
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
-    runs: tuple[int, ...]
 
 
 def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
-    """Raise PlanMismatch, with both shapes, at the first micro-batch or pipeline run of `data_rank` off the plan."""
+    """Raise PlanMismatch, with both shapes, at the first micro-batch of `data_rank` off the plan."""
     where = f"phase {mini_batch.phase or '(unnamed)'}, data-parallel rank {data_rank}"
-    counts = {len(executed.sequences), len(executed.tokens), len(executed.slots), sum(executed.runs)}
+    counts = {len(executed.sequences), len(executed.tokens), len(executed.slots)}
     if len(counts) > 1:
         raise PlanMismatch(
-            f"{where}: executed reports {len(executed.sequences)} sequence counts, {len(executed.tokens)} token counts, "
-            f"{len(executed.slots)} slot counts and runs of {executed.runs} micro-batches"
+            f"{where}: executed reports {len(executed.sequences)} sequence counts, {len(executed.tokens)} token counts "
+            f"and {len(executed.slots)} slot counts"
         )
     planned = [(len(one.samples), one.tokens, one.slots) for one in mini_batch.micro_batches[data_rank]]
     ran = list(zip(executed.sequences, executed.tokens, executed.slots, strict=True))
@@ -88,8 +85,6 @@ def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
             raise PlanMismatch(f"{where}, micro-batch {number}: planned {_shape(expected)}, executed {_shape(found)}")
     if len(planned) != len(ran):
         raise PlanMismatch(f"{where}: planned {len(planned)} micro-batches, executed {len(ran)}")
-    if mini_batch.runs != executed.runs:
-        raise PlanMismatch(f"{where}: planned pipeline runs of {mini_batch.runs} micro-batches, executed {executed.runs}")
 
 
 def _shape(micro_batch: tuple[int, int, int]) -> str:

@@ -59,13 +59,10 @@ def in_step(costs: Sequence[Sequence[float]], layout: Layout) -> list[list[float
     return [[max(together) for together in zip(*group, strict=True)] for group in groups for _ in group]
 
 
-def run_times(costs: Sequence[float], runs: Sequence[int], layout: Layout, cost: Cost) -> tuple[float, float]:
+def run_times(costs: Sequence[float], layout: Layout, cost: Cost) -> tuple[float, float]:
     """(time, the bubble in it) of one data-parallel rank whose micro-batches cost `costs`, in token-equivalents.
 
-    `runs` counts the micro-batches of each pipeline run. Both times are per model: divide by the stages for a device's.
+    Both times are per model: divide by the stages for a device's.
     """
-    bubble, start = 0.0, 0
-    for count in runs:
-        bubble += bubble_weight(layout) * (max(costs[start : start + count]) + cost.per_micro_batch)
-        start += count
+    bubble = bubble_weight(layout) * (max(costs) + cost.per_micro_batch)
     return sum(costs) + len(costs) * cost.per_micro_batch + bubble, bubble

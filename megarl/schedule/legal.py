@@ -38,7 +38,7 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
         )
     elif schedule.max_tokens is not None:
         found += _cap_violations(schedule, schedule.max_tokens, share, layout, max_sequence_tokens)
-    return found + _in_flight_violations(schedule, layout)
+    return found
 
 
 def _cap_violations(schedule: Schedule, cap: int, share: int, layout: Layout, longest: int) -> list[str]:
@@ -55,17 +55,6 @@ def _cap_violations(schedule: Schedule, cap: int, share: int, layout: Layout, lo
         f"{key} can need {count} micro-batches a rank, but {share} sequences a rank make at most {most}, a multiple of "
         f"{step} for the virtual pipeline{_nearest([legal], cap)}"
     ]
-
-
-def _in_flight_violations(schedule: Schedule, layout: Layout) -> list[str]:
-    in_flight, stages = schedule.max_micro_batches_in_flight, layout.pipeline
-    key = f"phases.{schedule.phase}.max_micro_batches_in_flight = {in_flight}"
-    if in_flight is not None and layout.virtual_pipeline > 1:
-        return [f"{key} needs virtual_pipeline = 1, not {layout.virtual_pipeline}; remove one of the two"]
-    if in_flight is not None and in_flight >= stages:
-        legal = f"the nearest legal value is {stages - 1}, or " if stages > 1 else ""
-        return [f"{key}, but a pipeline of {stages} never holds more than {stages} micro-batches; {legal}remove the key"]
-    return []
 
 
 def _nearest(legal: Sequence[int], value: int) -> str:

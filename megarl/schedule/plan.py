@@ -18,7 +18,7 @@ from megarl.schedule.balance import balance
 from megarl.schedule.cost import Cost
 from megarl.schedule.legal import violations
 from megarl.schedule.ranks import Work
-from megarl.schedule.schedule import Schedule, in_micro_batch, in_runs, padded
+from megarl.schedule.schedule import Schedule, in_micro_batch, padded
 from megarl.schedule.share import Shared, balance_shared
 
 
@@ -62,17 +62,11 @@ class MiniBatch:
     samples: tuple[int, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     phase: str = ""
-    max_micro_batches_in_flight: int | None = None
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank; the same on all."""
         return len(self.micro_batches[0])
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """Micro-batches of each pipeline run: the pipeline drains after `max_micro_batches_in_flight` of them."""
-        return in_runs(self.num_micro_batches, self.max_micro_batches_in_flight)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -133,8 +127,7 @@ def plan_phase(
                 micro_batches = tuple(tuple(_micro_batch(own, lengths, slots, multiple) for own in rank) for rank in ranks)
             else:
                 micro_batches = tuple(tuple(_sharing(own, shared, multiple) for own in rank) for rank in ranks)
-            in_flight = schedule.max_micro_batches_in_flight
-            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase, in_flight))
+            mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase))
     return Plan(schedule.phase, tuple(mini_batches), layout)
 
 

@@ -45,7 +45,7 @@ def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[in
             cut = [sum(costs[sample] for sample in one.samples) - less for one, less in zip(rank, spared, strict=True)]
             cuts.append(cut)
         rank_costs = [sum(cut) for cut in cuts]
-        times = [run_times(cut, mini_batch.runs, layout, cost) for cut in in_step(cuts, layout)]
+        times = [run_times(cut, layout, cost) for cut in in_step(cuts, layout)]
         highest, mean = highest + max(rank_costs), mean + sum(rank_costs) / layout.data
         slowest += max(time for time, _ in times)
         spent, bubble = spent + sum(time for time, _ in times), bubble + sum(idle for _, idle in times)

@@ -13,9 +13,8 @@ class Schedule:
     """The cut of one phase: exactly one of `sequences` and `max_tokens` per micro-batch.
 
     `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
-    data-parallel ranks; None (a forward phase) takes the whole batch. `max_micro_batches_in_flight` bounds the
-    micro-batches whose activations the first pipeline stage of an update holds; None is what 1F1B holds. With
-    `share_prompts` the sequences of a group that lie in one micro-batch have their prompt in it once.
+    data-parallel ranks; None (a forward phase) takes the whole batch. With `share_prompts` the sequences of a group that
+    lie in one micro-batch have their prompt in it once.
     """
 
     phase: str
@@ -23,7 +22,6 @@ class Schedule:
     max_tokens: int | None = None
     mini_batch: int | None = None
     epochs: int = 1
-    max_micro_batches_in_flight: int | None = None
     share_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -32,15 +30,10 @@ class Schedule:
                 f"phases.{self.phase}.micro_batch: exactly one of sequences and max_tokens, "
                 f"not sequences={self.sequences} and max_tokens={self.max_tokens}"
             )
-        for name in ("sequences", "max_tokens", "mini_batch", "epochs", "max_micro_batches_in_flight"):
+        for name in ("sequences", "max_tokens", "mini_batch", "epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"phases.{self.phase}: {name} = {value} must be at least 1")
-        if self.max_micro_batches_in_flight is not None and self.mini_batch is None:
-            raise ValueError(
-                f"phases.{self.phase}.max_micro_batches_in_flight = {self.max_micro_batches_in_flight}: "
-                "a forward phase keeps no activations; remove the key"
-            )
 
 
 def padded(lengths: Sequence[int], layout: Layout) -> list[int]:
@@ -74,12 +67,6 @@ def fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest: 
 def in_micro_batch(tokens: int, layout: Layout) -> int:
     """Slots of a micro-batch that holds one sequence of `tokens`."""
     return ceil(padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
-
-
-def in_runs(num_micro_batches: int, max_in_flight: int | None) -> tuple[int, ...]:
-    """Micro-batches of each pipeline run when at most `max_in_flight` enter before the pipeline drains; None: one run."""
-    size = max_in_flight or num_micro_batches
-    return tuple(min(size, num_micro_batches - start) for start in range(0, num_micro_batches, size))
 
 
 def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 1) -> float:

@@ -103,7 +103,7 @@ def held_states(directory):
     layout = Layout(data=2)
     actor = engine(directory, start(layout), lr=1e-2)
     batch = small_batch(actor.shape.vocab)
-    actor.update(batch, cut(batch, layout, None), objective_of("actor", 100))
+    actor.update(batch, cut(batch, layout), objective_of("actor", 100))
     parts, asked = (
         [part for part in checkpoint._tensors(checkpoint._sharded(actor, loading)["optimizer"]) if ".exp_avg." in part.key]
         for loading in (False, True)
@@ -123,7 +123,7 @@ def reduced_states(directory):
     layout = Layout(data=2)
     actor = engine(directory, start(layout), lr=1e-2)
     batch = small_batch(actor.shape.vocab)
-    actor.update(batch, cut(batch, layout, None), objective_of("actor", 100))
+    actor.update(batch, cut(batch, layout), objective_of("actor", 100))
     whole = checkpoint._tensors(checkpoint._sharded(actor, is_loading=False)["optimizer"])
     held, reduce = [], checkpoint.dist.reduce
 

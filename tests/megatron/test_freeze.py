@@ -53,7 +53,7 @@ def changed_parameters(directory: str, freeze: dict[str, Any]) -> tuple[set[str]
     before = {name: digest([one]) for name, one in trained.shards().items()}
     batch = small_batch(trained.shape.vocab)
     for _ in range(2):  # the warm-up's first update is small
-        trained.update(batch, cut(batch, place.layout, None), objective_of("actor", 100))
+        trained.update(batch, cut(batch, place.layout), objective_of("actor", 100))
     after = {name: digest([one]) for name, one in trained.shards().items()}
     named = dict(trained.models[0].named_parameters())
     without = {name for name, one in named.items() if not hasattr(one, "main_grad")}

@@ -78,7 +78,7 @@ def storages_between_phases(directory: str, precision: str) -> dict[str, list[in
     place = start(Layout())
     trained = build(directory, place, Feature(memory={"offload": "all"}, freeze={"layers": 1}, precision=precision))
     batch = small_batch(trained.shape.vocab)
-    mini_batch = cut(batch, place.layout, None)
+    mini_batch = cut(batch, place.layout)
 
     def sizes() -> list[int]:
         weights = [parameter.data for model in trained.models for parameter in model.parameters()]

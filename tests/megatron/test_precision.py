@@ -48,7 +48,7 @@ def overflow_for_ever(directory: str) -> int:
     batch = small_batch(trained.shape.vocab)
     for number in range(100):
         try:
-            assert trained.update(batch, cut(batch, place.layout, None), objective_of("actor", 100)).skipped
+            assert trained.update(batch, cut(batch, place.layout), objective_of("actor", 100)).skipped
         except RuntimeError as error:
             assert "overflowed" in str(error) and "bf16" in str(error)
             return number

@@ -48,7 +48,7 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         ["actor.layout={tensor: 1, pipeline: 1}", "phases.actor_logprob.micro_batch.max_tokens=8192"],
         {("memory", "actor_update"), ("engine", "rollout")},
     ),
-    "drain": (
+    "cap too large for four stages": (
         [
             "actor.layout={tensor: 1, pipeline: 4}",
             "phases.actor_update.micro_batch.max_tokens=5120",
@@ -149,23 +149,6 @@ def test_following_the_advice_ends(name: str, tmp_path: Path) -> None:
         overrides += changes
     assert not changes
     assert found.fits or name == "device too small"
-
-
-def test_an_earlier_drain_comes_before_another_layout(tmp_path: Path) -> None:
-    """It changes one phase, and leaves its cap as it is where that is enough."""
-    found = fit(forecast_of(write_qwen(tmp_path), QWEN["drain"][0]))
-    (one,) = [one for one in found if (one.kind, one.phase) == ("memory", "actor_update")]
-    assert len(one.changes) == 1 and one.changes[0].startswith("phases.actor_update.max_micro_batches_in_flight=")
-
-
-def test_a_virtual_pipeline_is_not_drained(tmp_path: Path) -> None:
-    """A pipeline of the same stages without chunks is."""
-    large = ["device.memory_gib=45", "phases.actor_update.micro_batch.max_tokens=5120"]
-    for layout in (VIRTUAL, VIRTUAL.replace("virtual_pipeline: 2", "virtual_pipeline: 1")):
-        (one,) = [one for one in fit(forecast_of(write_qwen(tmp_path), [layout, *large])) if one.kind == "memory"]
-        assert one.changes
-        drained = any("in_flight" in change for change in one.changes)
-        assert drained == (layout != VIRTUAL), one
 
 
 @pytest.mark.parametrize("cap", [262144, 8192])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def deviations(cases: Sequence[Case], measured: dict[str, list[int]]) -> dict[st
 
 
 SHAPE = ModelShape.from_config({**MODELS["qwen3"], **HEADS})
-FULL: dict[str, Any] = dict(head_tokens=700, longest=300, num_micro_batches=8, max_in_flight=None)
+FULL: dict[str, Any] = dict(head_tokens=700, longest=300, num_micro_batches=8)
 
 
 @st.composite
@@ -138,7 +137,7 @@ def test_the_largest_cap_fits_and_the_next_does_not(
 ) -> None:
     def total(cap: int, copied_rows: int = 0) -> int:
         held = max(2, role.layout.pipeline)
-        arguments: dict[str, Any] = dict(head_tokens=cap, longest=longest, num_micro_batches=held, max_in_flight=None)
+        arguments: dict[str, Any] = dict(head_tokens=cap, longest=longest, num_micro_batches=held)
         return peak([role], role, update=update, slots=cap, copied_rows=copied_rows, **arguments).total
 
     lowest = in_micro_batch(longest, role.layout)
@@ -160,9 +159,8 @@ def test_the_largest_cap_fits_and_the_next_does_not(
 
 def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:
     role = Role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
-    assert [micro_batches_held(role, stage, 8, None) for stage in range(4)] == [4, 3, 2, 1]
-    assert [micro_batches_held(role, stage, 2, None) for stage in range(4)] == [2, 2, 2, 1]
-    assert [micro_batches_held(role, stage, 8, 1) for stage in range(4)] == [1, 1, 1, 1]
+    assert [micro_batches_held(role, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_held(role, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
 def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,15 +174,6 @@ def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pyte
     host = peak([role], role, update=True, slots=1000, **FULL).host
     assert found(False, 5000) - found(False, 0) == 5000 and found(False, 1 << 40) - found(False, 0) == host > 5000
     assert found(True, 5000) == found(True, 0)
-
-
-def test_a_drained_pipeline_holds_less() -> None:
-    # A critic: an actor's last stage, which holds one micro-batch, may be the fullest for its logits.
-    role = Role("critic", replace(SHAPE, num_layers=8), Layout(1, 4, 1), "bf16", True)
-    totals = [
-        peak([role], role, update=True, slots=1000, **(FULL | {"max_in_flight": limit})).total for limit in (1, 2, 3, None)
-    ]
-    assert all(fewer < more for fewer, more in pairwise(totals))
 
 
 def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:

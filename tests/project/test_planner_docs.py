@@ -47,7 +47,6 @@ def written_figures() -> set[str]:
         tuple(len(micro.samples) for micro in own),
         tuple(micro.tokens for micro in own),
         tuple(micro.slots for micro in own),
-        mini_batch.runs,
     )
     rollouts = SimpleNamespace(
         completion_lengths=np.array([3, 4]),

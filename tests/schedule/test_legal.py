@@ -46,9 +46,6 @@ REFUSED = [
     (Schedule("critic_value", sequences=3), [1] * 8, VIRTUAL, "sequences = 3 cuts 8 .* 3 micro-batches, .* by 4; .* is 2"),
     (Schedule("critic_value", max_tokens=9), [1] * 3, VIRTUAL, "3 for each of 1 .* by 4; .* is 4"),
     (Schedule("critic_value", max_tokens=9), [9] * 6, VIRTUAL, "max_tokens = 9 needs 6 .* at most 4.* always fits is 18"),
-    (Schedule("actor_update", None, 9, 4, 1, 4), [1] * 4, Layout(pipeline=4), "in_flight = 4, but a pipeline of 4 .* is 3"),
-    (Schedule("actor_update", None, 9, 4, 1, 1), [1] * 4, Layout(), "in_flight = 1, but a pipeline of 1 .*; remove the key"),
-    (Schedule("actor_update", None, 9, 4, 1, 1), [1] * 4, VIRTUAL, "in_flight = 1 needs virtual_pipeline = 1, not 2"),
 ]
 
 
@@ -74,8 +71,8 @@ def test_a_cap_is_refused_before_any_batch(max_tokens: int, longest: int, layout
 
 
 def test_several_violations_are_said_at_once() -> None:
-    found = violations(Schedule("actor_update", 1, None, 5, 1, 2), 8, Layout(pipeline=2, data=2), 9)
-    assert len(found) == 3 and all("phases.actor_update." in line for line in found)
+    found = violations(Schedule("actor_update", 1, None, 5, 1), 8, Layout(pipeline=2, data=2), 9)
+    assert len(found) == 2 and all("phases.actor_update." in line for line in found)
 
 
 @settings(max_examples=500)
@@ -83,7 +80,7 @@ def test_several_violations_are_said_at_once() -> None:
 def test_the_nearest_legal_value_is_legal(case: Case) -> None:
     """Taking the advice about a count or a cap settles that complaint."""
     share = len(case.lengths) // case.layout.data
-    narrow = replace(case.schedule, mini_batch=None, epochs=1, max_micro_batches_in_flight=None)
+    narrow = replace(case.schedule, mini_batch=None, epochs=1)
     if narrow.max_tokens is not None:
         narrow = replace(narrow, max_tokens=max(1, case.longest // 2))
     if share < case.layout.micro_batch_step:
@@ -105,15 +102,10 @@ def test_a_schedule_has_exactly_one_rule(sequences: int | None, max_tokens: int 
         Schedule("critic_value", sequences, max_tokens)
 
 
-def test_a_forward_phase_has_nothing_in_flight() -> None:
-    with pytest.raises(ValueError, match=r"phases\.critic_value\.max_micro_batches_in_flight = 2"):
-        Schedule("critic_value", sequences=1, max_micro_batches_in_flight=2)
-
-
 def executed(mini_batch: MiniBatch, rank: int) -> Executed:
     own = mini_batch.micro_batches[rank]
     counts = (tuple(len(one.samples) for one in own), tuple(one.tokens for one in own), tuple(one.slots for one in own))
-    return Executed(*counts, runs=mini_batch.runs)
+    return Executed(*counts)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +138,8 @@ def test_what_ran_is_compared_micro_batch_by_micro_batch(case: Case, draw: rando
         one_more[number] += 1
         with pytest.raises(PlanMismatch, match=f"{where} .*, executed .*{one_more[number]} {name}"):
             compare(mini_batch, rank, replace(right, **{name: tuple(one_more)}))
-    shorter = Executed(right.sequences[:-1], right.tokens[:-1], right.slots[:-1], runs_of(len(right.tokens) - 1))
+    shorter = Executed(right.sequences[:-1], right.tokens[:-1], right.slots[:-1])
     with pytest.raises(PlanMismatch, match=f"rank {rank}: planned {len(right.tokens)} micro-batches, executed"):
         compare(mini_batch, rank, shorter)
     with pytest.raises(PlanMismatch, match="executed reports"):
         compare(mini_batch, rank, replace(right, tokens=right.tokens[:-1]))
-    with pytest.raises(PlanMismatch, match="planned pipeline runs of"):
-        compare(mini_batch, rank, replace(right, runs=(*right.runs, 0)))
-
-
-def runs_of(count: int) -> tuple[int, ...]:
-    return (count,) if count else ()
