@@ -249,7 +249,7 @@ def build_parts(
         megatron=recipe.trainer.megatron,
         initial_loss_scale=recipe.trainer.initial_loss_scale,
         temperature=recipe.rollout.temperature,
-        compile_timeout_s=recipe.trainer.compile_timeout_s if recipe.trainer.compile else None,
+        compile=recipe.trainer.compile,
         seed=recipe.run.seed,
         max_sequence_tokens=recipe.max_sequence_tokens,
     )

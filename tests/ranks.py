@@ -183,7 +183,7 @@ def _clean_up(caches: list[Any]) -> None:
     # A trained model is held by the hooks of autograd nodes that it holds, and no collector sees that circle; in it are its
     # engine, its optimizer and all groups with their threads.
     for one in gc.get_objects():
-        if isinstance(one, DistributedDataParallel):
+        if issubclass(type(one), DistributedDataParallel):  # `isinstance` follows weak proxies, which may be dead
             vars(one).clear()
     del one
     for cache in caches:  # rotary embeddings hold their context group

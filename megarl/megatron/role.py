@@ -85,7 +85,7 @@ class Engine:
 
     `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
     trains adapters alone. `steps` and
-    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`;
+    `updates_per_step` are the length of the learning-rate schedule; `compile` is that of `LogProbabilities`;
     `megatron` holds further options of Megatron's TransformerConfig (`trainer.megatron`).
     """
 
@@ -102,7 +102,7 @@ class Engine:
         updates_per_step: int = 1,
         seed: int = 1,
         lora: LoraSection | None = None,
-        compile_timeout_s: float | None = None,
+        compile: bool = False,
         fp8: str | None = None,
         initial_loss_scale: float = 1.0,
         memory: MemorySection | ReferenceMemorySection | None = None,
@@ -130,7 +130,7 @@ class Engine:
             self._build(directory, precision, seed, options)
             if lora is not None:
                 self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
-            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
+            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile)
             if optimizer is None:
                 for model in self.models:
                     model.requires_grad_(False)

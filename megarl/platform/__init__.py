@@ -61,11 +61,6 @@ class Platform:
         """The device that this thread computes on."""
         return self.device(torch.cuda.current_device() if self.kind == "cuda" else 0)
 
-    def set_thread_device(self, device: torch.device) -> None:
-        """Make `device` the current one of the calling thread: on a GPU a new thread starts on device 0."""
-        if self.kind == "cuda":
-            torch.cuda.set_device(device)
-
     def empty_cache(self) -> None:
         """Give the device's memory that torch's allocator keeps for later back to the driver: other processes of the device
         map theirs from there."""

@@ -76,9 +76,6 @@ def read_by_nothing(recipe: Recipe) -> Violations:
     if trainer.precision != "fp16" and trainer.initial_loss_scale != defaults["initial_loss_scale"].default:
         rule = f"only fp16 scales the loss, and trainer.precision is {trainer.precision}"
         yield Violation("trainer.initial_loss_scale", trainer.initial_loss_scale, rule, "remove trainer.initial_loss_scale")
-    if not trainer.compile and trainer.compile_timeout_s != defaults["compile_timeout_s"].default:
-        rule = "nothing is compiled: trainer.compile is false"
-        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, "trainer.compile: true, or remove it")
 
 
 def overlap(recipe: Recipe) -> Violations:

@@ -323,15 +323,6 @@ def _without_gpus(recipe: Recipe) -> Violations:
         yield from cpu_rules.without_gpus(recipe)
 
 
-def _compile_deadline(recipe: Recipe) -> Violations:
-    """Behind a compiled function stands a collective: the other ranks wait there while one compiles."""
-    trainer = recipe.trainer
-    if trainer.compile and trainer.compile_timeout_s >= trainer.collective_timeout_s:
-        rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, else other ranks give up"
-        way_out = f"{trainer.collective_timeout_s / 2:g}"
-        yield Violation("trainer.compile_timeout_s", trainer.compile_timeout_s, rule, way_out)
-
-
 def _model(recipe: Recipe, key: str, fetch: Fetch | None) -> Violations:
     """The model exists, megarl knows it, and the layouts divide it."""
     role = key.split(".")[0]
@@ -535,7 +526,6 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     data_rules.curriculum,
     _replay,
     _warmup,
-    _compile_deadline,
     watchdog_rules.deadlines,
     feature_rules.fp8,
     feature_rules.sampled_weights,

@@ -112,10 +112,8 @@ class TrainerSection(Section):
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
-    """Compile the arithmetic of log-probabilities and entropy with torch.compile. Where its first call fails or takes longer
-    than `compile_timeout_s`, a warning says so, and that rank goes on without."""
-    compile_timeout_s: Seconds = 120.0
-    """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
+    """Compile the arithmetic of log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error
+    and goes on without. Other ranks wait for one that compiles, at most for `watchdog.first_step_s`."""
 
     @property
     def token_multiple(self) -> int:

@@ -20,11 +20,6 @@ def deadlines(recipe: Recipe) -> Violations:
         if seconds >= trainer.collective_timeout_s:
             rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, whose end names no rank"
             yield Violation(f"watchdog.{key}", seconds, rule, f"{STEP_SHARE * trainer.collective_timeout_s:g}")
-        elif trainer.compile and seconds <= trainer.compile_timeout_s:
-            rule = (
-                f"must be above trainer.compile_timeout_s = {trainer.compile_timeout_s:g}: ranks wait for one that compiles"
-            )
-            yield Violation(f"watchdog.{key}", seconds, rule, "null")
     if section.step_s is not None and section.step_s > first_step_s:
         rule = f"must not pass watchdog.first_step_s = {first_step_s:g}: a first step takes longer than the others"
         yield Violation("watchdog.step_s", section.step_s, rule, f"{first_step_s:g}")

@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import itertools
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
@@ -20,7 +19,7 @@ import torch
 from megarl import build as run
 from megarl import ledger
 from megarl import trainer as pipeline
-from megarl.megatron import compiled, offload
+from megarl.megatron import offload
 from megarl.planner.placement import PlacementError
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
@@ -43,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """The platform of a GPU in the place of this machine's, with the stand-in for `torch.cuda`."""
     monkeypatch.setattr(torch, "cuda", cuda_stub)
     platform = Pageable("cuda", "nccl", "local")
-    for module in (ledger, pipeline, run, compiled, offload):
+    for module in (ledger, pipeline, run, offload):
         monkeypatch.setattr(module, "platform", platform)
     return platform
 
@@ -248,19 +247,3 @@ def test_without_peer_access_weights_take_another_way_and_the_run_says_so(
     with pytest.raises(PlacementError, match="cuda_ipc needs GPUs that are peers, and GPUs 1 and 3 .*; use auto"):
         choose_transport("cuda_ipc", "cuda", True, separate, no_peer_access=(1, 3))
     assert choose_transport("auto", "cuda", False, True, no_peer_access=(1, 3)) == "nccl"
-
-
-# Threads -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_compiled_function_runs_on_the_device_of_what_it_is_given(gpu: Platform) -> None:
-    """Its first call is one of a thread's own, which begins on device 0."""
-    ran: list[str] = []
-
-    def double(values: torch.Tensor) -> torch.Tensor:
-        ran.append(threading.current_thread().name)
-        return 2 * values
-
-    with cuda_stub.recorded() as calls:
-        compiled.Compiled(double, 60.0, compile=lambda function: function)(torch.ones(3))
-    assert calls == [f"set_device {ran[0]} cpu"] and ran[0] != threading.current_thread().name

@@ -581,12 +581,8 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "warm-up past the end": (edited(("actor.optimizer.warmup_steps", 4)), {"actor.optimizer.warmup_steps": "run.steps = 3"}),
     "numbers of what is off": (
-        edited(("trainer.initial_loss_scale", 2.0), ("trainer.compile_timeout_s", 7.0)),
-        {"trainer.initial_loss_scale": "only fp16", "trainer.compile_timeout_s": "trainer.compile is false"},
-    ),
-    "a compiler that outlasts a collective": (
-        edited(("trainer.compile", True), ("trainer.compile_timeout_s", 700.0)),
-        {"trainer.compile_timeout_s": "below trainer.collective_timeout_s = 600"},
+        edited(("trainer.initial_loss_scale", 2.0)),
+        {"trainer.initial_loss_scale": "only fp16"},
     ),
     "no reward at all": (edited(("reward", [])), {"reward": "empty"}),
     "a section that is a number": (edited(("phases", 3), ("actor", [1])), {"phases": "section", "actor": "section"}),
