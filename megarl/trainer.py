@@ -17,7 +17,7 @@ from megarl.algorithm.overlong import overlong_penalties
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
-from megarl.megatron.finite_guard import FiniteGuard
+from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import Engine, Update, share_results

@@ -38,11 +38,11 @@ def wrong_objective(kind: str) -> Any:
 @contextmanager
 def wrong_layer(trained: Engine) -> Iterator[None]:
     """The backward pass of the first layer makes no numbers of the gradient of one sequence's micro-batch."""
-    trail = trained._trail
-    assert trail is not None
+    backward = trained._backward
+    assert backward is not None
 
     def spoil(module: Any, inputs: Any, output: Any) -> None:
-        if WRONG_SAMPLE in trail._samples:
+        if WRONG_SAMPLE in backward.samples:
             output[0].register_hook(lambda gradient: gradient * math.nan)
 
     hook = trained.models[0].decoder.layers[0].register_forward_hook(spoil)

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.megatron.exchange import gather_to_all
-from megarl.megatron.finite import NotFinite, broken_tensors, describe_tensors
 from megarl.megatron.lora import Adapter, adapter_states, fill_adapters
 from megarl.megatron.model import DecoderModel, local_name
+from megarl.megatron.non_finite import NotFinite, name_ranks, non_finite_tensors
 from megarl.megatron.role import Engine
 from megarl.telemetry.disk import free_bytes, no_room
 
@@ -101,7 +101,7 @@ def _whole(engine: Engine) -> Iterator[None]:
 
 def _refuse_broken(engine: Engine, step: int) -> None:
     """On every rank, or on none: nobody goes on from such a checkpoint."""
-    broken = engine.broken_weights() or describe_tensors(broken_tensors(_moments(engine)))
+    broken = engine.broken_weights() or name_ranks(non_finite_tensors(_moments(engine)))
     if broken is not None:
         raise NotFinite(
             f"checkpoint of step {step}: the {engine.role}'s weights or moments are not finite ({broken}); "

@@ -18,20 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.backward_trail import BackwardTrail
 from megarl.megatron.batch import Batch, PackedMicroBatch, pack
-from megarl.megatron.finite import (
-    GradientNotFinite,
-    MicroLoss,
-    broken_tensors,
-    describe_losses,
-    describe_tensors,
-    refuse_broken_norm,
-)
 from megarl.megatron.freeze import freeze, keep_gradients_through_recompute
 from megarl.megatron.logprobs import LogProbabilities
 from megarl.megatron.lora import Adapter, attach, switched_off
 from megarl.megatron.model import SCALAR_ROLES, DecoderModel, build_model, has_own_attention, merged_shards, named_shards
+from megarl.megatron.non_finite import (
+    BackwardWatch,
+    GradientNotFinite,
+    name_ranks,
+    non_finite_loss,
+    non_finite_tensors,
+    refuse_non_finite_norm,
+)
 from megarl.megatron.offload import ActivationOffload, Residence
 from megarl.megatron.overlap import finish_gather, gather_all
 from megarl.megatron.parallel import Place
@@ -121,7 +120,7 @@ class Engine:
         self.chunks: list[Any]
         self.optimizer: Any = None
         self.adapters: dict[str, Adapter] = {}
-        self._trail: BackwardTrail | None = None
+        self._backward: BackwardWatch | None = None
         self._weights_to_gather = False
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
@@ -198,8 +197,8 @@ class Engine:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        refuse_broken_norm(self.optimizer)
-        self._trail = BackwardTrail(self.models, self.place)
+        refuse_non_finite_norm(self.optimizer)
+        self._backward = BackwardWatch(self.models)
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -246,14 +245,14 @@ class Engine:
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
         """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
         MOST_SKIPPED_UPDATES in a row were none."""
-        assert self.optimizer is not None and self._trail is not None, f"the {self.role} has no optimizer"
+        assert self.optimizer is not None and self._backward is not None, f"the {self.role} has no optimizer"
         assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self._trail.start()
+            self._backward.start()
             stored, executed = self._run(
                 batch,
                 mini_batch,
@@ -263,7 +262,7 @@ class Engine:
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             with span("optimizer"):
-                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored], mini_batch)
+                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
         self._weights_to_gather = True
         self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
@@ -303,39 +302,38 @@ class Engine:
 
     def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
         loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
-        return loss, (MicroLoss(micro.samples, loss.detach()), sums)
+        return loss, ((micro.samples, loss.detach()), sums)
 
-    def _step_optimizer(self, losses: Sequence[MicroLoss], mini_batch: MiniBatch) -> tuple[bool, float, str | None]:
-        """Whether it stepped, the gradient norm, and why it did not where numbers are to blame that no loss scale mends. The
-        same on every rank."""
+    def _step_optimizer(self, losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[bool, float, str | None]:
+        """Step, unless a loss or gradient is not finite in a way that no loss scale repairs. Returns whether the optimizer
+        stepped, the gradient norm, and why it did not step; the same on every rank."""
         # Before the gradients: a loss scale would come down in vain.
-        refused = describe_losses(losses, self.place)
+        refused = name_ranks(non_finite_loss(losses))
         if refused is not None:
             return False, 0.0, refused
         try:
             succeeded, grad_norm, _ = self.optimizer.step()
         except GradientNotFinite:
-            assert self._trail is not None, "it is made with the optimizer"
-            gradients = ((name, weight.main_grad) for name, weight in self._trained() if hasattr(weight, "main_grad"))
-            found = describe_tensors(broken_tensors(gradients))
-            since = self._trail.describe(mini_batch)
-            return (
-                False,
-                0.0,
-                "; ".join(filter(None, [f"gradients are not finite: {found or 'their norm overflows'}", since])),
+            assert self._backward is not None, "made with the optimizer"
+            gradients = (
+                (name, weight.main_grad)
+                for name, weight in self._named_parameters()
+                if weight.requires_grad and hasattr(weight, "main_grad")
             )
+            refused = f"gradients are not finite: {name_ranks(non_finite_tensors(gradients)) or 'their norm overflows'}"
+            samples = name_ranks(self._backward.first_samples())
+            return False, 0.0, refused if samples is None else f"{refused}; since {samples}"
         return succeeded, float(grad_norm) if succeeded else 0.0, None
 
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        """What updates move, by Megatron's names in a chunk."""
+    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Parameters by Megatron's names in a chunk."""
         for model in self.models:
-            yield from ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+            yield from model.named_parameters()
 
     def broken_weights(self) -> str | None:
-        """Which ranks hold weights that are not finite; None where all are. Collective."""
+        """Which ranks hold weights that are NaN or infinite; None where all weights are finite. Collective."""
         assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
-        named = ((name, weight) for model in self.models for name, weight in model.named_parameters())
-        return describe_tensors(broken_tensors(named))
+        return name_ranks(non_finite_tensors(self._named_parameters()))
 
     def _run(
         self,
@@ -393,15 +391,15 @@ class Engine:
         if micro.routing is not None:
             assert self.router_replay is not None
             self.router_replay.expect(self.chunks.index(model), micro.routing)
-        if self._trail is not None:
-            self._trail.enter(micro.samples)
+        if self._backward is not None:
+            self._backward.samples = micro.samples
         offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
         with nullcontext() if offload is None else offload.forward():
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
         if model is self.chunks[-1]:  # then it has been through the whole stage
             ran.append(micro)
-        if self._trail is not None:
-            self._trail.leave(self.chunks.index(model), output)
+        if self._backward is not None:
+            self._backward.watch(output)
 
         def last(output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:  # forward only

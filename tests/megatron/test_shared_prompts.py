@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.megatron.batch import pack
-from megarl.megatron.finite_guard import mask
+from megarl.megatron.non_finite import mask
 from megarl.models.layout import Layout
 from megarl.schedule import MicroBatch, Schedule, compare, plan_phase
 from tests.engine_cases import engine, in_groups, objective_of, random_batch, start, total_loss
