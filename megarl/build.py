@@ -39,12 +39,14 @@ from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
 from megarl.ledger import Ledger  # noqa: E402
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
-from megarl.megatron.collectives import timed_waits  # noqa: E402
-from megarl.megatron.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
-from megarl.megatron.model import has_own_attention, spec_name  # noqa: E402
-from megarl.megatron.parallel import Place, start_parallel  # noqa: E402
+from megarl.megatron.model import (  # noqa: E402
+    DTYPES,
+    has_own_attention,
+    spec_name,
+)
+from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel  # noqa: E402  # noqa: E402
 from megarl.megatron.role import Engine  # noqa: E402
-from megarl.megatron.settings import DTYPES  # noqa: E402
+from megarl.megatron.spans import timed_waits  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.model_files import model_directory  # noqa: E402
 from megarl.models.stored_weights import check_weights  # noqa: E402

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from platform import node as host_name
 from typing import Any
 
-from megarl.megatron.exchange import gather_to_all
+from megarl.megatron.parallel import gather_to_all
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.rollout.evaluation import Evaluation

@@ -16,10 +16,16 @@ from megarl.algorithm.kl import adapted, kl
 from megarl.algorithm.overlong import overlong_penalties
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
-from megarl.megatron.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
 from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
-from megarl.megatron.parallel import Place, reduce_scalars
+from megarl.megatron.parallel import (
+    Place,
+    broadcast_from_first,
+    distribute_samples,
+    gather_to_all,
+    reduce_scalars,
+    same_everywhere,
+)
 from megarl.megatron.role import Engine, Update, share_results
 from megarl.megatron.step_metrics import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.planner.flops import sequence_cost

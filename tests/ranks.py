@@ -176,7 +176,7 @@ def _answer(message: bytes, environment: dict[str, str]) -> bytes:
 def _clean_up(caches: list[Any]) -> None:
     import torch.distributed as dist
 
-    from megarl.megatron import exchange, parallel
+    from megarl.megatron import parallel
 
     from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
@@ -190,7 +190,7 @@ def _clean_up(caches: list[Any]) -> None:
         cache.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    exchange._control = None  # of the ranks before: the next ones are others, or more of them
+    parallel._control = None  # of the ranks before: the next ones are others, or more of them
     vars(parallel.parallel_state).update(parallel._NO_PLACE)
     parallel.get_cuda_rng_tracker().reset()
     gc.collect()

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megarl.megatron.exchange import broadcast_from_first
+from megarl.megatron.parallel import broadcast_from_first
 from megarl.platform.messages import address_towards
 from megarl.telemetry.exit_status import FAILED
 

@@ -20,8 +20,7 @@ from megarl.cluster.preemption import ASKED
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_limits import Limits
 from megarl.cluster.watchdog_settings import ENDING, OVER, RECORDER, TOLD, WatchedRank, WatcherSettings
-from megarl.megatron.exchange import broadcast_from_first, gather_to_all
-from megarl.megatron.parallel import Place
+from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all
 from megarl.platform.flight_recorder import dump_flight_recorder
 from megarl.platform.messages import address_towards, deadline_passed, peer_lost
 from megarl.telemetry.exit_status import HUNG

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megarl.megatron.exchange import gather_to_all
 from megarl.megatron.lora import Adapter, adapter_states, fill_adapters
 from megarl.megatron.model import DecoderModel, local_name
 from megarl.megatron.non_finite import NotFinite, name_ranks, non_finite_tensors
+from megarl.megatron.parallel import gather_to_all
 from megarl.megatron.role import Engine
 from megarl.telemetry.disk import free_bytes, no_room
 

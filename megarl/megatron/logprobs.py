@@ -36,7 +36,7 @@ class LogProbabilities:
 
     def __init__(self, vocab: int, temperature: float, group: dist.ProcessGroup, compile: bool = False) -> None:
         self.vocab, self.temperature, self.group = vocab, temperature, group
-        functions = (sums, sums_with_entropy, slopes, slopes_with_entropy)
+        functions: Any = (sums, sums_with_entropy, slopes, slopes_with_entropy)
         if compile:
             torch._dynamo.config.suppress_errors = True
             functions = tuple(torch.compile(function, dynamic=True) for function in functions)

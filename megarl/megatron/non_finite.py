@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.batch import Batch
-from megarl.megatron.exchange import gather_to_all, on_any_rank
+from megarl.megatron.parallel import gather_to_all, on_any_rank
 from megarl.schedule import MiniBatch
 
 if TYPE_CHECKING:

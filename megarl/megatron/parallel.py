@@ -1,4 +1,4 @@
-"""Which part of a layout this rank is, and the few collectives the phases need.
+"""Which part of a layout this rank is, its process groups, and the collectives that carry metadata, tokens and sums.
 
 Roles may be cut differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
 `parallel_state`, and many of its modules read them; so each layout's set of globals is kept in a `Place`, and only there is
@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl import platform
+from megarl.data.sample import Sample
 from megarl.models.layout import Layout
+from megarl.schedule import Plan
+from megarl.telemetry.clock import span
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+
+Value = TypeVar("Value")
+_control: dist.ProcessGroup | None = None
 
 
 def _read_globals() -> dict[str, Any]:
@@ -150,3 +158,62 @@ def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[s
     flat = torch.tensor(own, dtype=torch.float64, device=place.device)
     dist.all_reduce(flat, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return dict(zip(keys[0], flat.tolist(), strict=True))
+
+
+def start_control(timeout_s: float) -> dist.ProcessGroup:
+    """The gloo group for metadata. Its deadline is that of a rollout, not of a collective: while rank 0 waits for the
+    engines, all others wait for rank 0."""
+    global _control
+    _control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _control
+
+
+def broadcast_from_first(value: Value | None) -> Value:
+    """Rank 0's value, on every rank."""
+    box: list[Any] = [value]
+    with span("wait_ranks"):
+        dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def gather_to_all(value: Value) -> list[Value]:
+    """Every rank's value, in rank order, on every rank; for metadata."""
+    boxes: list[Any] = [None] * dist.get_world_size()
+    with span("wait_ranks"):
+        dist.all_gather_object(boxes, value, group=_control)
+    return boxes
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on some rank, on every rank: one tiny all-reduce."""
+    found = torch.tensor([flag], dtype=torch.int32)
+    with span("wait_ranks"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=_control)
+    return bool(found)
+
+
+def same_everywhere(number: int) -> bool:
+    """Whether all ranks have the same `number` of 63 bits, on every rank: one tiny all-reduce."""
+    largest = torch.tensor([number, -number], dtype=torch.int64)
+    with span("wait_ranks"):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
+    return bool(largest[0] == -largest[1])
+
+
+def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
+    """The tokens of every sequence that some of `plans`, all of the place's layout, runs on this data-parallel rank.
+
+    Its leader fetches them from where the engines left them and passes them on inside its model-parallel group: no rank
+    holds the tokens of the whole batch unless it runs them.
+    """
+    wanted = {
+        sample
+        for plan in plans
+        for mini_batch in plan.mini_batches
+        for micro_batch in mini_batch.micro_batches[place.data_rank]
+        for sample in micro_batch.samples
+    }
+    with span("wait_data"):  # there the leader waits for the engines' node, and here its group for it
+        box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
+        dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
+    return box[0]

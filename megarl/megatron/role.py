@@ -19,10 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.megatron.batch import Batch, PackedMicroBatch, pack
-from megarl.megatron.freeze import freeze, keep_gradients_through_recompute
 from megarl.megatron.logprobs import LogProbabilities
 from megarl.megatron.lora import Adapter, attach, switched_off
-from megarl.megatron.model import SCALAR_ROLES, DecoderModel, build_model, has_own_attention, merged_shards, named_shards
+from megarl.megatron.model import (
+    SCALAR_ROLES,
+    DecoderModel,
+    build_model,
+    freeze,
+    has_own_attention,
+    keep_gradients_through_recompute,
+    merged_shards,
+    named_shards,
+)
 from megarl.megatron.non_finite import (
     BackwardWatch,
     GradientNotFinite,
@@ -32,11 +40,17 @@ from megarl.megatron.non_finite import (
     refuse_non_finite_norm,
 )
 from megarl.megatron.offload import ActivationOffload, Residence
-from megarl.megatron.overlap import finish_gather, gather_all
+from megarl.megatron.optimizer import (
+    data_parallel_config,
+    finish_gather,
+    fuse,
+    fuse_gradient_accumulation,
+    gather_all,
+    optimizer_config,
+)
 from megarl.megatron.parallel import Place
 from megarl.megatron.router_replay import RouterReplay
-from megarl.megatron.settings import data_parallel_config, fuse, fuse_gradient_accumulation, optimizer_config
-from megarl.megatron.timers import MegatronTimers
+from megarl.megatron.spans import MegatronTimers
 from megarl.megatron.weights import load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing

@@ -238,7 +238,7 @@ def _detect() -> Platform:
         # The compiled part: the wheel of `transformer_engine` alone has none.
         spec = "local" if importlib.util.find_spec("transformer_engine_torch") is None else "transformer_engine"
         # No gloo in it: every group of a layout would be a mesh of sockets too. What has only CPU tensors to exchange takes
-        # a gloo group of its own: megarl's metadata (`engine/exchange.py`), megatron-core's optimizer states.
+        # a gloo group of its own: megarl's metadata (`megatron/parallel.py`), megatron-core's optimizer states.
         return Platform("cuda", "nccl", spec)
     return Platform("cpu", "gloo", "local")
 

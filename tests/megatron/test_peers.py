@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from megarl.cluster.peers import GREETING, TOKEN_BYTES, Peers, _connect, _greeted, watch_peers
-from megarl.megatron.exchange import start_control
+from megarl.megatron.parallel import start_control
 from megarl.platform import current as platform
 from megarl.telemetry.exit_status import FAILED
 from tests.networks import Network, two_networks

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]  # in no stub
 
-from megarl.megatron.collectives import timed_waits
-from megarl.megatron.timers import MegatronTimers, span_of
+from megarl.megatron.spans import MegatronTimers, span_of, timed_waits
 from megarl.recipe.telemetry_sections import TelemetrySection
 from megarl.telemetry import PhaseClock, work
 from megarl.telemetry.clock import MOST_EVENTS, Event, StepTimes, recording, span, start_span
