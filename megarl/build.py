@@ -45,7 +45,7 @@ from megarl.megatron.model import (  # noqa: E402
     spec_name,
 )
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel  # noqa: E402  # noqa: E402
-from megarl.megatron.role import Engine  # noqa: E402
+from megarl.megatron.role import Role  # noqa: E402
 from megarl.megatron.spans import timed_waits  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.model_files import model_directory  # noqa: E402
@@ -245,7 +245,7 @@ def build_parts(
     directory = model_directory(recipe.model.path)
     shape = ModelShape.from_directory(directory)
     engine = partial(
-        Engine,
+        Role,
         precision=recipe.trainer.precision,
         fp8=recipe.trainer.fp8,
         megatron=recipe.trainer.megatron,
@@ -260,7 +260,7 @@ def build_parts(
                    steps=recipe.run.steps - recipe.critic_warmup_steps,
                    memory=recipe.actor.memory, frozen=recipe.actor.freeze, router_replay=recipe.actor.router_replay,
                    updates_per_step=recipe.updates_per_batch)  # fmt: skip
-    reference: Engine | None = None
+    reference: Role | None = None
     if "reference" in places and recipe.reference_is_base:
         reference = actor
     elif "reference" in places:

@@ -26,7 +26,7 @@ from megarl.megatron.parallel import (
     reduce_scalars,
     same_everywhere,
 )
-from megarl.megatron.role import Engine, Update, share_results
+from megarl.megatron.role import Role, Update, share_results
 from megarl.megatron.step_metrics import add_scores, rollout_figures, schedule_figures, update_figures
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
@@ -50,10 +50,10 @@ NOT_ADDED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/me
 class Parts:
     """What a step works with. Rollouts, rewards and prompts live on rank 0 and are None elsewhere."""
 
-    actor: Engine
-    reference: Engine | None  # the actor itself, where it is the base model without its adapters
-    critic: Engine | None
-    reward_model: Engine | None
+    actor: Role
+    reference: Role | None  # the actor itself, where it is the base model without its adapters
+    critic: Role | None
+    reward_model: Role | None
     prompts: Any
     rollouts: Any
     rewards: Any
@@ -65,7 +65,7 @@ class Parts:
     engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
 
     @property
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, Role]:
         """Roles that run."""
         engines = {
             "actor": self.actor,
@@ -76,7 +76,7 @@ class Parts:
         return {role: engine for role, engine in engines.items() if engine is not None}
 
     @property
-    def moving(self) -> dict[str, Engine]:
+    def moving(self) -> dict[str, Role]:
         """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
         engines = {role: engine for role, engine in self.engines.items() if role == engine.role}
         return {
@@ -310,7 +310,7 @@ class Pipeline:
             samples |= distribute_samples(payload, own, place)
         return samples
 
-    def _forward(self, engine: Engine, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
+    def _forward(self, engine: Role, plan: Plan, batch: Batch, name: str) -> list[torch.Tensor]:
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
         _announce(engine, plan)
@@ -424,7 +424,7 @@ class Pipeline:
             with self._phase("weight_sync"):
                 self.sync(self.version)
 
-    def _update(self, engine: Engine, plan: Plan, batch: Batch, objective: type) -> None:
+    def _update(self, engine: Role, plan: Plan, batch: Batch, objective: type) -> None:
         settings, longest = self.algorithm, self.recipe.max_own_tokens
         updates = []
         self._agree(plan)
@@ -551,7 +551,7 @@ class Pipeline:
             self.parts.prompts.restore(state["prompts"])
 
 
-def _announce(engine: Engine, plan: Plan, passes: int = 1) -> None:
+def _announce(engine: Role, plan: Plan, passes: int = 1) -> None:
     """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
     own = sum(len(mini_batch.micro_batches[engine.place.data_rank]) for mini_batch in plan.mini_batches)
     work.begin("micro-batches", own, passes * len(engine.chunks))

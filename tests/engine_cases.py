@@ -19,7 +19,7 @@ from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.export import save_tensors
 from megarl.megatron.parallel import Place, reduce_scalars, start_parallel
-from megarl.megatron.role import Engine, Objective, Update, over_context, share_results
+from megarl.megatron.role import Objective, Role, Update, over_context, share_results
 from megarl.megatron.weights import box
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, Segment
@@ -71,14 +71,14 @@ def in_groups(batch: Batch, size: int) -> Batch:
 
 def engine(
     directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any
-) -> Engine:
+) -> Role:
     # A warm-up and a decay, so that a schedule in the wrong place shows.
     optimizer = None if lr is None else OptimizerSection(lr=lr, epsilon=EPSILON, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    return Engine(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
+    return Role(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
 
 
-def save_weights(role: Engine, folder: str) -> None:
+def save_weights(role: Role, folder: str) -> None:
     """Write the model that all ranks hold together."""
     place, layout = role.place, role.place.layout
     segments = rank_segments(

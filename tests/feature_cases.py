@@ -14,7 +14,7 @@ import torch
 from megarl.megatron import offload, optimizer
 from megarl.megatron import role as engine
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.role import Engine
+from megarl.megatron.role import Role
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
@@ -53,8 +53,8 @@ class Line:
     weights: bytes
 
 
-def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Engine:
-    return Engine(
+def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Role:
+    return Role(
         role,
         ModelShape.from_directory(directory),
         directory,

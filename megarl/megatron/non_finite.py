@@ -20,7 +20,7 @@ from megarl.megatron.parallel import gather_to_all, on_any_rank
 from megarl.schedule import MiniBatch
 
 if TYPE_CHECKING:
-    from megarl.megatron.role import Engine, Update
+    from megarl.megatron.role import Role, Update
 
 logger = logging.getLogger(__name__)
 MAX_NAMES = 3  # tensors of a rank that a message names; it counts the others
@@ -145,7 +145,7 @@ class FiniteGuard:
             value = f"the reward of sample {first} (group {batch.groups[first]}) is {batch.rewards[first]} on rank 0"
             self._mask(f"phase reward: {value} ({len(wrong)} of {len(batch.rewards)} samples)", wrong, batch)
 
-    def results(self, engine: Engine, mini_batch: MiniBatch, name: str, results: list[Tensor], batch: Batch) -> list[Tensor]:
+    def results(self, role: Role, mini_batch: MiniBatch, name: str, results: list[Tensor], batch: Batch) -> list[Tensor]:
         """Check a forward phase's `results`, by sample; samples that are masked from here on get 0.
 
         Raises NotFinite where the recipe says stop, where weights are to blame, or where no sample is left. Collective.
@@ -162,32 +162,32 @@ class FiniteGuard:
         )
         problem = (
             f"phase {mini_batch.phase}: {name} of sample {first} are {float(results[first][token])} at completion token "
-            f"{token}, from rank {engine.place.source_of(data_rank)} ({len(wrong)} of {len(results)} samples)"
+            f"{token}, from rank {role.place.source_of(data_rank)} ({len(wrong)} of {len(results)} samples)"
         )
-        with engine.present():
-            self._refuse_weights(engine, problem)
+        with role.present():
+            self._refuse_weights(role, problem)
         self._mask(problem, wrong, batch)
         return [torch.zeros_like(result) if sample in wrong else result for sample, result in enumerate(results)]
 
-    def update(self, engine: Engine, number: int, mini_batch: MiniBatch, update: Update) -> None:
+    def update(self, role: Role, number: int, mini_batch: MiniBatch, update: Update) -> None:
         """Count an update of mini-batch `number` that was refused. Raises NotFinite where the recipe says stop, or where
         weights are to blame. Collective; weights are present, as for `weights`."""
         if update.refused is None:
             return
         problem = f"phase {mini_batch.phase}, mini-batch {number}: {update.refused}"
-        self._refuse_weights(engine, problem)
+        self._refuse_weights(role, problem)
         self._stop_or_warn(f"{problem}; the update was left out")
         self._updates += 1
 
-    def weights(self, engine: Engine, phase: str) -> None:
+    def weights(self, role: Role, phase: str) -> None:
         """Check the weights after a phase's updates. Raises NotFinite: no later step repairs a weight, so that it is
         neither published nor saved. Collective."""
-        self._refuse_weights(engine, f"phase {phase}, after its updates")
+        self._refuse_weights(role, f"phase {phase}, after its updates")
 
-    def _refuse_weights(self, engine: Engine, problem: str) -> None:
-        tensors = engine.broken_weights()
+    def _refuse_weights(self, role: Role, problem: str) -> None:
+        tensors = role.broken_weights()
         if tensors is not None:
-            raise NotFinite(f"{problem}: the {engine.role}'s weights are broken ({tensors}); {ADVICE}")
+            raise NotFinite(f"{problem}: the {role.role}'s weights are broken ({tensors}); {ADVICE}")
 
     def _mask(self, problem: str, samples: Sequence[int], batch: Batch) -> None:
         if not set(np.flatnonzero(batch.valid).tolist()) - set(samples):

@@ -93,7 +93,7 @@ class Update:
     refused: str | None = None
 
 
-class Engine:
+class Role:
     """A role (actor, reference, critic or reward model) under one layout.
 
     `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
@@ -298,7 +298,7 @@ class Engine:
         skipped = not succeeded and refused is None
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
-    def take_weights(self, other: Engine) -> None:
+    def take_weights(self, other: Role) -> None:
         """Become a copy of another role of the same model under the same layout: each rank copies its own shards."""
         for to, source in zip(self.models, other.models, strict=True):
             own, theirs = dict(to.named_parameters()), dict(source.named_parameters())

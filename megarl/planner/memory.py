@@ -134,7 +134,7 @@ def working(
         moments = _forward_moments(role, pipeline_rank, tokens, head_tokens, num_micro_batches, copied_rows)
     # int64 tokens and positions, head positions and targets of the whole mini-batch, and two fp32 results.
     inputs = num_micro_batches * (2 * 8 * tokens + (2 * 8 + 2 * _FP32) * head_tokens)
-    # Of the rotary embedding, one table (`Engine._packing`); twice where layers with a window have a base of their own.
+    # Of the rotary embedding, one table (`Role._packing`); twice where layers with a window have a base of their own.
     angles = _FP32 * longest * role.shape.head_dim * (1 if role.shape.local_rope_theta is None else 2)
     shared = angles + activations.mask_bytes(role, longest, copied_rows > 0)
     fullest = max(moments, key=lambda memory: memory.total) + Memory(activations=inputs + shared)

@@ -106,7 +106,7 @@ def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
         monkeypatch.setattr(run, "takes_turns", lambda recipe: shared)
         monkeypatch.setattr(run, "model_directory", lambda path: path)
         monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)
-        monkeypatch.setattr(run, "Engine", lambda role, *_, **__: calls.append(role))
+        monkeypatch.setattr(run, "Role", lambda role, *_, **__: calls.append(role))
 
         def meet(*_: Any) -> Any:
             calls.append("meet")

@@ -41,10 +41,10 @@ def train_with_faults(recipe: str) -> None:
     """The reference gives one of sample 5's log-probabilities as no number in the first step, and the first mini-batch of
     the second step has an infinite loss."""
     from megarl.megatron.objective import PolicyObjective
-    from megarl.megatron.role import Engine
+    from megarl.megatron.role import Role
     from megarl.trainer import Pipeline
 
-    forward, step, objective, running = Engine.forward, Pipeline.step, PolicyObjective.__call__, [0]
+    forward, step, objective, running = Role.forward, Pipeline.step, PolicyObjective.__call__, [0]
     updates = 0
 
     def noted(pipeline: Any, number: int) -> Any:
@@ -66,7 +66,7 @@ def train_with_faults(recipe: str) -> None:
         return loss, sums
 
     with (
-        mock.patch.object(Engine, "forward", broken),
+        mock.patch.object(Role, "forward", broken),
         mock.patch.object(Pipeline, "step", noted),
         mock.patch.object(PolicyObjective, "__call__", infinite),
     ):
