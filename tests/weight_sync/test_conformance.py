@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models import ModelShape, blocks
-from megarl.models.cut import PaddedRows
 from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.table import PaddedRows
 from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, stage_layers, worker_segments
 from megarl.recipe.rollout_rules import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
