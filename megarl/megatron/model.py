@@ -15,9 +15,15 @@ from megarl.megatron.lora import CHILD, Adapter, MergedShards
 from megarl.megatron.parallel import virtual_pipeline
 from megarl.models import ModelShape
 from megarl.models.attention import PackedAttention, Packing
-from megarl.models.gemma import ACTIVATIONS, SandwichLayer, WindowedSelfAttention, scale_embedding
 from megarl.models.latent_attention import latent_attention
-from megarl.models.layers import RMSNorm, ValueHead
+from megarl.models.layers import (
+    ACTIVATIONS,
+    RMSNorm,
+    SandwichLayer,
+    ValueHead,
+    WindowedSelfAttention,
+    scale_embedding,
+)
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_prefix, padded_vocab
 from megarl.models.rotary import inverse_frequencies, token_angles
