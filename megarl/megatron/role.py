@@ -39,7 +39,7 @@ from megarl.megatron.non_finite import (
     non_finite_tensors,
     refuse_non_finite_norm,
 )
-from megarl.megatron.offload import ActivationOffload, Residence
+from megarl.megatron.offload import ActivationOffload, RoleOffload
 from megarl.megatron.optimizer import (
     data_parallel_config,
     finish_gather,
@@ -73,16 +73,16 @@ Outputs = dict[str, Tensor]
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
 
 
-# So many updates in a row that overflow are no search for a loss scale any more: it has been halved to nothing by then.
-MOST_SKIPPED_UPDATES = 50
+# Give up after this many skipped updates in a row: by then the loss scale is practically zero.
+MAX_SKIPPED_UPDATES = 50
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures.
+    """What one optimizer step did, with metric sums of this rank's micro-batches (last stage only).
 
-    `skipped`: gradients overflowed under `precision: fp16`; `refused`: a loss or a gradient is not finite, with which, the
-    same words on every rank. In both cases weights, moments and schedule stayed, and `grad_norm` is 0.
+    `skipped`: gradients overflowed under `precision: fp16`. `refused` names a loss or gradient that is NaN or infinite, in
+    the same words on every rank. In both cases weights, moments and schedule stay as they were, and `grad_norm` is 0.
     """
 
     sums: dict[str, float]
@@ -94,12 +94,12 @@ class Update:
 
 
 class Role:
-    """A role (actor, reference, critic or reward model) under one layout.
+    """A role (actor, reference, critic or reward model) under one layout, on this rank.
 
-    `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
-    trains adapters alone. `steps` and
-    `updates_per_step` are the length of the learning-rate schedule; `compile` is that of `LogProbabilities`;
-    `megatron` holds further options of Megatron's TransformerConfig (`trainer.megatron`).
+    `optimizer` is None for a role that is never updated, which may still follow another one (`take_weights`); with `lora`
+    the optimizer trains adapters alone. `steps` and `updates_per_step` give the length of the learning-rate schedule;
+    `compile` goes to `LogProbabilities`; `megatron` holds further options of Megatron's TransformerConfig
+    (`trainer.megatron`).
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class Role:
         megatron: Mapping[str, Any] | None = None,
         max_sequence_tokens: int | None = None,
     ) -> None:
-        # Megatron keeps a rotary table for each of the last 32 lengths that it is told: it is told one.
+        # Megatron keeps a rotary table for each of the last 32 sequence lengths, so every micro-batch names the same one.
         self._max_sequence_tokens = max_sequence_tokens
         self.role, self.shape, self.place = role, shape, place
         self._has_own_attention = has_own_attention(shape, precision)
-        # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
+        # One model for each chunk of this stage; `chunks` wraps them with gradient buffers once they are trainable.
         self.models: list[DecoderModel]
         self.chunks: list[Any]
         self.optimizer: Any = None
@@ -155,8 +155,8 @@ class Role:
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
         constant = optimizer is None and not follows
-        self.residence = Residence(offload, self.models, self.chunks, self.optimizer, constant)
-        self.residence.leave()
+        self.offload = RoleOffload(offload, self.models, self.chunks, self.optimizer, constant)
+        self.offload.offload()
 
     def _build(self, directory: str | Path, precision: str, seed: int, options: Mapping[str, Any]) -> None:
         shape, place, role = self.shape, self.place, self.role
@@ -222,10 +222,10 @@ class Role:
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
-        """A phase of this role, of updates if `training`; what `memory.offload` had moved to the host is back inside."""
-        with self.residence.present(training):
+        """Bring what `memory.offload` moved to the host back to the device for a phase, of updates if `training`."""
+        with self.offload.present(training):
             yield
-            if self.residence.moves_weights:  # whole, as a gather that is under way would write to memory that is gone
+            if self.offload.moves_weights:  # a gather that is still running would write to memory that is gone
                 self.gather_weights()
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
@@ -233,11 +233,12 @@ class Role:
     def forward(
         self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
     ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
-        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [own tokens].
+        """Run a plan's only mini-batch without gradients; returns the outputs of this data-parallel rank's sequences, name
+        -> sample -> fp32 [own tokens], and the shapes that ran.
 
-        Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
+        Only the last pipeline stage has outputs. Without `adapted` the base model runs, its adapters switched off.
         """
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
         for model in self.models:
             model.eval()
         with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
@@ -257,10 +258,10 @@ class Role:
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
-        MOST_SKIPPED_UPDATES in a row were none."""
+        """Take one optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError
+        after MAX_SKIPPED_UPDATES updates in a row without a step."""
         assert self.optimizer is not None and self._backward is not None, f"the {self.role} has no optimizer"
-        assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
+        assert self.offload.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
@@ -279,14 +280,12 @@ class Role:
                 succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
         self._weights_to_gather = True
         self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
+        if self._skipped_in_a_row == MAX_SKIPPED_UPDATES:
             overflow = (
                 f"the {self.role}'s gradients overflowed, at a loss scale of {float(self.optimizer.get_loss_scale()):g}; "
                 "use trainer.precision: bf16"
             )
-            raise RuntimeError(
-                f"{MOST_SKIPPED_UPDATES} updates in a row were skipped; of the last one {refused or overflow}"
-            )
+            raise RuntimeError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; in the last one {refused or overflow}")
         if succeeded:
             self.scheduler.step(1)
         sums: dict[str, float] = {}
@@ -299,18 +298,18 @@ class Role:
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
     def take_weights(self, other: Role) -> None:
-        """Become a copy of another role of the same model under the same layout: each rank copies its own shards."""
-        for to, source in zip(self.models, other.models, strict=True):
-            own, theirs = dict(to.named_parameters()), dict(source.named_parameters())
-            assert own.keys() == theirs.keys(), (
-                f"{self.role} and {other.role} are built unlike: {own.keys() ^ theirs.keys()}"
+        """Copy the weights of another role of the same model under the same layout; each rank copies its shards."""
+        for target, source in zip(self.models, other.models, strict=True):
+            weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
+            assert weights.keys() == sources.keys(), (
+                f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
             )
             with torch.no_grad():
-                for name, weight in own.items():
-                    weight.copy_(theirs[name])
+                for name, weight in weights.items():
+                    weight.copy_(sources[name])
 
     def skip_updates(self, count: int) -> None:
-        """So many updates of the plan are not taken: the learning rate goes on as if they were, as it is one of steps."""
+        """Advance the learning rate past `count` updates of the plan that are not taken: it is a function of the step."""
         with self.place.active():
             self.scheduler.step(count)
 
@@ -346,7 +345,7 @@ class Role:
 
     def broken_weights(self) -> str | None:
         """Which ranks hold weights that are NaN or infinite; None where all weights are finite. Collective."""
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
         return name_ranks(non_finite_tensors(self._named_parameters()))
 
     def _run(
@@ -427,22 +426,21 @@ class Role:
         return output, last
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
-        """A micro-batch as the attention of this role's layers wants it described."""
-        own = self._has_own_attention
-        if micro.continues and not own:
+        """Describe a micro-batch as the attention of this role's layers expects."""
+        if micro.continues and not self._has_own_attention:
             raise ValueError(
                 f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
                 "phases.*.share_prompts to false"
             )
-        if own:
+        if self._has_own_attention:
             return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
         longest = max(self._max_sequence_tokens or 0, micro.longest)  # context parallelism pads sequences
         return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def gather_weights(self) -> None:
-        """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next
-        forward pass that gathers what other data-parallel ranks updated. Collective."""
+        """Make all weights current; call this before weights are read outside a forward pass. Under `overlap_parameters`
+        the next forward pass would gather what other data-parallel ranks updated. Collective."""
         for chunk in self.chunks if self._weights_to_gather else ():
             gather_all(chunk)
         self._weights_to_gather = False
@@ -461,19 +459,19 @@ class Role:
     def shards(self) -> Mapping[str, Tensor]:
         """This rank's weights by local name, adapters merged in, for the weight sync and the export. Collective under
         overlap_parameters."""
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
         self.gather_weights()
         shards = merged_shards(self.models, self.place.layout)
-        # What leaves the device between phases is not to be moved to shared memory, from where it could not leave.
-        return MappingProxyType(shards) if isinstance(shards, dict) and self.residence.moves_weights else shards
+        # Offloaded weights must not be moved to shared memory, which cannot be offloaded; the proxy prevents that.
+        return MappingProxyType(shards) if isinstance(shards, dict) and self.offload.moves_weights else shards
 
 
 def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
-    """Rows of the own tokens that a context rank predicts -> rows of all of them, on every context rank.
+    """Combine the rows of the tokens that each context rank predicts into the rows of all tokens, on every context rank.
 
-    Each rank computes the whole loss from them, so the gradient of its own rows is already whole: it is not summed.
+    Each rank computes the whole loss from them, so that the gradient of its rows is complete and must not be summed.
     """
-    # own [own tokens of this context rank, ...]
+    # own [tokens that this context rank predicts, ...]
     if place.layout.context == 1:
         return own
     everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
@@ -490,10 +488,10 @@ def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None
 def share_results(
     results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place, one_each: bool = False
 ) -> list[Tensor]:
-    """Per-token results (or `one_each`) of every sequence, on every rank, in sample order: one broadcast a data-parallel
-    rank.
+    """Broadcast the results of each data-parallel rank; returns those of every sequence, in sample order, on every rank.
 
-    So results reach roles of any layout by sample; `place` is that of the role that made them.
+    Results are per token, or one for each sequence if `one_each`. By sample they reach roles of any layout; `place` belongs
+    to the role that made them.
     """
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):

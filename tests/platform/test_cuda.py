@@ -125,8 +125,8 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     model = torch.nn.Linear(4, 4, bias=False)
     found: list[int] = []
     monkeypatch.setattr(cuda_stub, "empty_cache", lambda: found.append(model.weight.untyped_storage().nbytes()))
-    role = offload.Residence(setting, [model], [], None, constant=False)
-    role.leave()
+    role = offload.RoleOffload(setting, [model], [], None, constant=False)
+    role.offload()
     assert found == sizes
     with role.present():
         assert model.weight.untyped_storage().nbytes() == 64 and found == sizes
