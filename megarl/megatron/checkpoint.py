@@ -1,8 +1,8 @@
-"""Save and load the roles that move with megatron-core's distributed checkpoints: any layout can load what another saved.
+"""Save and load roles with megatron-core's distributed checkpoints: any layout can load what another layout saved.
 
-A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
-already saved. Each role has a directory of its own in it: roles that are kept in the host's memory come to the device one
-after the other. Of a role with adapters they alone are saved: the weights beside them are those of its model directory.
+A checkpoint is written under another name and renamed when it is complete, so that a crash while saving loses no earlier
+checkpoint. Each role has its own directory in it, so that offloaded roles come to the device one after the other. For a role
+with adapters only the adapters are saved: the other weights are those of its model directory.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alon
 
 
 def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role], state: Mapping[str, Any]) -> Path:
-    """Write every one of these roles and `state` (plain values, the same on every rank). Collective; returns the directory.
+    """Write the roles and `state` (plain values, the same on every rank). Collective; returns the directory.
 
-    The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
-    itself asks for no layout. Raises NotFinite where a weight or a moment is not finite, and DiskFull, on every rank, where
-    the disk has no room; whatever it raises, it leaves no part of a checkpoint.
+    The roles may have different layouts: each role's place decides which rank writes what, and the write itself needs no
+    layout. Raises NotFinite where a weight or a moment is NaN or infinite, and DiskFull, on every rank, where the disk is
+    too full; an error leaves no partial checkpoint.
     """
     target = Path(directory) / f"step-{step:06d}"
     partial = target.with_name(target.name + ".partial")
@@ -68,7 +68,7 @@ def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role],
                 _need_room(partial, f"checkpoint of step {step}: the {name}", content)
                 dist_checkpointing.save(content, str(partial / name))
         dist.barrier()
-    except BaseException:  # whatever ends it: a part of a checkpoint only takes room
+    except BaseException:  # a partial checkpoint only takes room
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -93,14 +93,14 @@ def load_checkpoint(checkpoint: str | Path, roles: Mapping[str, Role]) -> dict[s
 
 @contextmanager
 def _whole(role: Role) -> Iterator[None]:
-    """The role is on the device, its optimizer too, and its weights are whole."""
+    """Bring the role and its optimizer to the device, its weights gathered."""
     with role.present(training=True):
         role.gather_weights()
         yield
 
 
 def _refuse_broken(role: Role, step: int) -> None:
-    """On every rank, or on none: nobody goes on from such a checkpoint."""
+    """Raise NotFinite, on every rank, where a weight or a moment is NaN or infinite: no run can continue from it."""
     broken = role.broken_weights() or name_ranks(non_finite_tensors(_moments(role)))
     if broken is not None:
         raise NotFinite(

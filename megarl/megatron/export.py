@@ -67,7 +67,7 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
 
 
 def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
-    """A run's recipe and its latest checkpoint. Raises ValueError where there is none or `target` is not empty."""
+    """Find a run's recipe and latest checkpoint. Raises ValueError where there is none or `target` is not empty."""
     run_dir = Path(run_dir)
     run = RunDirectory(run_dir)
     if not run.recipe.is_file():
@@ -99,7 +99,7 @@ def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of this process, without which megatron-core builds no model."""
+    """Start a process group of one process, without which megatron-core builds no model."""
     with tempfile.TemporaryDirectory() as rendezvous:
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1, timeout=timedelta(minutes=5)
@@ -179,7 +179,7 @@ def save_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_fil
 def stored_adapters(
     checkpoint: Path, shape: ModelShape, lora: LoraSection, dtype: torch.dtype, place: Place
 ) -> dict[str, Adapter]:
-    """The actor's adapters by the names of their weights; to be called inside `place`, which has one rank."""
+    """Load the actor's adapters, by the names of their weights. Call it inside `place`, which has one rank."""
     adapters = {}
     for layer in range(shape.num_layers):
         for target in lora.targets:

@@ -420,7 +420,7 @@ def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None
     """torch crashes where it is to come back."""
     weight = torch.zeros(4, 8)
     assert shared({"a": weight}) is not None
-    with pytest.raises(AssertionError, match="cannot be put away"):
+    with pytest.raises(AssertionError, match="cannot be offloaded"):
         HostStorages(keep=True).offload([weight.untyped_storage()])
 
 
