@@ -260,7 +260,7 @@ def memory(dry: bool, folder: Path) -> Result:
         str(folder / "dense"), start(Layout()), lr=1e-6, precision="fp32" if dry else "bf16",
         memory=MemorySection(offload="all"),
     )  # fmt: skip
-    role.residence.leave()
+    role.offload.offload()
     if not torch.cuda.is_available():
         return {"values": {"handed_over": NEEDS_GPU}, "targets": []}
     with role.present(training=True):

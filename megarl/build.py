@@ -47,12 +47,14 @@ from megarl.cluster.watched import (  # noqa: E402
 )
 from megarl.data.prompts import PromptStream  # noqa: E402
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
-from megarl.megatron.collectives import timed_waits  # noqa: E402
-from megarl.megatron.exchange import broadcast_from_first, gather_to_all, start_control  # noqa: E402
-from megarl.megatron.model import has_own_attention, spec_name  # noqa: E402
-from megarl.megatron.parallel import Place, start_parallel  # noqa: E402
-from megarl.megatron.role import Engine  # noqa: E402
-from megarl.megatron.settings import DTYPES  # noqa: E402
+from megarl.megatron.model import (  # noqa: E402
+    DTYPES,
+    has_own_attention,
+    spec_name,
+)
+from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel  # noqa: E402  # noqa: E402
+from megarl.megatron.role import Role  # noqa: E402
+from megarl.megatron.spans import timed_waits  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.model_files import model_directory  # noqa: E402
 from megarl.models.stored_weights import check_weights  # noqa: E402
@@ -222,14 +224,14 @@ def check_models(recipe: Recipe) -> None:
             and own is not None
             and not has_own_attention(own, recipe.trainer.precision)
         ):
-            rule = f"the {role}'s layers are Transformer Engine's here, whose attention knows no shared prompt"
+            rule = f"the {role}'s layers are Transformer Role's here, whose attention knows no shared prompt"
             found.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
     if spec_name(recipe.trainer.precision) == "local":
         for role, trained in trained_sections(recipe):
             if trained.memory.recompute == "selective":
                 found += without_transformer_engine(recipe, role)
         if recipe.trainer.fp8 is not None:
-            rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
+            rule = "megarl uses Transformer Role on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
             found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
     if platform.kind == "cpu":
         found += without_gpus(recipe)
@@ -252,24 +254,23 @@ class RoleBuilder:
 
     def __init__(self, recipe: Recipe, places: Mapping[str, Place]) -> None:
         self._recipe, self._places = recipe, places
-        compiles = recipe.trainer.compile
         self._engine = partial(
-            Engine,
+            Role,
             precision=recipe.trainer.precision,
             fp8=recipe.trainer.fp8,
             megatron=recipe.trainer.megatron,
             initial_loss_scale=recipe.trainer.initial_loss_scale,
             temperature=recipe.rollout.temperature,
-            compile_timeout_s=recipe.trainer.compile_timeout_s if compiles else None,
+            compile=recipe.trainer.compile,
             seed=recipe.run.seed,
             max_sequence_tokens=recipe.max_sequence_tokens,
         )
 
-    def _build(self, role: str, path: str, **more: Any) -> Engine:
+    def _build(self, role: str, path: str, **more: Any) -> Role:
         directory = model_directory(path)
         return self._engine(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
 
-    def actor(self) -> Engine:
+    def actor(self) -> Role:
         recipe, section = self._recipe, self._recipe.actor
         return self._build(
             "actor",
@@ -283,7 +284,7 @@ class RoleBuilder:
             updates_per_step=recipe.updates_per_batch,
         )
 
-    def reference(self, actor: Engine) -> Engine | None:
+    def reference(self, actor: Role) -> Role | None:
         """Build the reference; the actor itself if the reference is the base model without its adapters."""
         recipe = self._recipe
         if "reference" not in self._places or recipe.reference_is_base:
@@ -292,7 +293,7 @@ class RoleBuilder:
         follows = recipe.refresh_every is not None
         return self._build("reference", recipe.path("reference"), memory=memory, follows=follows)
 
-    def critic(self) -> Engine | None:
+    def critic(self) -> Role | None:
         recipe, section = self._recipe, self._recipe.critic
         if section is None:
             return None
@@ -308,7 +309,7 @@ class RoleBuilder:
             updates_per_step=recipe.num_sequences // schedule.mini_batch * schedule.epochs,
         )
 
-    def reward_model(self) -> Engine | None:
+    def reward_model(self) -> Role | None:
         recipe = self._recipe
         return None if recipe.reward_model is None else self._build("reward_model", recipe.path("reward_model"))
 

@@ -226,7 +226,7 @@ def export(
     """Write a run's last checkpoint as a Hugging Face directory, adapters merged in."""
     _need_run(run_dir)
     # The libraries' import notices are not the user's to mend.
-    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export_command", str(run_dir), str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export", str(run_dir), str(out)]
     command += ["--adapter"] if adapter else []
     sys.stdout.flush()
     os.execv(command[0], command)

@@ -20,11 +20,17 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.exchange import broadcast_from_first, distribute_samples, gather_to_all, same_everywhere
-from megarl.megatron.finite_guard import FiniteGuard
+from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
-from megarl.megatron.parallel import Place, reduce_scalars
-from megarl.megatron.role import Engine, Update, share_results
+from megarl.megatron.parallel import (
+    Place,
+    broadcast_from_first,
+    distribute_samples,
+    gather_to_all,
+    reduce_scalars,
+    same_everywhere,
+)
+from megarl.megatron.role import Role, Update, share_results
 from megarl.megatron.step_metrics import schedule_metrics, update_metrics
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
@@ -64,10 +70,10 @@ FORWARD_PHASES = {
 class RunParts:
     """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts live on rank 0, None elsewhere."""
 
-    actor: Engine
-    reference: Engine | None  # the actor itself, if the reference is the base model without adapters
-    critic: Engine | None
-    reward_model: Engine | None
+    actor: Role
+    reference: Role | None  # the actor itself, if the reference is the base model without adapters
+    critic: Role | None
+    reward_model: Role | None
     weights: WeightSync | None  # None if rollouts are replayed: nobody takes new weights
     prompts: PromptStream | None = None
     rollouts: EnginePool | ReplayPool | None = None
@@ -79,13 +85,13 @@ class RunParts:
     engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
 
     @property
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, Role]:
         """Roles that run."""
         roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
         return {name: role for name, role in roles.items() if role is not None}
 
     @property
-    def moving(self) -> dict[str, Engine]:
+    def moving(self) -> dict[str, Role]:
         """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
         return {
             name: role
@@ -573,7 +579,7 @@ class Trainer:
             self.parts.prompts.restore(state["prompts"])
 
 
-def _announce(role: Engine, plan: Plan, passes: int = 1) -> None:
+def _announce(role: Role, plan: Plan, passes: int = 1) -> None:
     """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
     count = sum(len(mini_batch.micro_batches[role.place.data_rank]) for mini_batch in plan.mini_batches)
     begin_work("micro-batches", count, passes * len(role.chunks))

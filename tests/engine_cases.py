@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from megarl import platform
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.export import save_tensors
 from megarl.megatron.parallel import Place, reduce_scalars, start_parallel
-from megarl.megatron.role import Engine, Objective, Update, over_context, share_results
-from megarl.megatron.weights import WeightFiles
+from megarl.megatron.role import Objective, Role, Update, over_context, share_results
+from megarl.megatron.weights import box
 from megarl.models import ModelShape
-from megarl.models.layout import Layout
+from megarl.models.layout import Layout, Segment
 from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
 from megarl.recipe.role_sections import OptimizerSection
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
@@ -68,28 +70,36 @@ def in_groups(batch: Batch, size: int) -> Batch:
 
 def engine(
     directory: str, place: Place, role: str = "actor", lr: float | None = None, precision: str = "fp32", **more: Any
-) -> Engine:
+) -> Role:
     # A warm-up and a decay, so that a schedule in the wrong place shows.
     optimizer = None if lr is None else OptimizerSection(lr=lr, epsilon=EPSILON, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    return Engine(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
+    return Role(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
 
 
-def save_weights(role: Engine, folder: str) -> None:
-    """Every rank writes its own boxes, replicas too, into files of a few tensors."""
+def save_weights(role: Role, folder: str) -> None:
+    """Write the model that all ranks hold together."""
     place, layout = role.place, role.place.layout
-    dtypes = dict.fromkeys(checkpoint_sizes(role.shape), torch.float32)
-    files = WeightFiles(Path(folder), role.shape, dtypes, max_file_bytes=30_000)
-    if place.rank == 0:
-        files.create()
-    dist.barrier()
     segments = rank_segments(
         role.shape, layout, place.tensor_rank, place.pipeline_rank, place.data_rank, context_rank=place.context_rank
     )
     shards = role.shards()
     sizes = {name: (len(shard), shard.numel() // len(shard)) for name, shard in shards.items()}
     assert sizes == parameter_sizes(role.shape, layout, place.rank), "megatron-core's parameters are not the table's"
-    files.write(segments, shards)
+    save_boxes(Path(folder), role.shape, segments, shards)
+
+
+def save_boxes(folder: Path, shape: ModelShape, segments: Iterable[Segment], shards: Mapping[str, torch.Tensor]) -> None:
+    """Rank 0 writes the checkpoint tensors that the boxes of all ranks make up, replicas included. Collective."""
+    own = [(segment, box(shards[segment.parameter], segment).float()) for segment in segments]
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, own)
+    if dist.get_rank() == 0:
+        tensors = {name: torch.full(size, torch.nan) for name, size in checkpoint_sizes(shape).items()}
+        for segment, content in chain.from_iterable(boxes):
+            tensors[segment.name][segment.row0 : segment.row1, segment.col0 : segment.col1] = content
+        whole = {name: tensor if tensor.shape[1] > 1 else tensor.squeeze(1) for name, tensor in tensors.items()}
+        save_tensors(folder, whole.items(), max_file_bytes=30_000)
     dist.barrier()
 
 

@@ -11,10 +11,10 @@ from unittest import mock
 
 import torch
 
-from megarl.megatron import offload, settings
+from megarl.megatron import offload, optimizer
 from megarl.megatron import role as engine
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.role import Engine
+from megarl.megatron.role import Role
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
@@ -53,8 +53,8 @@ class Line:
     weights: bytes
 
 
-def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Engine:
-    return Engine(
+def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Role:
+    return Role(
         role,
         ModelShape.from_directory(directory),
         directory,
@@ -90,7 +90,7 @@ def _with_each(layout: Layout, features: Sequence[Feature], train: Callable[[Any
     found = []
     for feature in features:
         with (
-            mock.patch.object(settings, "DistributedDataParallelConfig", _small_buckets),
+            mock.patch.object(optimizer, "DistributedDataParallelConfig", _small_buckets),
             mock.patch.object(offload, "LEAST_ACTIVATION_BYTES", 1),
             mock.patch.object(engine, "finish_gather") if feature.leaves_gathers else nullcontext(),
         ):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.megatron.offload import _optimizer_tensors
-from megarl.megatron.role import Engine, Update
+from megarl.megatron.role import Role, Update
 from megarl.models.layout import Layout
 from tests.engine_cases import objective_of, small_batch, start
 from tests.feature_cases import Feature, build, cut, digest
@@ -36,13 +36,13 @@ def wrong_objective(kind: str) -> Any:
 
 
 @contextmanager
-def wrong_layer(trained: Engine) -> Iterator[None]:
+def wrong_layer(trained: Role) -> Iterator[None]:
     """The backward pass of the first layer makes no numbers of the gradient of one sequence's micro-batch."""
-    trail = trained._trail
-    assert trail is not None
+    backward = trained._backward
+    assert backward is not None
 
     def spoil(module: Any, inputs: Any, output: Any) -> None:
-        if WRONG_SAMPLE in trail._samples:
+        if WRONG_SAMPLE in backward.samples:
             output[0].register_hook(lambda gradient: gradient * math.nan)
 
     hook = trained.models[0].decoder.layers[0].register_forward_hook(spoil)
@@ -50,7 +50,7 @@ def wrong_layer(trained: Engine) -> Iterator[None]:
     hook.remove()
 
 
-def state(trained: Engine) -> tuple[bytes, bytes, int]:
+def state(trained: Role) -> tuple[bytes, bytes, int]:
     """Weights, fp32 copies and moments, and the place in the learning-rate schedule."""
     tensors = [tensor.detach() for tensor in _optimizer_tensors(trained.optimizer)]
     return digest(trained.shards().values()), digest(tensors), trained.scheduler.num_steps

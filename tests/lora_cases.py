@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.role import Engine, share_results
+from megarl.megatron.role import Role, share_results
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import LoraSection
 from megarl.schedule import Schedule, compare, plan_phase
@@ -77,7 +77,7 @@ def train_lora(
     return Trained(figures, logprobs(adapted=False), logprobs(), initial, num_trained, _base_gradients(actor))
 
 
-def _base_gradients(actor: Engine) -> int:
+def _base_gradients(actor: Role) -> int:
     parameters = [
         parameter for model in actor.models for name, parameter in model.named_parameters() if "adapter" not in name
     ]

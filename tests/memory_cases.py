@@ -19,7 +19,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.megatron.parallel import Place
-from megarl.megatron.role import Engine
+from megarl.megatron.role import Role as MegatronRole
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes
@@ -273,7 +273,7 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
         for name, layout in case.layouts.items():
             optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
             place = places[layout]
-            engines[name] = Engine(
+            engines[name] = MegatronRole(
                 name,
                 shape,
                 directory,
@@ -308,7 +308,7 @@ def _features(case: Case, name: str) -> dict[str, Any]:
     return {"memory": MemorySection(**memory), "frozen": FreezeSection(**asdict(frozen))}
 
 
-def _take_small_update(engine: Engine, vocab: int) -> None:
+def _take_small_update(engine: MegatronRole, vocab: int) -> None:
     layout = engine.place.layout
     size = layout.data * layout.micro_batch_step
     (mini_batch,) = plan_phase(Schedule("warm", sequences=1, mini_batch=size), [2] * size, layout, 0).mini_batches

@@ -176,21 +176,21 @@ def _answer(message: bytes, environment: dict[str, str]) -> bytes:
 def _clean_up(caches: list[Any]) -> None:
     import torch.distributed as dist
 
-    from megarl.megatron import exchange, parallel
+    from megarl.megatron import parallel
 
     from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
     # A trained model is held by the hooks of autograd nodes that it holds, and no collector sees that circle; in it are its
     # engine, its optimizer and all groups with their threads.
     for one in gc.get_objects():
-        if isinstance(one, DistributedDataParallel):
+        if issubclass(type(one), DistributedDataParallel):  # `isinstance` follows weak proxies, which may be dead
             vars(one).clear()
     del one
     for cache in caches:  # rotary embeddings hold their context group
         cache.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    exchange._control = None  # of the ranks before: the next ones are others, or more of them
+    parallel._control = None  # of the ranks before: the next ones are others, or more of them
     vars(parallel.parallel_state).update(parallel._NO_PLACE)
     parallel.get_cuda_rng_tracker().reset()
     gc.collect()

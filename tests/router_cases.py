@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megarl.megatron.batch import Batch, pack
-from megarl.megatron.role import Engine, share_results
+from megarl.megatron.role import Role, share_results
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import MemorySection
@@ -41,7 +41,7 @@ def with_routing(batch: Batch, routing: Routing) -> Batch:
     return dataclasses.replace(batch, samples=samples)
 
 
-def measure(trained: Engine, batch: Batch, max_tokens: int, updates: int) -> list[Figures]:
+def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[Figures]:
     """A forward phase and an update, `updates` times."""
     place = trained.place
     schedule = Schedule("actor_update", max_tokens=max_tokens, mini_batch=len(batch.lengths))
@@ -82,7 +82,7 @@ class Recorder:
         return values, self.chosen
 
 
-def own_choice(actor: Engine, batch: Batch) -> Routing:
+def own_choice(actor: Role, batch: Batch) -> Routing:
     """What the routers of one rank choose in a forward phase, for all tokens but each sequence's last."""
     from megatron.core.transformer.moe.router import TopKRouter
 

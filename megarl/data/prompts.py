@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.curriculum import Curriculum
 from megarl.data.sample import Prompt
 from megarl.data.sources import BadRows, Row, load_rows
 from megarl.data.tokenizer import render_chat, render_questions
-from megarl.recipe.data_section import DataSection
+from megarl.recipe.data_section import CurriculumSection, DataSection
 
 
 class PromptStream:
@@ -110,11 +109,8 @@ class PromptStream:
         """The exact position, as plain values."""
         return {"position": self.position, "parts": [part.state() for part in self._parts]}
 
-    def restore(self, state: dict[str, Any] | int) -> None:
-        """Go on where `state` was taken. Raises ValueError where the rows are not those that it was taken of."""
-        if isinstance(state, int):  # of a checkpoint from before mixtures: prompts of the one source
-            self.position = self._parts[0].walked = self._parts[0].taken = state
-            return
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises ValueError where the rows are not the ones that it was taken with."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
@@ -126,6 +122,49 @@ class PromptStream:
         prompt = self._parts[number].prompt(self.position, (number, self._parts[number].next_row()))
         self.position += 1
         return prompt
+
+
+class Curriculum:
+    """Skips prompts of one source whose last pass rate was outside the bounds: those that always fail or always pass.
+
+    A row outside the bounds is skipped in `revisit` epochs and taken in the next one, so that its rate can change; no row
+    is skipped for ever, and there is always a next row.
+    """
+
+    def __init__(self, section: CurriculumSection) -> None:
+        self._section = section
+        self.rates: dict[int, float] = {}
+        self._passed_over: dict[int, int] = {}  # how often since it was last taken
+
+    def passes_over(self, row: int) -> bool:
+        """Whether to skip the row this time; counts the skip."""
+        if row not in self.rates or self._in_bounds(self.rates[row]):
+            return False
+        times = self._passed_over.get(row, 0)
+        self._passed_over[row] = (times + 1) % (self._section.revisit + 1)
+        return times < self._section.revisit
+
+    def learn(self, row: int, rewards: np.ndarray) -> None:
+        """Note the rewards (float32) of a group of completions to the row's prompt; an empty group changes nothing."""
+        if len(rewards):
+            # In the rewards' own precision: 0.9 in float32 is below 0.9 in float64.
+            self.rates[row] = float((rewards >= np.float32(self._section.pass_reward)).mean())
+
+    @property
+    def num_in_bounds(self) -> int:
+        """Rows with a rate in the bounds."""
+        return sum(map(self._in_bounds, self.rates.values()))
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as plain values."""
+        return {"rates": dict(self.rates), "passed_over": dict(self._passed_over)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.rates, self._passed_over = dict(state["rates"]), dict(state["passed_over"])
+
+    def _in_bounds(self, rate: float) -> bool:
+        return self._section.low <= rate <= self._section.high
 
 
 class _Part:

@@ -81,7 +81,7 @@ class Batch:
         return self.prompt_lengths + self.completion_lengths
 
     def gather(self, name: str, samples: Iterable[int]) -> Tensor:
-        """The named per-token results of some sequences, end to end: [their own tokens]."""
+        """Concatenate the named per-token results of some sequences: [their own tokens]."""
         return torch.cat([self.fields[name][sample] for sample in samples])
 
 
@@ -117,10 +117,10 @@ def parts_of(
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Sequences laid end to end, on the device; behind them, where the layout pads, a sequence of dummy tokens.
+    """Sequences laid end to end on the device, followed by a sequence of dummy tokens where the layout pads.
 
-    `head_positions` are the rows whose output predicts an own token of a sequence, one that the policy sampled: token t is
-    predicted at position t - 1, and a critic's value of the state before token t stands there too. No dummy token is one.
+    `head_positions` are the rows whose output predicts an own token, one that the policy sampled: token t is predicted at
+    position t - 1, where a critic has its value of the state before token t. No dummy token is predicted.
 
     Under context parallelism each sequence is padded by itself, and a rank has two chunks of each: `input_ids`,
     `position_ids`, `head_positions` and `heads` are its own, everything else that of the whole micro-batch.
@@ -172,18 +172,17 @@ def pack(
     ends_alone: bool = False,
     choices: tuple[int, int] | None = None,
 ) -> PackedMicroBatch:
-    """Lay the sequences of a planned micro-batch end to end, padded to its slots; this context rank's part of it.
+    """Lay the sequences of a planned micro-batch end to end, padded to its slots; returns this context rank's part.
 
     Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
-    alignment. With it each sequence is padded at its end, where no token of it looks.
+    alignment. With context parallelism each sequence is padded at its end, where no token attends to it.
 
-    With `ends_alone` the head sees the last token of each sequence alone, in place of those that predict an own token, and
-    everything [own tokens] is [sequences].
+    With `ends_alone` the head sees only the last token of each sequence, and everything [own tokens] is [sequences].
 
-    Where the plan shares prompts, each stands before the completions that continue it: parts of their own, whose positions
-    count on from the prompt's.
+    Where the plan shares prompts, a prompt stands once before the completions that continue it, whose positions follow the
+    prompt's.
 
-    With `choices`, the layers with experts and the experts a token, the experts that the rollout chose are laid out as well.
+    `choices` (layers with experts, experts a token) also lays out the experts that the rollout chose.
     """
     if micro_batch.sharing:
         assert layout.context == 1 and not ends_alone and choices is None, "refused in the recipe"
@@ -319,8 +318,8 @@ def _lay_out(batch: Batch, micro_batch: MicroBatch, starts: Sequence[int], choic
 
 
 def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:
-    """The slots of a micro-batch that a context rank runs, in its order: of each sequence, cut into 2 x context chunks, the
-    chunk of its number from the front and the one from the back."""
+    """The slots of a micro-batch that a context rank runs, in order. Each sequence has 2 x context chunks; context rank r
+    runs chunk r from the front and chunk r from the back."""
     own: list[np.ndarray] = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
         slots = np.arange(start, stop)

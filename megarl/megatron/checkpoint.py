@@ -1,8 +1,8 @@
-"""Save and load the roles that move with megatron-core's distributed checkpoints: any layout can load what another saved.
+"""Save and load roles with megatron-core's distributed checkpoints: any layout can load what another layout saved.
 
-A checkpoint is written beside its name and renamed when it is complete, so a crash while saving loses nothing that was
-already saved. Each role has a directory of its own in it: roles that are kept in the host's memory come to the device one
-after the other. Of a role with adapters they alone are saved: the weights beside them are those of its model directory.
+A checkpoint is written under another name and renamed when it is complete, so that a crash while saving loses no earlier
+checkpoint. Each role has its own directory in it, so that offloaded roles come to the device one after the other. For a role
+with adapters only the adapters are saved: the other weights are those of its model directory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megarl.megatron.exchange import gather_to_all
-from megarl.megatron.finite import NotFinite, broken_tensors, describe_tensors
 from megarl.megatron.lora import Adapter, adapter_states, fill_adapters
 from megarl.megatron.model import DecoderModel, local_name
-from megarl.megatron.role import Engine
+from megarl.megatron.non_finite import NotFinite, name_ranks, non_finite_tensors
+from megarl.megatron.parallel import gather_to_all
+from megarl.megatron.role import Role
 from megarl.telemetry.disk import free_bytes, no_room
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -45,30 +45,30 @@ _STATE = "state.pt"  # in a checkpoint, beside its roles
 _BORROWED = "borrowed"  # no parameter: a key that torch's optimizers leave alone
 
 
-def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engine], state: Mapping[str, Any]) -> Path:
-    """Write every one of these roles and `state` (plain values, the same on every rank). Collective; returns the directory.
+def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role], state: Mapping[str, Any]) -> Path:
+    """Write the roles and `state` (plain values, the same on every rank). Collective; returns the directory.
 
-    The roles may have different layouts: what says which rank writes what is made inside each role's place, and the write
-    itself asks for no layout. Raises NotFinite where a weight or a moment is not finite, and DiskFull, on every rank, where
-    the disk has no room; whatever it raises, it leaves no part of a checkpoint.
+    The roles may have different layouts: each role's place decides which rank writes what, and the write itself needs no
+    layout. Raises NotFinite where a weight or a moment is NaN or infinite, and DiskFull, on every rank, where the disk is
+    too full; an error leaves no partial checkpoint.
     """
     target = Path(directory) / f"step-{step:06d}"
     partial = target.with_name(target.name + ".partial")
     try:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            for role in engines:
-                (partial / role).mkdir(parents=True)
+            for name in roles:
+                (partial / name).mkdir(parents=True)
             torch.save(dict(state), partial / _STATE)
         dist.barrier()
-        for role, engine in engines.items():
-            with _whole(engine):
-                _refuse_broken(engine, step)
-                content = _sharded(engine, is_loading=False)
-                _need_room(partial, f"checkpoint of step {step}: the {role}", content)
-                dist_checkpointing.save(content, str(partial / role))
+        for name, role in roles.items():
+            with _whole(role):
+                _refuse_broken(role, step)
+                content = _sharded(role, is_loading=False)
+                _need_room(partial, f"checkpoint of step {step}: the {name}", content)
+                dist_checkpointing.save(content, str(partial / name))
         dist.barrier()
-    except BaseException:  # whatever ends it: a part of a checkpoint only takes room
+    except BaseException:  # a partial checkpoint only takes room
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -79,32 +79,32 @@ def save_checkpoint(directory: str | Path, step: int, engines: Mapping[str, Engi
     return target
 
 
-def load_checkpoint(checkpoint: str | Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
+def load_checkpoint(checkpoint: str | Path, roles: Mapping[str, Role]) -> dict[str, Any]:
     """Fill every role's weights, and where it is trained its optimizer and learning-rate schedule; returns the saved
     `state`. Collective. Raises ValueError where the checkpoint lacks a role."""
-    for role, engine in engines.items():
-        if not (Path(checkpoint) / role).is_dir():
-            way = "remove reference.refresh_every, or start another run" if role == "reference" else "start another run"
-            raise ValueError(f"{checkpoint} holds no {role}: it was written by a run whose {role} did not move; {way}")
-        with _whole(engine):
-            _load(Path(checkpoint) / role, engine)
+    for name, role in roles.items():
+        if not (Path(checkpoint) / name).is_dir():
+            way = "remove reference.refresh_every, or start another run" if name == "reference" else "start another run"
+            raise ValueError(f"{checkpoint} holds no {name}: it was written by a run whose {name} did not move; {way}")
+        with _whole(role):
+            _load(Path(checkpoint) / name, role)
     return dict(torch.load(Path(checkpoint) / _STATE, weights_only=True))
 
 
 @contextmanager
-def _whole(engine: Engine) -> Iterator[None]:
-    """The role is on the device, its optimizer too, and its weights are whole."""
-    with engine.present(training=True):
-        engine.gather_weights()
+def _whole(role: Role) -> Iterator[None]:
+    """Bring the role and its optimizer to the device, its weights gathered."""
+    with role.present(training=True):
+        role.gather_weights()
         yield
 
 
-def _refuse_broken(engine: Engine, step: int) -> None:
-    """On every rank, or on none: nobody goes on from such a checkpoint."""
-    broken = engine.broken_weights() or describe_tensors(broken_tensors(_moments(engine)))
+def _refuse_broken(role: Role, step: int) -> None:
+    """Raise NotFinite, on every rank, where a weight or a moment is NaN or infinite: no run can continue from it."""
+    broken = role.broken_weights() or name_ranks(non_finite_tensors(_moments(role)))
     if broken is not None:
         raise NotFinite(
-            f"checkpoint of step {step}: the {engine.role}'s weights or moments are not finite ({broken}); "
+            f"checkpoint of step {step}: the {role.role}'s weights or moments are not finite ({broken}); "
             "it was not written, and the one before stands"
         )
 
@@ -121,37 +121,37 @@ def _need_room(directory: Path, what: str, content: dict[str, Any]) -> None:
         raise no_room(directory.parent, what, sum(sizes))
 
 
-def _moments(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, optimizer in enumerate(_optimizers(engine)):
+def _moments(role: Role) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, optimizer in enumerate(_optimizers(role)):
         for place, state in enumerate(optimizer.optimizer.state.values()):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{name} of state {place} of optimizer {number}", value
 
 
-def _load(directory: Path, engine: Engine) -> None:
-    with engine.place.active():
-        for optimizer in _optimizers(engine):
+def _load(directory: Path, role: Role) -> None:
+    with role.place.active():
+        for optimizer in _optimizers(role):
             # Without Transformer Engine or Apex the states do not exist before the first step, and the load skips what does
             # not exist (megatron-core 0.16 and 0.19).
             optimizer._init_optimizer_states_with_dummy_values()
-    loaded = dist_checkpointing.load(_sharded(engine, is_loading=True), str(directory))
-    with engine.place.active():
-        _restore(engine, loaded)
+    loaded = dist_checkpointing.load(_sharded(role, is_loading=True), str(directory))
+    with role.place.active():
+        _restore(role, loaded)
 
 
-def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
-    if engine.adapters:
-        fill_adapters(engine.adapters, loaded["model"])
+def _restore(role: Role, loaded: dict[str, Any]) -> None:
+    if role.adapters:
+        fill_adapters(role.adapters, loaded["model"])
     else:
-        _fill(engine.models, loaded["model"])
-    if engine.optimizer is None:
+        _fill(role.models, loaded["model"])
+    if role.optimizer is None:
         return
     # Every layout has dense weights on every rank, so that rank 0 has written this.
     dense = loaded["optimizer"][_DENSE]
     step = {key: value for key, value in dense["optimizer"]["param_groups"][0].items() if key == "step"}
-    with _step_everywhere(engine):
-        for optimizer in _optimizers(engine):
+    with _step_everywhere(role):
+        for optimizer in _optimizers(role):
             own = loaded["optimizer"][_part(optimizer)]
             part = {key: value for key, value in dense.items() if key != "param_state"} | own
             # Only the step count is taken of the saved groups. All else of them is what this run's recipe says, which holds
@@ -162,9 +162,9 @@ def _restore(engine: Engine, loaded: dict[str, Any]) -> None:
             optimizer._set_main_param_and_optimizer_states = partial(_set_states, optimizer)
             optimizer.load_state_dict(part)
     # megarl advances a new schedule to its first point; megatron-core adds the loaded count to what it finds.
-    engine.scheduler.num_steps = 0
-    engine.scheduler.load_state_dict(loaded["scheduler"])
-    for optimizer in _optimizers(engine):
+    role.scheduler.num_steps = 0
+    role.scheduler.load_state_dict(loaded["scheduler"])
+    for optimizer in _optimizers(role):
         # megatron-core gives every parameter the same `step` tensor, which Adam then raises once a parameter: the
         # first update after a resume is right and the second is not.
         for entry in optimizer.optimizer.state.values():
@@ -254,30 +254,30 @@ def _fill(chunks: Sequence[DecoderModel], states: Mapping[str, dict[str, Any]]) 
         chunk.load_state_dict(states[str(number)])
 
 
-def _sharded(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    with engine.place.active():
-        adapters = engine.adapters
-        model = adapter_states(adapters, engine.role) if adapters else _chunk_states(engine.models, engine.role)
-        if engine.optimizer is None:
+def _sharded(role: Role, is_loading: bool) -> dict[str, Any]:
+    with role.place.active():
+        adapters = role.adapters
+        model = adapter_states(adapters, role.role) if adapters else _chunk_states(role.models, role.role)
+        if role.optimizer is None:
             return {"model": model}
-        for one in _optimizers(engine):
+        for one in _optimizers(role):
             _make_states(one)
             one.get_parameter_state_dp_zero = partial(_states_of_owned, one)
         # Part by part, and not the chain of both: it numbers its parts, and a layout that does not cut experts has one.
-        with _step_everywhere(engine):
+        with _step_everywhere(role):
             optimizer = {
                 _part(part): part.sharded_state_dict(_owned(part, model), is_loading=is_loading, metadata=_SHARDING)
-                for part in _optimizers(engine)
+                for part in _optimizers(role)
             }
-        for part in _optimizers(engine) if is_loading else ():
+        for part in _optimizers(role) if is_loading else ():
             states = optimizer[_part(part)]["param_state"]
             for number, has_part in enumerate(_has_part(part)):
                 if not has_part:
                     states[number] = {}
     for part in _tensors(optimizer):
-        if not part.key.startswith(f"{engine.role}/"):
-            part.key = f"{engine.role}/{part.key}"
-    return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
+        if not part.key.startswith(f"{role.role}/"):
+            part.key = f"{role.role}/{part.key}"
+    return {"model": model, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
 
 
 def _make_states(optimizer: Any) -> None:
@@ -293,12 +293,12 @@ def _make_states(optimizer: Any) -> None:
 
 
 @contextmanager
-def _step_everywhere(engine: Engine) -> Iterator[None]:
+def _step_everywhere(role: Role) -> Iterator[None]:
     """Rank 0 writes Adam's step count for all, and megatron-core (0.16 and 0.19) reads it off a rank's own states; a rank
     whose weights are all frozen has none, so it borrows the count of the others inside. Collective."""
-    states = [optimizer.optimizer.state for optimizer in _optimizers(engine)]
+    states = [optimizer.optimizer.state for optimizer in _optimizers(role)]
     own = [float(entry["step"]) for state in states for entry in state.values() if "step" in entry]
-    step = torch.tensor(max(own, default=0.0), device=engine.place.device)
+    step = torch.tensor(max(own, default=0.0), device=role.place.device)
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
     for state in states:
         if not state:
@@ -306,7 +306,7 @@ def _step_everywhere(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        for optimizer in _optimizers(engine):
+        for optimizer in _optimizers(role):
             optimizer.optimizer.state.pop(_BORROWED, None)
 
 
@@ -400,10 +400,10 @@ def _part(optimizer: Any) -> str:
     return _EXPERTS if any(group["is_expert_parallel"] for group in optimizer.param_groups) else _DENSE
 
 
-def _optimizers(engine: Engine) -> list[Any]:
+def _optimizers(role: Role) -> list[Any]:
     """The parts of the optimizer that move weights of this rank. On a stage without experts theirs has nothing to move, and
     megatron-core can neither save nor load such a part (0.16 and 0.19). None where nothing is trained."""
-    if engine.optimizer is None:
+    if role.optimizer is None:
         return []
-    parts = list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
+    parts = list(getattr(role.optimizer, "chained_optimizers", [role.optimizer]))
     return [one for one in parts if any(group["params"] for group in one.param_groups)] or parts[:1]

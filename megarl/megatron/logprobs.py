@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.compiled import Compiled
 from megarl.schedule import logit_blocks as blocks
 
 _NO_LOGIT = -1e30  # below every logit; not -inf, whose difference from itself is not a number
@@ -31,17 +30,16 @@ class LogProbabilities:
     """Turns one rank's hidden rows into log-probabilities and entropy of the sampling distribution.
 
     `vocab` is the vocabulary without its padding, `temperature` divides the logits, as the rollout engine does, and `group`
-    holds the vocabulary's other columns. `compile_timeout_s` compiles the arithmetic of a block, with that deadline for the
-    first call; None leaves it plain.
+    holds the vocabulary's other columns. With `compile` torch.compile compiles the arithmetic of a block; where its
+    compiler fails, torch logs the error and runs the plain functions.
     """
 
-    def __init__(
-        self, vocab: int, temperature: float, group: dist.ProcessGroup, compile_timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, vocab: int, temperature: float, group: dist.ProcessGroup, compile: bool = False) -> None:
         self.vocab, self.temperature, self.group = vocab, temperature, group
-        functions = (sums, sums_with_entropy, slopes, slopes_with_entropy)
-        if compile_timeout_s is not None:
-            functions = tuple(Compiled(function, compile_timeout_s) for function in functions)  # type: ignore[assignment]
+        functions: Any = (sums, sums_with_entropy, slopes, slopes_with_entropy)
+        if compile:
+            torch._dynamo.config.suppress_errors = True
+            functions = tuple(torch.compile(function, dynamic=True) for function in functions)
         self.sums, self.sums_with_entropy, self.slopes, self.slopes_with_entropy = functions
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> dict[str, Tensor]:

@@ -13,16 +13,21 @@ from torch.overrides import TorchFunctionMode
 from megarl import platform  # before megatron.core: on a machine without CUDA it makes it importable
 from megarl.megatron.lora import CHILD, Adapter, MergedShards
 from megarl.megatron.parallel import virtual_pipeline
-from megarl.megatron.settings import fusion_settings, precision_settings, recompute_settings
 from megarl.models import ModelShape
 from megarl.models.attention import PackedAttention, Packing
-from megarl.models.gemma import ACTIVATIONS, SandwichLayer, WindowedSelfAttention, scale_embedding
 from megarl.models.latent_attention import latent_attention
-from megarl.models.layers import RMSNorm, ValueHead
+from megarl.models.layers import (
+    ACTIVATIONS,
+    RMSNorm,
+    SandwichLayer,
+    ValueHead,
+    WindowedSelfAttention,
+    scale_embedding,
+)
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_prefix, padded_vocab
 from megarl.models.rotary import inverse_frequencies, token_angles
-from megarl.recipe.role_sections import MemorySection
+from megarl.recipe.role_sections import FreezeSection, MemorySection
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
@@ -34,6 +39,12 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Forward in the format with more digits, gradients in the one with more range, as Micikevicius et al. 2022 (sec. 3.2) do;
+# block-wise scales leave the gradients no need of range.
+_FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 # Roles whose head gives one number, and what it is.
 SCALAR_ROLES = {"critic": "values", "reward_model": "scores"}
@@ -112,6 +123,45 @@ def transformer_config(
     if memory is not None and memory.recompute == "selective" and "mla_up_proj" in memory.recompute_modules:
         config.recompute_modules.append("mla_up_proj")  # for megarl's latent attention
     return config
+
+
+def precision_settings(precision: str, fp8: str | None) -> dict[str, Any]:
+    """Fields of a TransformerConfig. `precision` is "fp32", "bf16" or "fp16" (weights and activations), `fp8` None or a
+    Transformer Engine recipe for the matrix products of the layers; their weights stay in `precision`."""
+    dtype = DTYPES[precision]
+    settings = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16", fp16=precision == "fp16")
+    if fp8 is None:
+        return settings
+    # A scale that is taken from past maxima needs some: Transformer Engine's own length.
+    history = dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max") if fp8 == "delayed" else {}
+    return {**settings, "fp8": _FP8_FORMAT[fp8], "fp8_recipe": fp8, **history}
+
+
+def recompute_settings(memory: MemorySection) -> dict[str, Any]:
+    """Fields of a TransformerConfig, whose names and values are the recipe's. Without `mla_up_proj`, which megatron-core
+    takes for its own latent attention alone."""
+    if memory.recompute == "none":
+        return {}
+    settings: dict[str, Any] = {"recompute_granularity": memory.recompute}
+    if memory.recompute == "selective":
+        return settings | {"recompute_modules": [name for name in memory.recompute_modules if name != "mla_up_proj"]}
+    return settings | {"recompute_method": memory.recompute_method, "recompute_num_layers": memory.recompute_num_layers}
+
+
+def fusion_settings(shape: ModelShape, spec: str, router_replay: bool) -> dict[str, bool]:
+    """Fields of a TransformerConfig that fuse operations of a layer. Their kernels are Transformer Engine's (all since 2.7;
+    megarl's lock has 2.20) or compiled by Triton, so the local spec takes none."""
+    if spec == "local":
+        return {}
+    has_experts = shape.experts is not None
+    return dict(
+        # megarl's own attention rotates by per-token angles, and Megatron's fused rotation drops YaRN's factor.
+        apply_rope_fusion=not shape.has_own_attention,
+        bias_activation_fusion=shape.activation == "silu",  # the only gate that megatron-core and megarl share
+        moe_permute_fusion=has_experts,
+        # The fused router asks nobody for the experts that the rollout engine chose (megatron-core 0.16 and 0.19).
+        moe_router_fusion=has_experts and not router_replay,
+    )
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
@@ -405,3 +455,41 @@ def merged_shards(chunks: Sequence[nn.Module], layout: Layout) -> Mapping[str, T
     }
     shards = named_shards(chunks, layout)
     return MergedShards(shards, adapters) if adapters else shards
+
+
+def freeze(chunks: Sequence[DecoderModel], frozen: FreezeSection) -> None:
+    """Take the gradient from the frozen weights of this rank's chunks, before gradient buffers and optimizer are made."""
+    for model in chunks:
+        for parameter in _frozen(model, frozen):
+            parameter.requires_grad_(False)
+
+
+def _frozen(model: DecoderModel, frozen: FreezeSection) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    tied = bool(model.share_embeddings_and_output_weights)
+    if frozen.embedding and model.pre_process:
+        found += model.embedding.parameters()
+    # Of a tied model the last stage of a pipeline has a copy of the embedding.
+    if model.post_process and (frozen.head or (frozen.embedding and tied)):
+        found += model.output_layer.parameters()
+    if frozen.norms:  # a part of a name under every spec: Transformer Engine calls a fused one `layer_norm_weight`
+        found += [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    for layer in model.decoder.layers:
+        if layer.layer_number <= frozen.layers:  # counted from 1, over all stages
+            found += layer.parameters()
+    return found
+
+
+def keep_gradients_through_recompute(chunks: Sequence[DecoderModel]) -> None:
+    """What is recomputed gives its weights and adapters gradients only where its input asks for one, and what a frozen
+    embedding puts out does not (megatron-core's checkpoint is a torch.autograd.Function, as torch's reentrant one)."""
+    for model in chunks:
+        if model.config.recompute_granularity is None or not model.pre_process:
+            continue
+        if not any(parameter.requires_grad for parameter in model.embedding.parameters()):
+            model.embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    # output [slots, 1, hidden], a leaf
+    return output.requires_grad_() if module.training else output

@@ -1,5 +1,5 @@
-"""What leaves the device while nothing needs it: a role's optimizer, gradient buffers and weights between its phases, and
-the activations of a forward pass until its backward pass.
+"""Offload to the host: a role's optimizer, gradient buffers and weights between its phases, and the activations of a forward
+pass until its backward pass.
 
 Storages are emptied and filled again, not replaced: megatron-core keeps views of its buffers in many places, and all of them
 stay valid. Its own `offload_to_cpu` (0.16 and 0.19) does the same for its buffers but replaces the optimizer's tensors, and
@@ -27,9 +27,9 @@ Storage = torch.UntypedStorage
 LEAST_ACTIVATION_BYTES = 1 << 14
 
 
-class Shelf:
-    """Storages that are all on the device or all away. `keep`: their content is copied to the host and back; without, it is
-    lost, and they come back filled with zeros. `constant`: nothing writes to them, so that one copy serves for ever."""
+class HostStorages:
+    """Storages that are offloaded and restored together. With `keep` their content is copied to the host and back; without,
+    it is lost and they are restored as zeros. `constant`: nothing writes to them, so that one copy serves for ever."""
 
     def __init__(self, keep: bool, constant: bool = False) -> None:
         self.keep, self.constant = keep, constant
@@ -37,12 +37,12 @@ class Shelf:
         # Copies stay allocated: pinned memory is slow to get.
         self._copies: dict[int, Tensor] = {}
 
-    def put_away(self, storages: Iterable[Storage]) -> None:
+    def offload(self, storages: Iterable[Storage]) -> None:
         """Free the device's memory of the storages."""
-        assert not self._away, "already away"
+        assert not self._away, "already offloaded"
         for storage in storages:
-            # torch (2.13) crashes where shared memory of a host is to grow again.
-            assert storage.device.type != "cpu" or not storage.is_shared(), "shared memory cannot be put away"
+            # torch (2.13) crashes when shared memory of the host grows again.
+            assert storage.device.type != "cpu" or not storage.is_shared(), "shared memory cannot be offloaded"
             size = storage.nbytes()
             if self.keep:
                 self._copy_to_host(storage, size)
@@ -51,7 +51,7 @@ class Shelf:
         for storage, _ in self._away:
             storage.resize_(0)
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         for storage, size in self._away:
             storage.resize_(size)
             if self.keep:
@@ -81,59 +81,59 @@ def storages_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> list[S
     return [storage for key, storage in found.items() if key not in left_out and storage.nbytes()]
 
 
-class Residence:
-    """Where a role's weights, gradient buffers and optimizer are between its phases.
+class RoleOffload:
+    """Offloads a role's weights, gradient buffers and optimizer between its phases.
 
-    `offload` is "none", "optimizer" (with the gradient buffers) or "all" (the weights too). Outside of `present` they are
-    away; the engine is built on the device, so the first `leave` is the caller's. `constant`: nothing writes to the weights.
+    `setting` is "none", "optimizer" (with the gradient buffers) or "all" (the weights too). A role is built on the device,
+    so the caller makes the first `offload`. `constant`: nothing writes to the weights.
     """
 
-    def __init__(self, offload: str, models: list[Any], chunks: list[Any], optimizer: Any, constant: bool) -> None:
-        self.moves_weights = offload == "all"
-        self._moves_training = offload != "none" and optimizer is not None
+    def __init__(self, setting: str, models: list[Any], chunks: list[Any], optimizer: Any, constant: bool) -> None:
+        self.moves_weights = setting == "all"
+        self._moves_training = setting != "none" and optimizer is not None
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
-        self._weights = Shelf(keep=True, constant=constant)
-        self._states, self._gradients = Shelf(keep=True), Shelf(keep=False)
+        self._weights = HostStorages(keep=True, constant=constant)
+        self._states, self._gradients = HostStorages(keep=True), HostStorages(keep=False)
         self._weights_away = self._training_away = self._is_inside = False
 
     def is_present(self, training: bool = False) -> bool:
         return not self._weights_away and not (training and self._training_away)
 
-    def leave(self) -> None:
-        """Put away what is on the device and goes away. The memory goes back to the driver, whole: left with the allocator,
-        smaller tensors would take parts of it, and nothing as large would find room there again."""
+    def offload(self) -> None:
+        """Offload everything that `setting` names and that is on the device. The memory goes back to the driver: if the
+        allocator kept it, smaller tensors would take parts of it, and nothing as large would find room there again."""
         away = self._weights_away, self._training_away
         # fp32 main parameters share the weights' memory; they go with them.
         weights = [parameter.data for model in self._models for parameter in model.parameters()]
         if self._moves_training and not self._training_away:
-            self._states.put_away(storages_of(_optimizer_tensors(self._optimizer), but=weights))
-            self._gradients.put_away(storages_of(_gradient_buffers(self._chunks)))
+            self._states.offload(storages_of(_optimizer_tensors(self._optimizer), but=weights))
+            self._gradients.offload(storages_of(_gradient_buffers(self._chunks)))
             self._training_away = True
         if self.moves_weights and not self._weights_away:
-            self._weights.put_away(storages_of(weights))
+            self._weights.offload(storages_of(weights))
             self._weights_away = True
         if away != (self._weights_away, self._training_away):
             platform.empty_cache()
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
-        """The weights are on the device inside, and what an update or a checkpoint needs besides if `training`."""
+        """Restore the weights inside the context, and with `training` what an update or a checkpoint needs besides."""
         assert not self._is_inside, "a role runs one phase at a time"
         self._is_inside = True
         with span("offload"):
             if self._weights_away:
-                self._weights.bring_back()
+                self._weights.restore()
                 self._weights_away = False
             if training and self._training_away:
-                self._states.bring_back()
-                self._gradients.bring_back()
+                self._states.restore()
+                self._gradients.restore()
                 self._training_away = False
         try:
             yield
         finally:
             self._is_inside = False
             with span("offload"):
-                self.leave()
+                self.offload()
 
 
 def _gradient_buffers(chunks: Iterable[Any]) -> list[Tensor]:

@@ -1,6 +1,6 @@
-"""Which part of a layout this rank is, and the few collectives the phases need.
+"""Which part of a layout this rank is, its process groups, and the collectives that carry metadata, tokens and sums.
 
-Roles may be cut differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
+Roles may be sharded differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
 `parallel_state`, and many of its modules read them; so each layout's set of globals is kept in a `Place`, and only there is
 it decided which one megatron-core sees.
 """
@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl import platform
+from megarl.data.sample import Sample
 from megarl.models.layout import Layout
+from megarl.schedule import Plan
+from megarl.telemetry.clock import span
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+
+Value = TypeVar("Value")
+_control: dist.ProcessGroup | None = None
 
 
 def _read_globals() -> dict[str, Any]:
@@ -28,8 +36,7 @@ def _read_globals() -> dict[str, Any]:
     return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
 
 
-# As megatron-core is imported: nothing initialised, so that a call outside of every place fails instead of using the groups
-# of some role.
+# The state before initialisation: a call outside every place fails instead of using the groups of some role.
 _NO_PLACE = _read_globals()
 
 
@@ -53,12 +60,12 @@ class Place:
 
     @property
     def is_source(self) -> bool:
-        """It holds the results of its data-parallel rank (last stage, tensor and context rank 0)."""
+        """Whether this rank holds the results of its data-parallel rank (last stage, tensor and context rank 0)."""
         return self.rank == self.source_of(self.data_rank)
 
     @property
     def is_leader(self) -> bool:
-        """It fetches the tokens of its model-parallel group (first stage, tensor rank 0)."""
+        """Whether this rank fetches the tokens of its model-parallel group (first stage, tensor rank 0)."""
         return self.rank == self.leader
 
     @property
@@ -71,9 +78,9 @@ class Place:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """megatron-core sees this layout inside, and what it saw before afterwards.
+        """Show megatron-core the groups of this layout inside the context, and the previous ones afterwards.
 
-        Everything that builds, runs, saves or loads a model goes inside; outside, megatron-core has no groups at all.
+        Everything that builds, runs, saves or loads a model runs inside; outside, megatron-core has no groups at all.
         """
         tracker = get_cuda_rng_tracker()
         globals_before, states_before = _read_globals(), tracker.get_states()
@@ -88,9 +95,9 @@ class Place:
 
 
 def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local_rank: int) -> dict[Layout, Place]:
-    """Cut the started process group once for each different layout. Collective; the same layouts on every rank.
+    """Make the process groups of each different layout. Collective, with the same layouts on every rank.
 
-    Raises ValueError where the number of started ranks is not a layout's.
+    Raises ValueError where the number of started ranks is not the layout's.
     """
     return {layout: _start_place(layout, seed, timeout_s, local_rank) for layout in dict.fromkeys(layouts)}
 
@@ -132,15 +139,14 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
 
 
 def virtual_pipeline(layout: Layout) -> int | None:
-    """The chunks of a stage as megatron-core wants them said: None for a stage of one."""
+    """The model chunks of a stage in megatron-core's form: None for one chunk."""
     return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
 def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[str, float]:
-    """Sum (op "sum") or maximum (op "max") over the place's data-parallel sources, known to every rank.
+    """Sum (op "sum") or maximum (op "max") of the values over the place's data-parallel sources, on every rank.
 
-    The mapping must have the same keys on every source; other ranks may pass an empty one. Raises whatever the
-    collective raises at its deadline.
+    The mapping must have the same keys on every source; other ranks may pass an empty one.
     """
     keys: list[list[str]] = [sorted(values)] if place.is_source else [[]]
     source = place.source_of(0)
@@ -150,3 +156,62 @@ def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[s
     flat = torch.tensor(own, dtype=torch.float64, device=place.device)
     dist.all_reduce(flat, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return dict(zip(keys[0], flat.tolist(), strict=True))
+
+
+def start_control(timeout_s: float) -> dist.ProcessGroup:
+    """Make the gloo group for metadata. Its deadline is that of a rollout, not of a collective: while rank 0 waits for the
+    engines, all other ranks wait for rank 0."""
+    global _control
+    _control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _control
+
+
+def broadcast_from_first(value: Value | None) -> Value:
+    """Return rank 0's value on every rank."""
+    box: list[Any] = [value]
+    with span("wait_ranks"):
+        dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def gather_to_all(value: Value) -> list[Value]:
+    """Return every rank's value, in rank order, on every rank; for metadata."""
+    boxes: list[Any] = [None] * dist.get_world_size()
+    with span("wait_ranks"):
+        dist.all_gather_object(boxes, value, group=_control)
+    return boxes
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on some rank, on every rank: one tiny all-reduce."""
+    found = torch.tensor([flag], dtype=torch.int32)
+    with span("wait_ranks"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=_control)
+    return bool(found)
+
+
+def same_everywhere(number: int) -> bool:
+    """Whether all ranks have the same `number` of 63 bits, on every rank: one tiny all-reduce."""
+    largest = torch.tensor([number, -number], dtype=torch.int64)
+    with span("wait_ranks"):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
+    return bool(largest[0] == -largest[1])
+
+
+def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
+    """Return the tokens of every sequence that one of `plans`, all of the place's layout, runs on this data-parallel rank.
+
+    The leader fetches the tokens from where the engines left them and broadcasts them inside its model-parallel group, so
+    that no rank holds the tokens of the whole batch unless it runs them.
+    """
+    wanted = {
+        sample
+        for plan in plans
+        for mini_batch in plan.mini_batches
+        for micro_batch in mini_batch.micro_batches[place.data_rank]
+        for sample in micro_batch.samples
+    }
+    with span("wait_data"):  # there the leader waits for the engines' node, and here its group for it
+        box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
+        dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
+    return box[0]

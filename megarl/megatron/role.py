@@ -18,26 +18,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.backward_trail import BackwardTrail
 from megarl.megatron.batch import Batch, PackedMicroBatch, pack
-from megarl.megatron.finite import (
-    GradientNotFinite,
-    MicroLoss,
-    broken_tensors,
-    describe_losses,
-    describe_tensors,
-    refuse_broken_norm,
-)
-from megarl.megatron.freeze import freeze, keep_gradients_through_recompute
 from megarl.megatron.logprobs import LogProbabilities
 from megarl.megatron.lora import Adapter, attach, switched_off
-from megarl.megatron.model import SCALAR_ROLES, DecoderModel, build_model, has_own_attention, merged_shards, named_shards
-from megarl.megatron.offload import ActivationOffload, Residence
-from megarl.megatron.overlap import finish_gather, gather_all
+from megarl.megatron.model import (
+    SCALAR_ROLES,
+    DecoderModel,
+    build_model,
+    freeze,
+    has_own_attention,
+    keep_gradients_through_recompute,
+    merged_shards,
+    named_shards,
+)
+from megarl.megatron.non_finite import (
+    BackwardWatch,
+    GradientNotFinite,
+    name_ranks,
+    non_finite_loss,
+    non_finite_tensors,
+    refuse_non_finite_norm,
+)
+from megarl.megatron.offload import ActivationOffload, RoleOffload
+from megarl.megatron.optimizer import (
+    data_parallel_config,
+    finish_gather,
+    fuse,
+    fuse_gradient_accumulation,
+    gather_all,
+    optimizer_config,
+)
 from megarl.megatron.parallel import Place
 from megarl.megatron.router_replay import RouterReplay
-from megarl.megatron.settings import data_parallel_config, fuse, fuse_gradient_accumulation, optimizer_config
-from megarl.megatron.timers import MegatronTimers
+from megarl.megatron.spans import MegatronTimers
 from megarl.megatron.weights import load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
@@ -60,16 +73,16 @@ Outputs = dict[str, Tensor]
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
 
 
-# So many updates in a row that overflow are no search for a loss scale any more: it has been halved to nothing by then.
-MOST_SKIPPED_UPDATES = 50
+# Give up after this many skipped updates in a row: by then the loss scale is practically zero.
+MAX_SKIPPED_UPDATES = 50
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did: metric sums of this rank's micro-batches (last stage only), and its figures.
+    """What one optimizer step did, with metric sums of this rank's micro-batches (last stage only).
 
-    `skipped`: gradients overflowed under `precision: fp16`; `refused`: a loss or a gradient is not finite, with which, the
-    same words on every rank. In both cases weights, moments and schedule stayed, and `grad_norm` is 0.
+    `skipped`: gradients overflowed under `precision: fp16`. `refused` names a loss or gradient that is NaN or infinite, in
+    the same words on every rank. In both cases weights, moments and schedule stay as they were, and `grad_norm` is 0.
     """
 
     sums: dict[str, float]
@@ -80,13 +93,13 @@ class Update:
     refused: str | None = None
 
 
-class Engine:
-    """A role (actor, reference, critic or reward model) under one layout.
+class Role:
+    """A role (actor, reference, critic or reward model) under one layout, on this rank.
 
-    `optimizer` is None for a role that is never updated, which may still follow another (`take_weights`); with `lora` it
-    trains adapters alone. `steps` and
-    `updates_per_step` are the length of the learning-rate schedule; `compile_timeout_s` is that of `LogProbabilities`;
-    `megatron` holds further options of Megatron's TransformerConfig (`trainer.megatron`).
+    `optimizer` is None for a role that is never updated, which may still follow another one (`take_weights`); with `lora`
+    the optimizer trains adapters alone. `steps` and `updates_per_step` give the length of the learning-rate schedule;
+    `compile` goes to `LogProbabilities`; `megatron` holds further options of Megatron's TransformerConfig
+    (`trainer.megatron`).
     """
 
     def __init__(
@@ -102,7 +115,7 @@ class Engine:
         updates_per_step: int = 1,
         seed: int = 1,
         lora: LoraSection | None = None,
-        compile_timeout_s: float | None = None,
+        compile: bool = False,
         fp8: str | None = None,
         initial_loss_scale: float = 1.0,
         memory: MemorySection | ReferenceMemorySection | None = None,
@@ -112,16 +125,16 @@ class Engine:
         megatron: Mapping[str, Any] | None = None,
         max_sequence_tokens: int | None = None,
     ) -> None:
-        # Megatron keeps a rotary table for each of the last 32 lengths that it is told: it is told one.
+        # Megatron keeps a rotary table for each of the last 32 sequence lengths, so every micro-batch names the same one.
         self._max_sequence_tokens = max_sequence_tokens
         self.role, self.shape, self.place = role, shape, place
         self._has_own_attention = has_own_attention(shape, precision)
-        # One model a chunk of this stage, and as megatron-core drives them: with their gradients, once trainable.
+        # One model for each chunk of this stage; `chunks` wraps them with gradient buffers once they are trainable.
         self.models: list[DecoderModel]
         self.chunks: list[Any]
         self.optimizer: Any = None
         self.adapters: dict[str, Adapter] = {}
-        self._trail: BackwardTrail | None = None
+        self._backward: BackwardWatch | None = None
         self._weights_to_gather = False
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
@@ -130,7 +143,7 @@ class Engine:
             self._build(directory, precision, seed, options)
             if lora is not None:
                 self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
-            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile_timeout_s)
+            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile)
             if optimizer is None:
                 for model in self.models:
                     model.requires_grad_(False)
@@ -142,8 +155,8 @@ class Engine:
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
         constant = optimizer is None and not follows
-        self.residence = Residence(offload, self.models, self.chunks, self.optimizer, constant)
-        self.residence.leave()
+        self.offload = RoleOffload(offload, self.models, self.chunks, self.optimizer, constant)
+        self.offload.offload()
 
     def _build(self, directory: str | Path, precision: str, seed: int, options: Mapping[str, Any]) -> None:
         shape, place, role = self.shape, self.place, self.role
@@ -198,20 +211,21 @@ class Engine:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        refuse_broken_norm(self.optimizer)
-        self._trail = BackwardTrail(self.models, self.place)
+        refuse_non_finite_norm(self.optimizer)
+        self._backward = BackwardWatch(self.models)
         self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
+        # Entered for all but the last micro-batch, so that overlapped gradients are reduced once.
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
-        """A phase of this role, of updates if `training`; what `memory.offload` had moved to the host is back inside."""
-        with self.residence.present(training):
+        """Bring what `memory.offload` moved to the host back to the device for a phase, of updates if `training`."""
+        with self.offload.present(training):
             yield
-            if self.residence.moves_weights:  # whole, as a gather that is under way would write to memory that is gone
+            if self.offload.moves_weights:  # a gather that is still running would write to memory that is gone
                 self.gather_weights()
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
@@ -219,11 +233,12 @@ class Engine:
     def forward(
         self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
     ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
-        """Outputs of this data-parallel rank's sequences: name -> sample -> fp32 [own tokens].
+        """Run a plan's only mini-batch without gradients; returns the outputs of this data-parallel rank's sequences, name
+        -> sample -> fp32 [own tokens], and the shapes that ran.
 
-        Empty but on the last pipeline stage. Returns what was executed as well. Not `adapted`, it is the base model's.
+        Only the last pipeline stage has outputs. Without `adapted` the base model runs, its adapters switched off.
         """
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
         for model in self.models:
             model.eval()
         with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
@@ -243,16 +258,16 @@ class Engine:
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """One optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError where
-        MOST_SKIPPED_UPDATES in a row were none."""
-        assert self.optimizer is not None and self._trail is not None, f"the {self.role} has no optimizer"
-        assert self.residence.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
+        """Take one optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError
+        after MAX_SKIPPED_UPDATES updates in a row without a step."""
+        assert self.optimizer is not None and self._backward is not None, f"the {self.role} has no optimizer"
+        assert self.offload.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self._trail.start()
+            self._backward.start()
             stored, executed = self._run(
                 batch,
                 mini_batch,
@@ -262,17 +277,15 @@ class Engine:
             )
             learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
             with span("optimizer"):
-                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored], mini_batch)
+                succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
         self._weights_to_gather = True
         self._skipped_in_a_row = 0 if succeeded else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MOST_SKIPPED_UPDATES:
+        if self._skipped_in_a_row == MAX_SKIPPED_UPDATES:
             overflow = (
                 f"the {self.role}'s gradients overflowed, at a loss scale of {float(self.optimizer.get_loss_scale()):g}; "
                 "use trainer.precision: bf16"
             )
-            raise RuntimeError(
-                f"{MOST_SKIPPED_UPDATES} updates in a row were skipped; of the last one {refused or overflow}"
-            )
+            raise RuntimeError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; in the last one {refused or overflow}")
         if succeeded:
             self.scheduler.step(1)
         sums: dict[str, float] = {}
@@ -284,57 +297,56 @@ class Engine:
         skipped = not succeeded and refused is None
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
-    def take_weights(self, other: Engine) -> None:
-        """Become a copy of another role of the same model under the same layout: each rank copies its own shards."""
-        for to, source in zip(self.models, other.models, strict=True):
-            own, theirs = dict(to.named_parameters()), dict(source.named_parameters())
-            assert own.keys() == theirs.keys(), (
-                f"{self.role} and {other.role} are built unlike: {own.keys() ^ theirs.keys()}"
+    def take_weights(self, other: Role) -> None:
+        """Copy the weights of another role of the same model under the same layout; each rank copies its shards."""
+        for target, source in zip(self.models, other.models, strict=True):
+            weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
+            assert weights.keys() == sources.keys(), (
+                f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
             )
             with torch.no_grad():
-                for name, weight in own.items():
-                    weight.copy_(theirs[name])
+                for name, weight in weights.items():
+                    weight.copy_(sources[name])
 
     def skip_updates(self, count: int) -> None:
-        """So many updates of the plan are not taken: the learning rate goes on as if they were, as it is one of steps."""
+        """Advance the learning rate past `count` updates of the plan that are not taken: it is a function of the step."""
         with self.place.active():
             self.scheduler.step(count)
 
     def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
         loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
-        return loss, (MicroLoss(micro.samples, loss.detach()), sums)
+        return loss, ((micro.samples, loss.detach()), sums)
 
-    def _step_optimizer(self, losses: Sequence[MicroLoss], mini_batch: MiniBatch) -> tuple[bool, float, str | None]:
-        """Whether it stepped, the gradient norm, and why it did not where numbers are to blame that no loss scale mends. The
-        same on every rank."""
+    def _step_optimizer(self, losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[bool, float, str | None]:
+        """Step, unless a loss or gradient is not finite in a way that no loss scale repairs. Returns whether the optimizer
+        stepped, the gradient norm, and why it did not step; the same on every rank."""
         # Before the gradients: a loss scale would come down in vain.
-        refused = describe_losses(losses, self.place)
+        refused = name_ranks(non_finite_loss(losses))
         if refused is not None:
             return False, 0.0, refused
         try:
             succeeded, grad_norm, _ = self.optimizer.step()
         except GradientNotFinite:
-            assert self._trail is not None, "it is made with the optimizer"
-            gradients = ((name, weight.main_grad) for name, weight in self._trained() if hasattr(weight, "main_grad"))
-            found = describe_tensors(broken_tensors(gradients))
-            since = self._trail.describe(mini_batch)
-            return (
-                False,
-                0.0,
-                "; ".join(filter(None, [f"gradients are not finite: {found or 'their norm overflows'}", since])),
+            assert self._backward is not None, "made with the optimizer"
+            gradients = (
+                (name, weight.main_grad)
+                for name, weight in self._named_parameters()
+                if weight.requires_grad and hasattr(weight, "main_grad")
             )
+            refused = f"gradients are not finite: {name_ranks(non_finite_tensors(gradients)) or 'their norm overflows'}"
+            samples = name_ranks(self._backward.first_samples())
+            return False, 0.0, refused if samples is None else f"{refused}; since {samples}"
         return succeeded, float(grad_norm) if succeeded else 0.0, None
 
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        """What updates move, by Megatron's names in a chunk."""
+    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Parameters by Megatron's names in a chunk."""
         for model in self.models:
-            yield from ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+            yield from model.named_parameters()
 
     def broken_weights(self) -> str | None:
-        """Which ranks hold weights that are not finite; None where all are. Collective."""
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
-        named = ((name, weight) for model in self.models for name, weight in model.named_parameters())
-        return describe_tensors(broken_tensors(named))
+        """Which ranks hold weights that are NaN or infinite; None where all weights are finite. Collective."""
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
+        return name_ranks(non_finite_tensors(self._named_parameters()))
 
     def _run(
         self,
@@ -346,24 +358,20 @@ class Engine:
     ) -> tuple[list[Any], Executed]:
         """Drive megatron-core's pipeline schedule over this rank's micro-batches.
 
-        Returns what `finish(micro_batch, output)` returned (on the last stage) and what went through the model, in that
-        order. In training `finish` returns a loss and what is to be stored.
+        Returns what `finish(micro_batch, output)` returned (on the last stage), and the shapes that went through the model,
+        in the order in which they ran. In training `finish` returns a loss and what is to be stored.
         """
         place = self.place
-        cut = partial(
-            pack,
-            ends_alone=self.role == "reward_model",
-            choices=None if replay is None else replay.choices,
-        )
+        ends_alone, choices = self.role == "reward_model", None if replay is None else replay.choices
         with span("data"):
             packed = [
-                cut(batch, micro, place.device, place.layout, place.context_rank)
+                pack(batch, micro, place.device, place.layout, place.context_rank, ends_alone, choices)
                 for micro in mini_batch.micro_batches[place.data_rank]
             ]
         ran: list[PackedMicroBatch] = []
-        stored: list[Any] = get_forward_backward_func()(
+        stored = get_forward_backward_func()(
             forward_step_func=partial(self._step, finish, ran, len(packed)),
-            data_iterator=[iter(packed) for _ in self.chunks],  # each chunk runs all micro-batches
+            data_iterator=[iter(packed) for _ in self.chunks],  # each chunk runs all of them
             model=self.chunks,
             num_microbatches=len(packed),
             seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
@@ -373,7 +381,13 @@ class Engine:
         )
         if replay is not None:
             replay.finish()
-        return stored, _executed(ran)
+        # Read off the tensors that ran, not off the plan.
+        executed = Executed(
+            sequences=tuple(micro.num_sequences for micro in ran),
+            tokens=tuple(micro.num_tokens for micro in ran),
+            slots=tuple(micro.num_slots for micro in ran),
+        )
+        return stored, executed
 
     def _step(
         self,
@@ -390,21 +404,21 @@ class Engine:
         if micro.routing is not None:
             assert self.router_replay is not None
             self.router_replay.expect(self.chunks.index(model), micro.routing)
-        if self._trail is not None:
-            self._trail.enter(micro.samples)
+        if self._backward is not None:
+            self._backward.samples = micro.samples
         offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
         with nullcontext() if offload is None else offload.forward():
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
         if model is self.chunks[-1]:  # then it has been through the whole stage
             ran.append(micro)
-        if self._trail is not None:
-            self._trail.leave(self.chunks.index(model), output)
+        if self._backward is not None:
+            self._backward.watch(output)
 
         def last(output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:  # forward only
                 return finish(micro, output)
             loss, sums = finish(micro, output)
-            # Megatron divides a loss by the micro-batches of a pipeline run and averages gradients over data-parallel ranks;
+            # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks;
             # the objective's weights already are those of the whole mini-batch, so both are undone here. It averages over
             # context ranks too, and undoes that itself.
             return loss * (num_micro_batches * self.place.layout.data), sums
@@ -412,22 +426,21 @@ class Engine:
         return output, last
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
-        """A micro-batch as the attention of this role's layers wants it described."""
-        own = self._has_own_attention
-        if micro.continues and not own:
+        """Describe a micro-batch as the attention of this role's layers expects."""
+        if micro.continues and not self._has_own_attention:
             raise ValueError(
                 f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
                 "phases.*.share_prompts to false"
             )
-        if own:
+        if self._has_own_attention:
             return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
         longest = max(self._max_sequence_tokens or 0, micro.longest)  # context parallelism pads sequences
         return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def gather_weights(self) -> None:
-        """Whoever reads weights outside of a forward pass calls this first: under `overlap_parameters` it is the next
-        forward pass that gathers what other data-parallel ranks updated. Collective."""
+        """Make all weights current; call this before weights are read outside a forward pass. Under `overlap_parameters`
+        the next forward pass would gather what other data-parallel ranks updated. Collective."""
         for chunk in self.chunks if self._weights_to_gather else ():
             gather_all(chunk)
         self._weights_to_gather = False
@@ -446,19 +459,19 @@ class Engine:
     def shards(self) -> Mapping[str, Tensor]:
         """This rank's weights by local name, adapters merged in, for the weight sync and the export. Collective under
         overlap_parameters."""
-        assert self.residence.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
         self.gather_weights()
         shards = merged_shards(self.models, self.place.layout)
-        # What leaves the device between phases is not to be moved to shared memory, from where it could not leave.
-        return MappingProxyType(shards) if isinstance(shards, dict) and self.residence.moves_weights else shards
+        # Offloaded weights must not be moved to shared memory, which cannot be offloaded; the proxy prevents that.
+        return MappingProxyType(shards) if isinstance(shards, dict) and self.offload.moves_weights else shards
 
 
 def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
-    """Rows of the own tokens that a context rank predicts -> rows of all of them, on every context rank.
+    """Combine the rows of the tokens that each context rank predicts into the rows of all tokens, on every context rank.
 
-    Each rank computes the whole loss from them, so the gradient of its own rows is already whole: it is not summed.
+    Each rank computes the whole loss from them, so that the gradient of its rows is complete and must not be summed.
     """
-    # own [own tokens of this context rank, ...]
+    # own [tokens that this context rank predicts, ...]
     if place.layout.context == 1:
         return own
     everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
@@ -472,22 +485,13 @@ def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None
         weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
 
 
-def _executed(ran: list[PackedMicroBatch]) -> Executed:
-    """Read the executed shapes off the tensors that ran, not off the plan."""
-    return Executed(
-        sequences=tuple(micro.num_sequences for micro in ran),
-        tokens=tuple(micro.num_tokens for micro in ran),
-        slots=tuple(micro.num_slots for micro in ran),
-    )
-
-
 def share_results(
     results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place, one_each: bool = False
 ) -> list[Tensor]:
-    """Per-token results (or `one_each`) of every sequence, on every rank, in sample order: one broadcast a data-parallel
-    rank.
+    """Broadcast the results of each data-parallel rank; returns those of every sequence, in sample order, on every rank.
 
-    So results reach roles of any layout by sample; `place` is that of the role that made them.
+    Results are per token, or one for each sequence if `one_each`. By sample they reach roles of any layout; `place` belongs
+    to the role that made them.
     """
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.models.blocks import experts, matrix, router, swiglu, whole
+from megarl.models.decoder_weights import experts, matrix, router, swiglu, whole
 from megarl.models.config import read_decoder, read_expert_counts, whole_number
-from megarl.models.cut import Columns, Rows, Whole
+from megarl.models.table import Columns, Rows, Replicated
 from megarl.models.shape import Experts, LatentAttention, ModelShape
 from megarl.models.table import Family, Held, Weight
 
@@ -148,8 +148,8 @@ def _attention(shape: ModelShape) -> list[Weight]:
 
 def _down(name: str, rows: int, columns: int, megatron: str, vllm: str, before: int, total: int) -> Weight:
     """A down-projection: whole on every rank, fused in vLLM."""
-    held = Held(f"self_attention.{megatron}.weight", Whole())
-    return Weight(f"self_attn.{name}.weight", rows, columns, held, Held(vllm, Whole(before, total)))
+    held = Held(f"self_attention.{megatron}.weight", Replicated())
+    return Weight(f"self_attn.{name}.weight", rows, columns, held, Held(vllm, Replicated(before, total)))
 
 
 def _up(name: str, rows: int, columns: int, megatron: str) -> Weight:

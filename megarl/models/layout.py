@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one role is cut over the trainer ranks.
+    """How one role is sharded over the trainer ranks.
 
     rank = tensor_rank + tensor * (context_rank + context * (data_rank + data * pipeline_rank)), megatron-core's order.
 
@@ -38,7 +38,7 @@ class Layout:
     `sequence_parallel` splits the activations between tensor-parallel regions over the tensor group. `stages` are the
     layers of each chunk in the model's order, stage by stage and then chunk by chunk; empty for even ones.
 
-    Experts are cut by themselves over the ranks of a stage (tensor x context x data of them):
+    Experts have their own sharding over the ranks of a stage (tensor x context x data of them):
     stage rank = expert_tensor_rank + expert_tensor * (expert_rank + expert * expert_data_rank). `expert_tensor` None is
     `tensor`.
 
@@ -108,12 +108,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """How one vLLM engine is cut over its workers.
+    """How one vLLM engine is sharded over its workers.
 
     worker = tensor_rank + tensor * (pipeline_rank + pipeline * data_rank), vLLM's order of all data-parallel ranks.
 
-    Data-parallel ranks of an engine hold the same weights but for experts, which are cut over the tensor ranks of all of
-    them; with `expert_parallel` they are dealt whole over the same workers instead.
+    Data-parallel ranks of an engine hold the same weights but for experts, whose rows are sharded over the tensor ranks of
+    all of them; with `expert_parallel` each of these workers holds whole experts instead.
     """
 
     tensor: int = 1

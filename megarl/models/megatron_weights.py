@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.models import FAMILIES, ModelShape, Weight
-from megarl.models.blocks import MEGATRON_VOCABULARY, embedding, final_norm, head
+from megarl.models.decoder_weights import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import Layout, Segment
 
 
@@ -99,16 +99,16 @@ def chunk_weights(
 
 def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Segment]:
     """What a rank holds of one row of the table, with what stands before its two names."""
-    parameter, cut = weight.megatron
+    parameter, sharding = weight.megatron
     if not weight.experts:
         t = layout.coordinates(rank)[0]
-        for row0, row1, col0, col1, local_row, local_col in cut.pieces(weight.rows, weight.columns, layout.tensor, t):
+        for row0, row1, col0, col1, local_row, local_col in sharding.pieces(weight.rows, weight.columns, layout.tensor, t):
             yield Segment(
                 name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col
             )
         return
     tensor_rank, expert_rank, _ = layout.expert_coordinates(rank)
-    pieces = list(cut.pieces(weight.rows, weight.columns, layout.expert_tensor_size, tensor_rank))
+    pieces = list(sharding.pieces(weight.rows, weight.columns, layout.expert_tensor_size, tensor_rank))
     held = weight.experts // layout.expert
     for local in range(held):
         name = name_prefix + weight.name.format(expert=expert_rank * held + local)
@@ -123,9 +123,9 @@ def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool =
     sizes: dict[str, tuple[int, int]] = {}
     for chunk in range(layout.virtual_pipeline):
         for _, prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-            parameter, cut = weight.megatron
+            parameter, sharding = weight.megatron
             ranks = layout.expert_tensor_size if weight.experts else layout.tensor
-            extent = cut.extent(weight.rows, weight.columns, ranks)
+            extent = sharding.extent(weight.rows, weight.columns, ranks)
             for local in range(weight.experts // layout.expert if weight.experts else 1):
                 sizes[chunk_prefix(layout, chunk) + prefix + parameter.format(expert=local)] = extent
     return sizes

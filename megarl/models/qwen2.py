@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megarl.models.blocks import llama_layer, swiglu
+from megarl.models.decoder_weights import llama_layer, swiglu
 from megarl.models.config import read_decoder
 from megarl.models.table import Family
 

@@ -1,8 +1,6 @@
-"""What the safetensors files of a Hugging Face directory hold, held against what the model asks for.
+"""Compare the safetensors files of a Hugging Face directory with what the model needs.
 
-Headers are read, never weights, and no torch: `megarl check` answers from here. A file is eight bytes with the header's
-length, the header as JSON, and the tensors one behind the other
-(https://huggingface.co/docs/safetensors/index#format).
+Only headers are read, never weights, and without torch: `megarl check` answers from here.
 """
 
 from __future__ import annotations
@@ -13,30 +11,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from megarl.models.model_files import check_fetched
 from megarl.models import FAMILIES, ModelShape
 from megarl.models.megatron_weights import checkpoint_sizes
 
 INDEX = "model.safetensors.index.json"
-# Number formats that weights are read from, with their bytes.
-FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FORMATS = ("F64", "F32", "F16", "BF16")  # number formats that weights are read from
 # Checkpoint tensors that are no weights: old Llama checkpoints keep the rotary frequencies, which config.json gives.
 _NO_WEIGHTS = (r"rotary_emb\.inv_freq$",)
 # The head of a sequence classifier, by transformers' name.
 SCORE = "score.weight"
 # A critic has a value head in place of these.
 _HEADS = (r"^lm_head\.weight$", r"^score\.weight$")
-_LARGEST_HEADER = 100 << 20  # the format's own limit
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its format in safetensors' words, and its bytes [start, stop) in the file."""
+    """A tensor in a file; `format` is safetensors' name of its number format."""
 
     file: Path
     format: str
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 def stored_tensors(directory: str | Path) -> dict[str, Stored]:
@@ -52,7 +48,7 @@ def stored_tensors(directory: str | Path) -> dict[str, Stored]:
         # Publishers put other forms of the same weights beside it, an adapter's or those of their own loader.
         only = directory / "model.safetensors"
         files = [only] if only.is_file() else sorted(directory.glob("*.safetensors"))
-        return {name: tensor for file in files for name, tensor in _header(file)}
+        return {name: tensor for file in files for name, tensor in _tensors_of(file)}
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(places.values()))
@@ -63,33 +59,21 @@ def stored_tensors(directory: str | Path) -> dict[str, Stored]:
         if not (directory / place).is_file():
             name = next(name for name, file in places.items() if file == place)
             raise ValueError(f"{index}: names the file {place!r}, for {name!r} and others, which is not there")
-        found.update(_header(directory / place))
+        found.update(_tensors_of(directory / place))
     for name, place in places.items():
         if name not in found or found[name].file.name != Path(place).name:
             raise ValueError(f"{directory / place}: has no tensor {name!r}, which {INDEX} says is there")
     return found
 
 
-def _header(file: Path) -> Iterator[tuple[str, Stored]]:
+def _tensors_of(file: Path) -> Iterator[tuple[str, Stored]]:
     check_fetched(file)
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise ValueError(f"{file}: is torn, or no safetensors file: {size} bytes and a header of {length}")
-        try:
-            header = json.loads(stream.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {
-                name: Stored(file, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
-                for name, entry in entries.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: is torn, or no safetensors file: {type(error).__name__} {error}") from error
-    end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
-    if end != size:
-        raise ValueError(f"{file}: has {size} bytes, but its header describes {end}; it is torn, fetch it again")
-    yield from tensors.items()
+    try:
+        with safe_open(file, "numpy") as handle:
+            parts = [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118 (no mapping)
+            yield from ((name, Stored(file, part.get_dtype(), tuple(part.get_shape()))) for name, part in parts)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: is torn, or no safetensors file: {error}; fetch it again") from error
 
 
 def has_weights(directory: str | Path) -> bool:
@@ -205,46 +189,3 @@ def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
             f"{Path(directory) / 'tokenizer.json'}: token {token!r} has the id {last}, expected at most {shape.vocab - 1}: "
             f"the model's embedding has vocab_size = {shape.vocab} rows; take the tokenizer that belongs to the model"
         )
-
-
-class Planned(NamedTuple):
-    """A tensor of a file to be written; `size` is (rows, columns), one column for a vector."""
-
-    file: Path
-    start: int
-    size: tuple[int, int]
-
-
-def plan_files(
-    directory: Path, sizes: Mapping[str, tuple[int, int]], formats: Mapping[str, str], max_file_bytes: int
-) -> tuple[dict[str, Planned], dict[Path, bytes]]:
-    """Where each tensor goes, and what each file begins with; a file has at most `max_file_bytes` of tensors, or one tensor.
-
-    `formats` are the tensors' number formats. The same on every rank, so that each can write its own boxes.
-    """
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, (rows, columns) in sizes.items():
-        size = rows * columns * FORMATS[formats[name]]
-        if held and held + size > max_file_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    planned: dict[str, Planned] = {}
-    headers: dict[Path, bytes] = {}
-    for number, names in enumerate(files, start=1):
-        file = directory / f"model-{number:05d}.safetensors"
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at, starts = 0, {}
-        for name in names:
-            rows, columns = sizes[name]
-            starts[name], end = at, at + rows * columns * FORMATS[formats[name]]
-            shape = [rows] if columns == 1 else [rows, columns]
-            entries[name] = {"dtype": formats[name], "shape": shape, "data_offsets": [at, end]}
-            at = end
-        header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)  # tensors start at a multiple of eight bytes
-        headers[file] = len(header).to_bytes(8, "little") + header
-        planned |= {name: Planned(file, len(headers[file]) + start, sizes[name]) for name, start in starts.items()}
-    return planned, headers

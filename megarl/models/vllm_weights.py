@@ -1,7 +1,7 @@
 """Where each worker of a vLLM engine holds each checkpoint tensor, by the weight table of its family (vLLM 0.32).
 
 Megatron's stages and vLLM's differ, so a stage here is vLLM's own split (`vllm.distributed.utils.get_pp_indices`, unless
-its environment says otherwise), and experts are dealt or cut as its `FusedMoEParallelConfig.make` says.
+its environment says otherwise), and experts are sharded as its `FusedMoEParallelConfig.make` says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.models import FAMILIES, Held, ModelShape, Weight
-from megarl.models.blocks import VLLM_VOCABULARY, embedding, final_norm, head
+from megarl.models.decoder_weights import VLLM_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import RolloutLayout, Segment
 
 
@@ -42,7 +42,7 @@ def padded_vocab(shape: ModelShape) -> int:
 def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
     """Every box that every worker of one engine holds; padding rows left out.
 
-    Raises ValueError for a layout that does not cut the model.
+    Raises ValueError for a layout that cannot shard the model.
     """
     check_layout(shape, rollout)
     return [segment for worker in range(rollout.workers) for segment in worker_segments(shape, rollout, worker)]
@@ -53,9 +53,9 @@ def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> d
     layer that the worker holds stand one below the other."""
     sizes: dict[str, tuple[int, int]] = {}
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
-        parameter, cut = held(weight)
+        parameter, sharding = held(weight)
         share = weight_share(weight, rollout, worker)
-        rows, columns = cut.extent(weight.rows, weight.columns, share.ranks)
+        rows, columns = sharding.extent(weight.rows, weight.columns, share.ranks)
         sizes[prefix + parameter] = (len(share.experts) * rows, columns)
     return sizes
 
@@ -68,10 +68,10 @@ def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> I
 
 def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
     """What a worker holds of one row of the table; `prefix` stands before both of its names."""
-    parameter, cut = held(weight)
+    parameter, sharding = held(weight)
     ranks, rank, experts = weight_share(weight, rollout, worker)
-    pieces = list(cut.pieces(weight.rows, weight.columns, ranks, rank))
-    stride, _ = cut.extent(weight.rows, weight.columns, ranks)
+    pieces = list(sharding.pieces(weight.rows, weight.columns, ranks, rank))
+    stride, _ = sharding.extent(weight.rows, weight.columns, ranks)
     for local, expert in enumerate(experts):
         name = prefix + weight.name.format(expert=expert)
         for row0, row1, col0, col1, local_row, local_col in pieces:
@@ -116,9 +116,9 @@ def held_experts(count: int, ranks: int, rank: int) -> range:
 def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
     """What a worker holds of a weight of its stage.
 
-    The workers that cut or share out the experts of a layer are all of its stage, data-parallel ones too. Where experts are
-    dealt over tensor ranks and data-parallel ones, vLLM cuts a layer's tokens over the tensor ranks, and each holds the
-    shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default all-to-all).
+    All workers of a stage, data-parallel ones too, share the experts of a layer: by expert parallelism, or each expert by its
+    rows. Under expert parallelism over tensor and data-parallel ranks vLLM splits a layer's tokens over the tensor ranks, and
+    each rank holds the shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default all-to-all).
     """
     tensor_rank, _, data_rank = rollout.coordinates(worker)
     if weight.experts:
@@ -147,7 +147,7 @@ def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int)
 
 
 def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:
-    """Raises ValueError naming the key of the `rollout` section that does not cut the model."""
+    """Raises ValueError naming the key of the `rollout` section that cannot shard the model."""
     _check_tensor(shape, rollout)
     if rollout.pipeline > shape.num_layers:
         raise ValueError(f"rollout.pipeline = {rollout.pipeline} must be at most the {shape.num_layers} layers")

@@ -61,11 +61,6 @@ class Platform:
         """The device that this thread computes on."""
         return self.device(torch.cuda.current_device() if self.kind == "cuda" else 0)
 
-    def set_thread_device(self, device: torch.device) -> None:
-        """Make `device` the current one of the calling thread: on a GPU a new thread starts on device 0."""
-        if self.kind == "cuda":
-            torch.cuda.set_device(device)
-
     def empty_cache(self) -> None:
         """Give the device's memory that torch's allocator keeps for later back to the driver: other processes of the device
         map theirs from there."""
@@ -243,7 +238,7 @@ def _detect() -> Platform:
         # The compiled part: the wheel of `transformer_engine` alone has none.
         spec = "local" if importlib.util.find_spec("transformer_engine_torch") is None else "transformer_engine"
         # No gloo in it: every group of a layout would be a mesh of sockets too. What has only CPU tensors to exchange takes
-        # a gloo group of its own: megarl's metadata (`engine/exchange.py`), megatron-core's optimizer states.
+        # a gloo group of its own: megarl's metadata (`megatron/parallel.py`), megatron-core's optimizer states.
         return Platform("cuda", "nccl", spec)
     return Platform("cpu", "gloo", "local")
 

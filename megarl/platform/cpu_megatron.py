@@ -7,7 +7,7 @@ process and break vLLM beside it; so only the syntax trees of `megatron.core` mo
 - the literals "cuda" and "torch.cuda.<X>Tensor" become their CPU names;
 - `x.cuda()` and `x.pin_memory()` become `x`, `pin_memory=True` becomes False, `x.is_cuda` (read: "on the device") True;
 - `x.record_stream(stream)` becomes `x`: there is one stream, and torch takes no stand-in for it;
-- gathers and scatters of uneven parts pad them (`gloo_uneven.py`), those of a rank alone do nothing (`gloo_alone.py`);
+- gathers and scatters of uneven parts pad them, those of a rank alone do nothing (`gloo_collectives.py`);
 - the router's `te_general_gemm`, which 0.16 leaves undefined without Transformer Engine and then asks for, becomes None;
 - `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled, and the RNG tracker uses the CPU generator.
 
@@ -90,13 +90,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
             module._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
             module._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
         elif module.__name__ == "megatron.core.tensor_parallel.mappings":
-            from megarl.platform import gloo_uneven  # here: it imports torch, which this file leaves to megatron-core
+            from megarl.platform import gloo_collectives  # here: it imports torch, which this file leaves to megatron-core
 
-            gloo_uneven.install(module)
+            gloo_collectives.install_uneven(module)
         elif module.__name__ == "megatron.core.distributed.param_and_grad_buffer":
-            from megarl.platform import gloo_alone
+            from megarl.platform import gloo_collectives
 
-            gloo_alone.install(module)
+            gloo_collectives.install_alone(module)
         elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
             vars(module).setdefault("te_general_gemm", None)
 

@@ -182,13 +182,11 @@ class Recipe(Section):
     def standing_s(self) -> tuple[float, float]:
         """How long a rank may stand in one place, in seconds: in the first step of a start, and in later ones."""
         section, trainer = self.watchdog, self.trainer
-        # Others wait for a rank that compiles, in a later step too where the first had no work for a function.
-        least = (trainer.compile_timeout_s + trainer.collective_timeout_s) / 2 if trainer.compile else 0.0
         first, step = section.first_step_s, section.step_s
         if first is None:
-            first = max(FIRST_STEP_SHARE * trainer.collective_timeout_s, least)
+            first = FIRST_STEP_SHARE * trainer.collective_timeout_s
         if step is None:
-            step = min(first, max(STEP_SHARE * trainer.collective_timeout_s, least))
+            step = min(first, STEP_SHARE * trainer.collective_timeout_s)
         return first, step
 
     def path(self, role: str) -> str:

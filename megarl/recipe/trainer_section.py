@@ -58,21 +58,8 @@ class TrainerSection(Section):
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
-    """Compile the arithmetic of log-probabilities and entropy with torch.compile. Where its first call fails or takes longer
-    than `compile_timeout_s`, a warning says so, and that rank goes on without."""
-    compile_timeout_s: Seconds = 120.0
-    """Deadline of each first call of a compiled function; below `collective_timeout_s`, as other ranks wait meanwhile."""
-
-    @field_validator("compile_timeout_s")
-    @classmethod
-    def _others_wait_for_a_compiler(cls, seconds: float, info: ValidationInfo) -> float:
-        compiles, longest = info.data.get("compile"), info.data.get("collective_timeout_s")
-        if compiles is False and seconds != cls.model_fields["compile_timeout_s"].default:
-            raise broken_rule("nothing is compiled: trainer.compile is false", "trainer.compile: true, or remove it")
-        if compiles and longest is not None and seconds >= longest:
-            rule = f"must be below trainer.collective_timeout_s = {longest:g}, else other ranks give up"
-            raise broken_rule(rule, f"{longest / 2:g}")
-        return seconds
+    """Compile the arithmetic of log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error
+    and goes on without. Other ranks wait for one that compiles, at most for `watchdog.first_step_s`."""
 
     @property
     def token_multiple(self) -> int:

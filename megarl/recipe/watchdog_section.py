@@ -18,10 +18,9 @@ FIRST_STEP_SHARE, STEP_SHARE = 0.8, 0.5
 class WatchdogSection(Section):
     first_step_s: Seconds | None = None
     """How long a rank may stand in one phase or span before the end of its first step, which compiles and allocates; below
-    `trainer.collective_timeout_s`. null: 0.8 of that. With `trainer.compile` it is above `trainer.compile_timeout_s`."""
+    `trainer.collective_timeout_s`. null: 0.8 of that."""
     step_s: Seconds | None = None
-    """The same in all later steps. null: half of `trainer.collective_timeout_s`, or `first_step_s` where that is less; with
-    `trainer.compile` above `trainer.compile_timeout_s`."""
+    """The same in all later steps. null: half of `trainer.collective_timeout_s`, or `first_step_s` where that is less."""
     files_s: Seconds = 1800.0
     """The same in phases that read or write files of the model: `start`, `load_checkpoint` and `checkpoint`."""
     stacks_s: Seconds = 5.0
@@ -37,11 +36,6 @@ def watchdog_rules(recipe: Recipe) -> Violations:
         if seconds >= trainer.collective_timeout_s:
             rule = f"must be below trainer.collective_timeout_s = {trainer.collective_timeout_s:g}, whose end names no rank"
             yield Violation(f"watchdog.{key}", seconds, rule, f"{STEP_SHARE * trainer.collective_timeout_s:g}")
-        elif trainer.compile and seconds <= trainer.compile_timeout_s:
-            rule = (
-                f"must be above trainer.compile_timeout_s = {trainer.compile_timeout_s:g}: ranks wait for one that compiles"
-            )
-            yield Violation(f"watchdog.{key}", seconds, rule, "null")
     if section.step_s is not None and section.step_s > first_step_s:
         rule = f"must not pass watchdog.first_step_s = {first_step_s:g}: a first step takes longer than the others"
         yield Violation("watchdog.step_s", section.step_s, rule, f"{first_step_s:g}")

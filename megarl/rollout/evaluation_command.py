@@ -102,7 +102,7 @@ def _exported(run: Path, out: str) -> Path:
         )
     # A process of its own: the engine's side starts a process group, and vLLM wants none.
     target = Path(out) / "model"
-    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export_command", str(run), str(target)]
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export", str(run), str(target)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise ValueError(f"{run}: its last checkpoint could not be exported; why is said above")

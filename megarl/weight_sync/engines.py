@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megarl.models import ModelShape, Weight
-from megarl.models.blocks import head
+from megarl.models.decoder_weights import head
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.models import ModelShape
-from megarl.models.blocks import embedding
+from megarl.models.decoder_weights import embedding
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import chunk_prefix, parameter_sizes
 from megarl.models.quantised_blocks import quantised_tensors

@@ -158,8 +158,6 @@ def test_deadlines_follow_from_that_of_a_collective(recipe_with):
 
     assert deadlines({}) == Deadlines(480.0, 300.0, 1800.0, 7.0, 8.0, 5.0, 600.0)
     assert deadlines({"first_step_s": 100.0, "files_s": 5.0}) == Deadlines(100.0, 100.0, 5.0, 7.0, 8.0, 5.0, 600.0)
-    compiling = deadlines({}, compile=True, compile_timeout_s=580.0)
-    assert (compiling.first_step_s, compiling.step_s) == (590.0, 590.0)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,6 @@ def test_deadlines_follow_from_that_of_a_collective(recipe_with):
         ({"step_s": 600.0, "first_step_s": 500.0}, {}, "watchdog.step_s", "below trainer.collective_timeout_s = 600"),
         ({"first_step_s": 700.0}, {}, "watchdog.first_step_s", "below trainer.collective_timeout_s = 600"),
         ({"step_s": 490.0}, {}, "watchdog.step_s", "must not pass watchdog.first_step_s = 480"),
-        ({"first_step_s": 90.0}, {"compile": True}, "watchdog.first_step_s", "above trainer.compile_timeout_s = 120"),
     ],
 )
 def test_a_deadline_that_another_one_makes_useless_is_refused(recipe_with, watchdog, trainer, key, rule):

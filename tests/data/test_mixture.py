@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.curriculum import Curriculum
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import Curriculum, PromptStream
 from megarl.recipe.data_section import CurriculumSection, DataSection
 from megarl.recipe.reward_section import VerifierSection
 from megarl.reward.verifiers import check_answer, load_terms
@@ -109,14 +108,6 @@ def test_a_reward_that_is_just_enough_passes():
     one = Curriculum(CurriculumSection(low=0.0, high=1.0, pass_reward=0.9, revisit=1))
     one.learn(0, np.full(4, 0.9, np.float32))
     assert one.rates == {0: 1.0}
-
-
-def test_a_position_of_before_mixtures_is_taken_up(files):
-    one, other = stream(files, [(5, 1.0)]), stream(files, [(5, 1.0)])
-    one.take(7)
-    other.restore(7)
-    assert [prompt.index for prompt in other.take(6)] == [7, 8, 9, 10, 11, 12]
-    assert other.state() == one.state() | {"position": 13, "parts": [one.state()["parts"][0] | {"walked": 13, "taken": 13}]}
 
 
 def test_a_row_out_of_bounds_is_passed_over_and_comes_back():

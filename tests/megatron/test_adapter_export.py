@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.megatron.adapter_export import export_adapter
-from megarl.megatron.export import export
+from megarl.megatron.export import export, export_adapter
 from megarl.models.layout import Layout
 from tests.engine_cases import small_batch
 from tests.lora_cases import LORA, train_lora

@@ -75,7 +75,7 @@ def present_roles(directory, folder):
 
     def watched(call):
         def watch(*arguments):
-            found.append([role for role, engine in roles.items() if engine.residence.is_present(training=True)])
+            found.append([role for role, engine in roles.items() if engine.offload.is_present(training=True)])
             return call(*arguments)
 
         return watch

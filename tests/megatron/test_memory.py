@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.megatron import offload
-from megarl.megatron.offload import Shelf, storages_of
+from megarl.megatron.offload import HostStorages, storages_of
 from megarl.models.layout import Layout
 from megarl.platform import Platform, cuda_stub, transfers
 from tests.feature_cases import Feature, build, cut, train_with
@@ -119,17 +119,17 @@ def test_what_is_away_takes_no_memory_of_the_device(tmp_path: Path, precision: s
 
 def test_views_see_what_comes_back() -> None:
     whole = torch.arange(10.0)
-    view, shelf, dropped = whole[3:7].view(2, 2), Shelf(keep=True), Shelf(keep=False)
-    shelf.put_away(storages_of([whole, view]))
+    view, storages, dropped = whole[3:7].view(2, 2), HostStorages(keep=True), HostStorages(keep=False)
+    storages.offload(storages_of([whole, view]))
     assert whole.untyped_storage().nbytes() == 0
-    shelf.bring_back()
+    storages.restore()
     assert view.tolist() == [[3, 4], [5, 6]]
     view += 1
-    shelf.put_away(storages_of([whole]))
-    shelf.bring_back()
+    storages.offload(storages_of([whole]))
+    storages.restore()
     assert whole.tolist() == [0, 1, 2, 4, 5, 6, 7, 7, 8, 9], "an older copy came back"
-    dropped.put_away(storages_of([whole]))
-    dropped.bring_back()
+    dropped.offload(storages_of([whole]))
+    dropped.restore()
     assert view.tolist() == [[0, 0], [0, 0]]
 
 

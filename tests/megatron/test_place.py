@@ -63,8 +63,7 @@ def test_megatron_sees_the_groups_of_the_active_place_only():
 
 def _moved():
     """Tokens, results and sums through both places of one batch."""
-    from megarl.megatron.exchange import distribute_samples
-    from megarl.megatron.parallel import reduce_scalars
+    from megarl.megatron.parallel import distribute_samples, reduce_scalars
     from megarl.megatron.role import share_results
 
     batch = small_batch(vocab=50)

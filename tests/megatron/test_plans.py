@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.megatron.batch import pack
-from megarl.megatron.role import Engine
+from megarl.megatron.role import Role
 from megarl.models.layout import Layout
 from megarl.schedule import MicroBatch, Schedule, plan_phase
 from megarl.schedule.schedule import in_micro_batch
@@ -136,5 +136,5 @@ def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -
         role = SimpleNamespace(_has_own_attention=False, _max_sequence_tokens=1001)
         bounds = torch.tensor([0, longest], dtype=torch.int32)
         micro: Any = SimpleNamespace(continues=(), bounds=bounds, longest=longest)
-        told[longest] = Engine._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
+        told[longest] = Role._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
     assert told == {1001: 1001, 1004: 1004}

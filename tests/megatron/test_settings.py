@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from megarl.megatron.model import transformer_config
-from megarl.megatron.settings import fuse
+from megarl.megatron.optimizer import fuse
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from tests.recipe_cases import CONFIG

@@ -13,7 +13,7 @@ import pytest
 
 from megarl import platform
 from megarl.megatron import model
-from megarl.megatron.settings import fusion_settings
+from megarl.megatron.model import fusion_settings
 from megarl.models import ModelShape
 from tests.tiny_models import save_tiny_model
 

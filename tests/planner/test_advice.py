@@ -47,7 +47,7 @@ QWEN: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         ["actor.layout={tensor: 1, pipeline: 1}", "phases.actor_logprob.micro_batch.max_tokens=8192"],
         {("memory", "actor_update"), ("engine", "rollout")},
     ),
-    "drain": (
+    "cap too large for four stages": (
         [
             "actor.layout={tensor: 1, pipeline: 4}",
             "phases.actor_update.micro_batch.max_tokens=5120",

@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import itertools
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
@@ -19,7 +18,7 @@ import torch
 
 from megarl import build as run
 from megarl import trainer as pipeline
-from megarl.megatron import compiled, offload
+from megarl.megatron import offload
 from megarl.planner.placement import PlacementError
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
@@ -43,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """The platform of a GPU in the place of this machine's, with the stand-in for `torch.cuda`."""
     monkeypatch.setattr(torch, "cuda", cuda_stub)
     platform = Pageable("cuda", "nccl", "local")
-    for module in (run_writer, pipeline, run, compiled, offload):
+    for module in (run_writer, pipeline, run, offload):
         monkeypatch.setattr(module, "platform", platform)
     return platform
 
@@ -107,7 +106,7 @@ def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
         monkeypatch.setattr(run, "takes_turns", lambda recipe: shared)
         monkeypatch.setattr(run, "model_directory", lambda path: path)
         monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)
-        monkeypatch.setattr(run, "Engine", lambda role, *_, **__: calls.append(role))
+        monkeypatch.setattr(run, "Role", lambda role, *_, **__: calls.append(role))
 
         def meet(*_: Any) -> Any:
             calls.append("meet")
@@ -126,8 +125,8 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     model = torch.nn.Linear(4, 4, bias=False)
     found: list[int] = []
     monkeypatch.setattr(cuda_stub, "empty_cache", lambda: found.append(model.weight.untyped_storage().nbytes()))
-    role = offload.Residence(setting, [model], [], None, constant=False)
-    role.leave()
+    role = offload.RoleOffload(setting, [model], [], None, constant=False)
+    role.offload()
     assert found == sizes
     with role.present():
         assert model.weight.untyped_storage().nbytes() == 64 and found == sizes
@@ -247,19 +246,3 @@ def test_without_peer_access_weights_take_another_way_and_the_run_says_so(
     with pytest.raises(PlacementError, match="cuda_ipc needs GPUs that are peers, and GPUs 1 and 3 .*; use auto"):
         choose_transport("cuda_ipc", "cuda", True, separate, no_peer_access=(1, 3))
     assert choose_transport("auto", "cuda", False, True, no_peer_access=(1, 3)) == "nccl"
-
-
-# Threads -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_compiled_function_runs_on_the_device_of_what_it_is_given(gpu: Platform) -> None:
-    """Its first call is one of a thread's own, which begins on device 0."""
-    ran: list[str] = []
-
-    def double(values: torch.Tensor) -> torch.Tensor:
-        ran.append(threading.current_thread().name)
-        return 2 * values
-
-    with cuda_stub.recorded() as calls:
-        compiled.Compiled(double, 60.0, compile=lambda function: function)(torch.ones(3))
-    assert calls == [f"set_device {ran[0]} cpu"] and ran[0] != threading.current_thread().name

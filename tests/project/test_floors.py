@@ -15,7 +15,7 @@ FLOORS = {
 }  # fmt: skip
 # What a family is, without torch: the recipe's rules and the planner read it. The layers of `models` are on floor 1.
 VERSION = "megarl.__version__"
-LAYERS = {"attention", "latent_attention", "rotary", "gemma", "layers"}
+LAYERS = {"attention", "latent_attention", "rotary", "layers"}
 
 
 def floor_of(module: str) -> int:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]  # in no stub
 
-from megarl.megatron.collectives import timed_waits
-from megarl.megatron.timers import MegatronTimers, span_of
+from megarl.megatron.spans import MegatronTimers, span_of, timed_waits
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, StepTimes, recording, span, start_span

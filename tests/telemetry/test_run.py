@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.megatron.role import Engine
+from megarl.megatron.role import Role
 from megarl.recipe import load_recipe
 from megarl.telemetry.records import read_samples
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ def _run_out_of_memory(recipe):
     from megarl.build import train
     from megarl.telemetry.run_directory import Resume
 
-    update, calls = Engine.update, []
+    update, calls = Role.update, []
 
     def greedy(self, *arguments):
         calls.append(1)
@@ -37,7 +37,7 @@ def _run_out_of_memory(recipe):
             torch.empty(2**50, dtype=torch.uint8, device=large.device)
         return update(self, *arguments)
 
-    with mock.patch.object(Engine, "update", greedy):
+    with mock.patch.object(Role, "update", greedy):
         try:
             train(load_recipe(recipe), Resume.NEVER)
         except RuntimeError as error:

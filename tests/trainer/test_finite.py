@@ -13,8 +13,7 @@ import torch
 
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
-from megarl.megatron.finite import NotFinite
-from megarl.megatron.finite_guard import FiniteGuard
+from megarl.megatron.non_finite import FiniteGuard, NotFinite
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run
 
@@ -42,10 +41,10 @@ def train_with_faults(recipe: str) -> None:
     """The reference gives one of sample 5's log-probabilities as no number in the first step, and the first mini-batch of
     the second step has an infinite loss."""
     from megarl.megatron.objective import PolicyObjective
-    from megarl.megatron.role import Engine
+    from megarl.megatron.role import Role
     from megarl.trainer import Trainer
 
-    forward, step, objective, running = Engine.forward, Trainer.step, PolicyObjective.__call__, [0]
+    forward, step, objective, running = Role.forward, Trainer.step, PolicyObjective.__call__, [0]
     updates = 0
 
     def noted(pipeline: Any, number: int) -> Any:
@@ -67,7 +66,7 @@ def train_with_faults(recipe: str) -> None:
         return loss, sums
 
     with (
-        mock.patch.object(Engine, "forward", broken),
+        mock.patch.object(Role, "forward", broken),
         mock.patch.object(Trainer, "step", noted),
         mock.patch.object(PolicyObjective, "__call__", infinite),
     ):
@@ -111,8 +110,8 @@ def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, be
     first, second = run_ranks(train_with_a_broken_weight, 2, str(recipe), before)
     assert first == second and "(rank 1: decoder.final_layernorm.weight)" in first
     if before == "step":
-        assert first.startswith("phase actor_logprob: logprobs of sample 0 are nan at completion token 0 (micro-batch ")
-        assert "of data-parallel rank 0, rank 1; 16 of 16 samples are like this): the actor's weights are broken" in first
+        assert first.startswith("phase actor_logprob: logprobs of sample 0 are nan at completion token 0, from rank 1 ")
+        assert "(16 of 16 samples): the actor's weights are broken" in first
     else:
         assert first.startswith("checkpoint of step 2: the actor's weights or moments are not finite")
     saved = sorted(path.name for path in (folder / "runs" / f"broken-{before}" / "checkpoints").iterdir())
@@ -145,7 +144,7 @@ def test_a_masked_sample_keeps_its_place_with_dummy_tokens_and_counts_for_nothin
 
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
     for policy, wrong, said in (
-        ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples"),
+        ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples\)"),
         ("skip", [0, 1], "no other sample counts"),
     ):
         batch = batch_of(2)

@@ -97,11 +97,11 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
 def train_with_a_value_that_is_no_number(recipe):
     """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
     from megarl.build import train as run
-    from megarl.megatron.role import Engine
+    from megarl.megatron.role import Role
     from megarl.recipe import load_recipe
     from megarl.telemetry.run_directory import Resume
 
-    forward = Engine.forward
+    forward = Role.forward
 
     def broken(engine, batch, mini_batch, adapted=True):
         results, executed = forward(engine, batch, mini_batch, adapted)
@@ -109,7 +109,7 @@ def train_with_a_value_that_is_no_number(recipe):
             results["values"][5][0] = math.nan
         return results, executed
 
-    with mock.patch.object(Engine, "forward", broken), pytest.raises(ValueError, match="critic_value") as failure:
+    with mock.patch.object(Role, "forward", broken), pytest.raises(ValueError, match="critic_value") as failure:
         run(load_recipe(recipe), Resume.NEVER)
     return str(failure.value)
 

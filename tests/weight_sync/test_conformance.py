@@ -21,9 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.models import ModelShape, blocks
-from megarl.models.cut import PaddedRows
+from megarl.models import ModelShape, decoder_weights
 from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.table import PaddedRows
 from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, stage_layers, worker_segments
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
@@ -300,7 +300,7 @@ def test_a_table_without_the_vocabulary_s_padding_is_told_apart(
     models: Callable[[str, bool], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models("llama", True)
-    monkeypatch.setattr(blocks, "VLLM_VOCABULARY", PaddedRows(1, each_rank=True))
+    monkeypatch.setattr(decoder_weights, "VLLM_VOCABULARY", PaddedRows(1, each_rank=True))
     rollout = RolloutLayout(2)
     for rank in (0, 1):
         assert list(differences(vllm_view(model, rollout, rank), table_view(model, *table_of(model, rollout, rank))))

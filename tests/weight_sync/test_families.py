@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
-from megarl.megatron.weights import WeightFiles
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
+from megarl.models.megatron_weights import megatron_segments
 from megarl.models.model_files import copy_model_files
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.publish import SyncSettings, WeightSync
+from tests.engine_cases import save_boxes
 from tests.in_process_engine import Receiving, answers, close_engines, open_engine, open_receiver
 from tests.ranks import run_ranks
 from tests.rollout_cases import (
@@ -97,14 +97,10 @@ def test_a_family_without_a_table_of_vllm_is_synced_in_checkpoint_mode(
 def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.Tensor]) -> None:
     """The ranks of a trainer write what they hold of a model; collective."""
     shape, rank = ModelShape.from_directory(model), dist.get_rank()
-    files = WeightFiles(exported, shape, dict.fromkeys(checkpoint_sizes(shape), torch.float32))
     if rank == 0:
         exported.mkdir()
         copy_model_files(model, exported)
-        files.create()
-    dist.barrier()
-    files.write([box for box in megatron_segments(shape, layout) if box.rank == rank], shards)
-    dist.barrier()
+    save_boxes(exported, shape, [box for box in megatron_segments(shape, layout) if box.rank == rank], shards)
 
 
 def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollout: RolloutLayout) -> None:

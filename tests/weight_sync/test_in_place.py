@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.megatron.offload import Shelf
+from megarl.megatron.offload import HostStorages
 from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
@@ -420,8 +420,8 @@ def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None
     """torch crashes where it is to come back."""
     weight = torch.zeros(4, 8)
     assert shared({"a": weight}) is not None
-    with pytest.raises(AssertionError, match="cannot be put away"):
-        Shelf(keep=True).put_away([weight.untyped_storage()])
+    with pytest.raises(AssertionError, match="cannot be offloaded"):
+        HostStorages(keep=True).offload([weight.untyped_storage()])
 
 
 def test_a_parameter_of_another_size_ends_the_sync(models: tuple[Path, Path]) -> None:

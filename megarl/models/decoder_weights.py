@@ -1,28 +1,28 @@
-"""The parts that decoders are made of, as rows of a weight table. A family's file puts them together.
+"""The weights of the parts that decoders are made of, as rows of a weight table. A family's file puts them together.
 
 Megatron's names are those of megatron-core's local layer spec, vLLM's those of its fused parameters (0.32).
 """
 
 from __future__ import annotations
 
-from megarl.models.cut import Columns, Cut, Dealt, Heads, PaddedRows, Rows, Whole
+from megarl.models.table import Columns, Sharding, InterleavedRows, FusedHeads, PaddedRows, Rows, Replicated
 from megarl.models.shape import ModelShape
 from megarl.models.table import Held, Weight
 
 # The vocabulary is padded so that every tensor rank holds the same number of rows: megarl chooses how far in Megatron, vLLM
-# pads to a multiple of 64 before it cuts.
+# pads to a multiple of 64 before it shards.
 MEGATRON_VOCABULARY = PaddedRows(8, each_rank=True)
 VLLM_VOCABULARY = PaddedRows(64, each_rank=False)
 
 
 def whole(name: str, rows: int, megatron: str, columns: int = 1, vllm: str = "") -> Weight:
     """A tensor that every tensor rank holds; a vector where `columns` is not given."""
-    return Weight(name, rows, columns, Held(megatron, Whole()), Held(vllm or name, Whole()))
+    return Weight(name, rows, columns, Held(megatron, Replicated()), Held(vllm or name, Replicated()))
 
 
-def matrix(name: str, rows: int, columns: int, cut: Cut, megatron: str, vllm: str = "") -> Weight:
-    """A tensor that both sides hold in a parameter of its own, cut alike."""
-    return Weight(name, rows, columns, Held(megatron, cut), Held(vllm or name, cut))
+def matrix(name: str, rows: int, columns: int, sharding: Sharding, megatron: str, vllm: str = "") -> Weight:
+    """A tensor that both sides hold in a parameter of its own, sharded alike."""
+    return Weight(name, rows, columns, Held(megatron, sharding), Held(vllm or name, sharding))
 
 
 def attention(shape: ModelShape) -> list[Weight]:
@@ -50,8 +50,8 @@ def _fused(shape: ModelShape, kind: str, columns: int) -> list[Weight]:
                 f"self_attn.{part}_proj.{kind}",
                 shape.groups * heads * size,
                 columns,
-                Held(f"self_attention.linear_qkv.{kind}", Dealt(heads * size, stride, before * size, total)),
-                Held(f"self_attn.qkv_proj.{kind}", Heads(number, shape.heads, shape.groups, size)),
+                Held(f"self_attention.linear_qkv.{kind}", InterleavedRows(heads * size, stride, before * size, total)),
+                Held(f"self_attn.qkv_proj.{kind}", FusedHeads(number, shape.heads, shape.groups, size)),
             )
         )
     return weights

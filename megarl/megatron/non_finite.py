@@ -1,0 +1,205 @@
+"""NaN and infinite values: found before an optimizer steps or a checkpoint is written, named, and handled as
+`run.on_not_finite` says: the run ends, or the update or the samples are left out.
+
+Every decision rests on values that all ranks share, so that all ranks stop, mask or go on together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.megatron.batch import Batch
+from megarl.megatron.parallel import gather_to_all, on_any_rank
+from megarl.schedule import MiniBatch
+
+if TYPE_CHECKING:
+    from megarl.megatron.role import Role, Update
+
+logger = logging.getLogger(__name__)
+MAX_NAMES = 3  # tensors of a rank that a message names; it counts the others
+ADVICE = (
+    "go on from the last checkpoint with a lower learning rate, or take trainer.precision: bf16 or fp32; "
+    "run.on_not_finite: skip leaves such updates and samples out"
+)
+
+
+class NotFinite(ValueError):
+    """A reward, result, loss, gradient or weight is NaN or infinite; the message names phase and rank, and what to do."""
+
+
+class GradientNotFinite(Exception):
+    """Raised inside an optimizer step, on all ranks, before it changes anything."""
+
+
+def name_ranks(problem: str) -> str | None:
+    """Join the ranks' problems as "rank 0: ...; rank 2: ..."; None where no rank has one. Collective."""
+    if not on_any_rank(bool(problem)):
+        return None
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_to_all(problem)) if text)
+
+
+def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Name the tensors that hold NaN or inf; "" where none does. Each finite tensor is read once."""
+    pairs = list(named)
+    if not pairs:
+        return ""
+    # fp32 also for 16-bit tensors, whose own sums would overflow; on one device, as torch's AdamW keeps its step counts on
+    # the host.
+    device = pairs[-1][1].device
+    sums = torch.stack([tensor.detach().sum(dtype=torch.float32).to(device) for _, tensor in pairs])
+    suspects = torch.nonzero(~torch.isfinite(sums)).flatten().tolist()
+    names = [pairs[index][0] for index in suspects if not torch.isfinite(pairs[index][1]).all()]
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def non_finite_loss(losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> str:
+    """Name the samples of the first micro-batch whose loss is NaN or inf; "" where all losses are finite.
+
+    `losses` are (samples, loss) of this rank's micro-batches, in the order in which they ran; empty before the last stage.
+    """
+    if not losses or torch.isfinite(torch.stack([loss for _, loss in losses])).all():
+        return ""
+    samples, loss = next((samples, loss) for samples, loss in losses if not torch.isfinite(loss))
+    return f"the loss of samples {', '.join(map(str, samples))} is {float(loss)}"
+
+
+def non_finite_samples(results: Sequence[Tensor]) -> list[int]:
+    """Samples with a NaN or infinite result; `results` by sample, fp32 [own tokens] or [1]."""
+    # A sum is finite only where all its terms are, but finite terms may overflow it.
+    if torch.isfinite(torch.stack([result.sum() for result in results])).all():
+        return []
+    return [sample for sample, result in enumerate(results) if not torch.isfinite(result).all()]
+
+
+def refuse_non_finite_norm(optimizer: Any) -> None:
+    """Make each later step of this optimizer raise GradientNotFinite where the gradient norm of all ranks is not finite.
+
+    megatron-core (0.16 and 0.19) asks its `ChainedOptimizer` for the norm before it clips and steps. Under fp16 it has by
+    then skipped gradients that overflowed, so that its loss scale comes down.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> Any:
+        norm = norm_of()
+        if not torch.isfinite(torch.as_tensor(norm)):
+            raise GradientNotFinite
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
+
+
+class BackwardWatch:
+    """Records on the device whether gradients of activations are finite, to name the samples of one that is not.
+
+    Weight gradients are summed over micro-batches and ranks, and no longer say whose they are.
+    """
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self.samples: tuple[int, ...] = ()  # of the micro-batch that runs forward
+        self._seen: list[tuple[tuple[int, ...], Tensor]] = []
+        for model in models:
+            if model.pre_process:
+                model.embedding.register_forward_hook(lambda module, inputs, output: self.watch(output))
+
+    def start(self) -> None:
+        """Begin an update."""
+        self._seen.clear()
+
+    def watch(self, activation: Tensor) -> None:
+        """Look at the activation's gradient when the backward pass makes it."""
+        samples = self.samples
+        if activation.requires_grad:
+            activation.register_hook(lambda gradient: self._seen.append((samples, torch.isfinite(gradient).all())))
+
+    def first_samples(self) -> str:
+        """The samples of the first micro-batch whose gradient was not finite on this rank; "" where all were."""
+        return next((f"samples {', '.join(map(str, samples))}" for samples, finite in self._seen if not finite), "")
+
+
+class FiniteGuard:
+    """Applies the recipe's policy, and counts how often a step needed it."""
+
+    def __init__(self, policy: Literal["stop", "skip"], rank: int) -> None:
+        self._skips, self._rank = policy == "skip", rank
+        self._updates = self._samples = 0
+
+    def take_metrics(self) -> dict[str, float]:
+        """Updates and samples left out since the last call."""
+        metrics: dict[str, float] = {"finite/skipped_updates": self._updates, "finite/masked_samples": self._samples}
+        self._updates = self._samples = 0
+        return metrics
+
+    def rewards(self, batch: Batch) -> Batch:
+        """Mask samples whose reward overflows fp32, or raise NotFinite."""
+        wrong = np.flatnonzero(batch.valid & ~np.isfinite(batch.rewards)).tolist()
+        if not wrong:
+            return batch
+        first = wrong[0]
+        value = f"the reward of sample {first} (group {batch.groups[first]}) is {batch.rewards[first]} on rank 0"
+        return self._mask(f"phase reward: {value} ({len(wrong)} of {len(batch.rewards)} samples)", wrong, batch)
+
+    def results(
+        self, role: Role, mini_batch: MiniBatch, name: str, results: list[Tensor], batch: Batch
+    ) -> tuple[list[Tensor], Batch]:
+        """Check a forward phase's `results`, by sample; samples that are masked from here on get 0.
+
+        Raises NotFinite where the recipe says stop, where weights are to blame, or where no sample is left. Collective.
+        """
+        wrong = non_finite_samples(results)
+        if not wrong:
+            return results, batch
+        first = wrong[0]
+        token = int(torch.nonzero(~torch.isfinite(results[first]))[0])
+        data_rank = next(
+            data_rank
+            for data_rank, micro_batches in enumerate(mini_batch.micro_batches)
+            if any(first in micro.samples for micro in micro_batches)
+        )
+        problem = (
+            f"phase {mini_batch.phase}: {name} of sample {first} are {float(results[first][token])} at completion token "
+            f"{token}, from rank {role.place.source_of(data_rank)} ({len(wrong)} of {len(results)} samples)"
+        )
+        with role.present():
+            self._refuse_weights(role, problem)
+        batch = self._mask(problem, wrong, batch)
+        return [torch.zeros_like(result) if sample in wrong else result for sample, result in enumerate(results)], batch
+
+    def update(self, role: Role, number: int, mini_batch: MiniBatch, update: Update) -> None:
+        """Count an update of mini-batch `number` that was refused. Raises NotFinite where the recipe says stop, or where
+        weights are to blame. Collective; weights are present, as for `weights`."""
+        if update.refused is None:
+            return
+        problem = f"phase {mini_batch.phase}, mini-batch {number}: {update.refused}"
+        self._refuse_weights(role, problem)
+        self._stop_or_warn(f"{problem}; the update was left out")
+        self._updates += 1
+
+    def weights(self, role: Role, phase: str) -> None:
+        """Check the weights after a phase's updates. Raises NotFinite: no later step repairs a weight, so that it is
+        neither published nor saved. Collective."""
+        self._refuse_weights(role, f"phase {phase}, after its updates")
+
+    def _refuse_weights(self, role: Role, problem: str) -> None:
+        tensors = role.broken_weights()
+        if tensors is not None:
+            raise NotFinite(f"{problem}: the {role.role}'s weights are broken ({tensors}); {ADVICE}")
+
+    def _mask(self, problem: str, samples: Sequence[int], batch: Batch) -> Batch:
+        if not set(np.flatnonzero(batch.valid).tolist()) - set(samples):
+            raise NotFinite(f"{problem}, and no other sample counts; {ADVICE}")
+        self._stop_or_warn(f"{problem}; masked")
+        self._samples += len(samples)
+        return batch.without(samples)
+
+    def _stop_or_warn(self, problem: str) -> None:
+        if not self._skips:
+            raise NotFinite(f"{problem}; {ADVICE}")
+        if self._rank == 0:
+            logger.warning("%s", problem)

@@ -1,0 +1,94 @@
+"""Megatron's distributed optimizer from a recipe, and the gathers of updated weights that overlap a forward pass.
+
+Under `overlap_parameters` megatron-core's DistributedDataParallel waits for updated weights in a hook before a module's
+forward. It starts the gather of a bucket once, and asserts before the next start that somebody waited (0.16 and 0.19).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarl.megatron.model import DTYPES
+from megarl.recipe.role_sections import OptimizerSection
+
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+
+# Under fp16 the loss scale is halved when an update overflows as the one before did, and doubled after so many good ones.
+_HYSTERESIS = 2
+_GROWTH_UPDATES = 1000
+
+
+def fuse_gradient_accumulation(model: nn.Module) -> None:
+    """Let Transformer Engine's linear layers add their gradients to the fp32 gradient buffer inside the matrix product.
+
+    Call this when the gradient buffers exist. The TransformerConfig field `gradient_accumulation_fusion` would ask for Apex:
+    the vocabulary's output layer, which megarl never calls, is megatron-core's own (0.16 and 0.19).
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+
+
+def data_parallel_config(optimizer: OptimizerSection, precision: str) -> DistributedDataParallelConfig:
+    """Gradients in fp32, cut optimizer states, and what overlaps."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        # It would end one rank before the reduction that all others wait in; megarl looks at their norm (`finite.py`).
+        check_for_nan_in_grad=False,
+        overlap_grad_reduce=optimizer.overlap_gradients,
+        overlap_param_gather=optimizer.overlap_parameters,
+    )
+
+
+def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_scale: float) -> OptimizerConfig:
+    """Adam over the data-parallel ranks, with fp32 copies of 16-bit weights; fp16 has a loss scale that moves."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.lr * optimizer.min_lr_share,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.epsilon,
+        clip_grad=optimizer.grad_clip,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        initial_loss_scale=initial_loss_scale,
+        hysteresis=_HYSTERESIS,
+        loss_scale_window=_GROWTH_UPDATES,
+        params_dtype=DTYPES[precision],
+        use_distributed_optimizer=True,
+        overlap_param_gather=optimizer.overlap_parameters,
+    )
+
+
+def fuse(optimizer: Any) -> None:
+    """Where megatron-core took torch's Adam, as it does without Transformer Engine and Apex: one pass over a weight and its
+    moments in place of ten. A rank without trainable weights has none."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(getattr(one, "optimizer", None), torch.optim.Adam):
+            for group in one.optimizer.param_groups:
+                group |= {"fused": True, "foreach": False}
+
+
+def finish_gather(chunk: Any, weight: Tensor) -> None:
+    """Wait until a weight of a trained chunk is whole. Collective over its data-parallel ranks."""
+    # A frozen weight is in no bucket.
+    if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:
+        chunk.param_to_bucket_group[weight].finish_param_sync()
+
+
+def gather_all(chunk: Any) -> None:
+    """Make all weights of a trained chunk whole after its last update. Collective over its data-parallel ranks."""
+    if not chunk.ddp_config.overlap_param_gather:
+        return
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        if group.param_gather_handle is not None:
+            # It may have been started before the update. Forced, megatron-core only waits for it and gathers nothing anew.
+            group.start_param_sync(force_sync=True)
+    chunk.start_param_sync(force_sync=True)
