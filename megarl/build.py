@@ -56,7 +56,7 @@ from megarl.recipe.feature_rules import trained_sections  # noqa: E402
 from megarl.recipe.megatron_rules import without_transformer_engine  # noqa: E402
 from megarl.recipe.sections import BUCKET_BYTES  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
-from megarl.reward.service import check_services  # noqa: E402
+from megarl.reward.service import services_of  # noqa: E402
 from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout.batch import dump_rollout  # noqa: E402
@@ -298,7 +298,7 @@ def build_parts(
     if place.rank == 0:
         tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
         # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-        check_services(recipe.verifiers)
+        services_of(recipe.verifiers)  # raises if one cannot be asked
         judged = partial(check_answer, load_terms(recipe.verifiers))
         stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=shape.vocab, judge=judged)
         prompts = stream(recipe.data)

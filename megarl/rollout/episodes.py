@@ -26,11 +26,9 @@ from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.rollout.batch import EpisodeFacts, GroupResult
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.environment import load_environment
-from megarl.rollout.environment_keeper import Reply, Reset, Step
-from megarl.rollout.environment_workers import EnvironmentWorkers
+from megarl.rollout.environment import SHORT_ERROR, load_environment
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.failure import RolloutError
-from megarl.rollout.tool_calls import SHORT_ERROR
 from megarl.telemetry.run_directory import RunDirectory
 
 # In the place of a member: the seed of a group's environments.

@@ -24,12 +24,12 @@ from megarl.rollout.arrivals import Arrivals
 from megarl.rollout.batch import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.dynamic_sampling import Rounds
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.environment_keeper import Reply, Reset, Step
+from megarl.rollout.environment import SHORT_ERROR
+from megarl.rollout.environment_workers import Reply, Reset, Step
 from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.failure import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload
-from megarl.rollout.tool_calls import SHORT_ERROR
 from megarl.telemetry.step_figures import Sizes
 from megarl.trainer import Pipeline
 from tests.rollout_cases import Reference
@@ -324,7 +324,7 @@ BAD = {
     "too long": (
         Reply([{"role": "user", "content": "7654321"}]), "has 8 tokens with its template, more than environment.", "error"
     ),
-    "its worker died": (Reply(failure="the keeper of its process died"), "the keeper of its process died", ""),
+    "its worker died": (Reply(failure="its process is gone"), "its process is gone", ""),
 }  # fmt: skip
 
 
