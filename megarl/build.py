@@ -66,7 +66,7 @@ from megarl.recipe.role_sections import trained_sections, without_transformer_en
 from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
 from megarl.recipe.violation import Violation  # noqa: E402
 from megarl.recipe.weight_sync_section import BUCKET_BYTES  # noqa: E402
-from megarl.reward.service import check_services  # noqa: E402
+from megarl.reward.service import services_of  # noqa: E402
 from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout import RolloutError  # noqa: E402
@@ -377,7 +377,7 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     directory = model_directory(recipe.model.path)
     tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
     # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-    check_services(recipe.verifiers)
+    services_of(recipe.verifiers)  # raises for a service that cannot be asked
     judge = partial(check_answer, load_terms(recipe.verifiers))
     num_tokens = ModelShape.from_directory(directory).vocab
     stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=num_tokens, judge=judge)

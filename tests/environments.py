@@ -73,6 +73,8 @@ class Faulty(Environment):
                     if os.fork() == 0:
                         break
                 time.sleep(3600)
+            case "is cut off":
+                raise ConnectionRefusedError("no service")
             case "dies":
                 os._exit(3)
             case "dies between turns":

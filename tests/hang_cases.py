@@ -89,9 +89,9 @@ class Fault:
         if self.process == WORKER:
             return r"the process \d+ of reward worker 0 was lost; process \d+ took its place"
         if self.process == VERIFIERS and self.kind == KILL:
-            return r"1 completions judged once more; .*the verifier process \d+ died with exit status -9 .*another one was"
+            return r"1 completions judged once more; .*the verifiers' process \d+ died with signal 9 .*takes its place"
         if self.process == VERIFIERS:
-            return r"1 completions scored 0; .*timeout: .*its verifier process \d+ was ended, and another one started"
+            return r"1 completions scored 0; .*timeout: the verifiers' process had no answer .*takes its place"
         gone = "vLLM's engine process is gone" if self.process == CORE else "the actor's process is gone"
         cause = gone if self.kind == KILL else f"no answer of rollout engine 0 in phase {self.phase} within"
         return rf"rollout engine 0 is lost in phase {self.phase} .*restart 1 of rollout.max_restarts = 1\): {cause}"

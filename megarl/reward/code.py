@@ -1,4 +1,4 @@
-"""What a completion's code is worth: the tests that it passes in a sandbox."""
+"""Score a completion's code by the tests that it passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import CodeRewardSection
-from megarl.reward.sandbox import Limits, Program, refusal, run_programs
+from megarl.reward.sandbox import Program, SandboxLimits, refusal, run_programs
 
-# Language and lines of a fenced block; of any language, as the end of one must not be taken for the start of another.
+# Language and lines of a fenced block, of any language: the end of a block must not be taken for the start of another.
 BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"py|python[\d.]*", re.IGNORECASE)
 FORMS = (
@@ -21,21 +21,21 @@ FORMS = (
 )
 
 
-class Judged(NamedTuple):
-    """What a verifier says of a text, and the reason, which the metrics count."""
+class ScoreWithReason(NamedTuple):
+    """A verifier's score of a text, and the reason, which the metrics count."""
 
     value: float
     reason: str
 
 
-def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], Judged]:
-    """1, 0 or the share of the tests passed, and what became of the first test that did not pass.
+def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], ScoreWithReason]:
+    """Return a verifier that gives 1, 0 or the share of tests passed, with the reason of the first test that did not pass.
 
-    Raises ValueError where this machine has no sandbox. The verifier raises SandboxFault where the sandbox fails.
+    Raises ValueError if this machine has no sandbox. The verifier raises SandboxFault if the sandbox fails.
     """
     if (reason := refusal()) is not None:
         raise ValueError(f"reward kind code: this machine has no sandbox: {reason}")
-    limits = Limits(
+    limits = SandboxLimits(
         wall_s=section.timeout_s,
         cpu_s=section.cpu_s,
         memory_bytes=section.memory_mib << 20,
@@ -44,31 +44,31 @@ def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], Judged]
         output_bytes=section.output_kib << 10,
     )
 
-    def judge(text: str, prompt: Prompt) -> Judged:
+    def judge(text: str, prompt: Prompt) -> ScoreWithReason:
         programs = programs_of(code_of(text), prompt)
         reasons = run_programs(programs, limits, stop_at_failure=section.credit == "all")
         share = reasons.count("passed") / len(programs)
-        worth = share if section.credit == "share" else float(share == 1.0)
-        return Judged(worth, next((reason for reason in reasons if reason != "passed"), "passed"))
+        value = share if section.credit == "share" else float(share == 1.0)
+        return ScoreWithReason(value, next((reason for reason in reasons if reason != "passed"), "passed"))
 
     return judge
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of Python, else the last one of no named language, as others often hold what the code prints;
-    all of the text where there is neither."""
-    found = BLOCK.findall(text)
-    python = [lines for language, lines in found if PYTHON.fullmatch(language)]
-    unnamed = [lines for language, lines in found if not language]
+    """Return the last fenced block of Python, or else the last block without a language (other languages often hold what the
+    code prints), or else the whole text."""
+    blocks = BLOCK.findall(text)
+    python = [lines for language, lines in blocks if PYTHON.fullmatch(language)]
+    unnamed = [lines for language, lines in blocks if not language]
     return (python or unnamed or [text])[-1]
 
 
 def programs_of(code: str, prompt: Prompt) -> list[Program]:
-    """`code` once for each test in the prompt's answer. Raises ValueError for an answer that holds no tests."""
+    """Return one program per test in the prompt's answer. Raises ValueError for an answer that holds no tests."""
     try:
         tests: Any = json.loads(prompt.answer)
     except ValueError:
-        tests = prompt.answer  # Python code, then
+        tests = prompt.answer  # then it is Python code
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
         inputs, outputs = tests["inputs"], tests["outputs"]
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
@@ -83,7 +83,7 @@ def programs_of(code: str, prompt: Prompt) -> list[Program]:
 
 
 def _program(code: str, test: Any) -> Program | None:
-    """None for what is no test, or one that every code would pass."""
+    """Return None for a value that is no test, or a test that every code would pass."""
     if isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
         return Program(code, test["input"], test["output"])
     if not isinstance(test, str):

@@ -25,7 +25,7 @@ class SandboxFault(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """`wall_s` is of all programs of a call together, all else of each: `cpu_s` and `memory_bytes` of each of its processes
     (the latter also of all of them, as far as it is resident), `file_bytes` of all its files, `output_bytes` of what it
     writes to standard output and standard error."""
@@ -48,7 +48,7 @@ class Program:
     output: str | None = None
 
 
-def run_programs(programs: Sequence[Program], limits: Limits, stop_at_failure: bool = False) -> list[str]:
+def run_programs(programs: Sequence[Program], limits: SandboxLimits, stop_at_failure: bool = False) -> list[str]:
     """One of REASONS for each program, in order; fewer where it stops at a failure. Each finds an empty working directory.
 
     Raises SandboxFault where a sandbox could not be made, or gave no answer.
@@ -84,7 +84,7 @@ def run_programs(programs: Sequence[Program], limits: Limits, stop_at_failure: b
     return answer["reasons"]
 
 
-_LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=1 << 29, file_bytes=1 << 20, processes=4, output_bytes=1 << 16)
+_TRIAL_LIMITS = SandboxLimits(60.0, cpu_s=30, memory_bytes=1 << 29, file_bytes=1 << 20, processes=4, output_bytes=1 << 16)
 _WORKS = Program("import os, threading; threading.Thread(target=print).start(); os.wait() if os.fork() else os._exit(0)")
 # Each must be refused, by name.
 _ESCAPES = (
@@ -107,7 +107,7 @@ def refusal() -> str | None:
     )
     checks = (("an ordinary program does not run", _WORKS), *((what, Program(code)) for what, code in _ESCAPES))
     try:
-        reasons = run_programs([program for _, program in checks], _LIMITS)
+        reasons = run_programs([program for _, program in checks], _TRIAL_LIMITS)
     except SandboxFault as fault:
         return f"{fault}; {help_}"
     wrong = [f"{what} ({reason})" for (what, _), reason in zip(checks, reasons, strict=True) if reason != "passed"]

@@ -1,7 +1,7 @@
-"""What a completion's text is worth: named verifiers, and functions given as `module:function`.
+"""Score a completion's text: named verifiers, and functions given as `module:function`.
 
-A verifier says how right a text is, from the text and its prompt. It answers or raises; it never guesses
-0 for what it could not judge. It keeps no time: whoever calls it does (see `megarl.reward.process`).
+A verifier gives a number for a text and its prompt, or raises; it never guesses 0 for a text that it could not judge. It
+keeps no time limit: its caller does (megarl/reward/verifier_process.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
 from functools import partial
 from typing import Any
@@ -23,18 +23,17 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import (
     CodeRewardSection,
     FunctionRewardSection,
-    HttpRewardSection,
     JudgeSection,
     PatternRewardSection,
     SchemaRewardSection,
     part_names,
 )
-from megarl.reward.code import Judged, code_verifier, programs_of
+from megarl.reward.code import ScoreWithReason, code_verifier, programs_of
 
-Verifier = Callable[[str, Prompt], float | Judged]
-# What a text answers, for a vote; None where it answers nothing.
+Verifier = Callable[[str, Prompt], float | ScoreWithReason]
+# Reads the answer out of a text, for a vote; None if the text has none.
 Reader = Callable[[str], str | None]
-# Text in front of and behind the lines of a fenced block.
+# The lines of a fenced block, with or without text around it.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 # A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3. An exponent has at
@@ -47,7 +46,38 @@ NUMBER = re.compile(
 # Characters that people and word processors write for a minus sign.
 MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-"))
 
-EXACT = Context(prec=MAX_PREC)  # the usual one rounds to 28 digits
+EXACT = Context(prec=MAX_PREC)  # the default context rounds to 28 digits
+# Why a text is masked. `waiting`: it waited behind others until the task's deadline, or had less than its equal part of the
+# task's time. `verifier`: a verifier fails on an empty completion too, or has not reached a service of its own. `service`: a
+# service has not judged it. `environment`: its environment failed before the first turn, with its worker, or by an outage.
+MASK_CAUSES = ("waiting", "verifier", "service", "environment")
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """The score of one text: a number for each part of the reward, or None if the text is masked or was not judged.
+
+    `reasons` holds what a part gives besides, and `answer` what the text answers, if that was asked for. If no verifier has
+    judged the text, `cause` is one of ZERO_CAUSES or MASK_CAUSES, and `failure` explains it.
+    """
+
+    parts: dict[str, float] | None
+    failure: str = ""
+    timed_out: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
+    answer: str | None = None
+    cause: str = ""
+
+    def combined(self, other: TextScore) -> TextScore:
+        """Join two scores of the same text: it has parts only if both have."""
+        reasons = self.reasons | other.reasons
+        if self.parts is None or other.parts is None:
+            failed = self if self.parts is None else other
+            return TextScore(None, failed.failure, self.timed_out or other.timed_out, reasons, cause=failed.cause)
+        answer, failed = other.answer if self.answer is None else self.answer, self if self.cause else other
+        if not failed.cause:
+            return TextScore(self.parts | other.parts, reasons=reasons, answer=answer)
+        return TextScore(self.parts | other.parts, failed.failure, failed.timed_out, reasons, answer, failed.cause)
 
 
 def numbers(text: str) -> list[Decimal]:
@@ -57,45 +87,44 @@ def numbers(text: str) -> list[Decimal]:
 
 
 def exact(text: str, prompt: Prompt) -> float:
-    """1 where the whole text is the answer, blanks at both ends aside."""
+    """1 if the text equals the answer, without blanks at both ends."""
     return float(text.strip() == prompt.answer.strip())
 
 
 def last_number(text: str, prompt: Prompt) -> float:
-    """1 where the last number in the text equals the answer as a number; 0 without any number."""
-    found = numbers(text)
-    return float(bool(found) and found[-1] == _number_answer(prompt))
+    """1 if the last number in the text equals the answer as a number; 0 without any number."""
+    text_numbers = numbers(text)
+    return float(bool(text_numbers) and text_numbers[-1] == _number_answer(prompt))
 
 
 def _number_answer(prompt: Prompt) -> Decimal:
-    found = numbers(prompt.answer)
-    if len(found) != 1:
+    answer_numbers = numbers(prompt.answer)
+    if len(answer_numbers) != 1:
         raise ValueError(
             f"reward kind last_number: the answer of prompt {prompt.index} ({prompt.question!r}) is "
             f"{prompt.answer!r}; one number is needed, or another reward kind"
         )
-    return found[0]
+    return answer_numbers[0]
 
 
 def math_verify(text: str, prompt: Prompt) -> float:
-    """1 where math-verify finds the text's expression equal to the answer's.
+    """1 if math-verify finds the text's expression equal to the answer's. A text without an expression is a wrong answer.
 
-    Its own time limits are switched off: they are signals, which raise in any thread but the main one, and
-    what they interrupt it reports as "not equal", which would be a reward of 0. So is, unless it is told otherwise, whatever
-    goes wrong in it. Text in which it can read no expression is its own business: that is a wrong answer.
+    Its own time limits are off: they are signals, which raise in any thread but the main one, and the library reports an
+    interrupted comparison as "not equal", which would be a reward of 0. Its errors are raised for the same reason.
     """
     import math_verify as library
 
     gold = _math_answer(prompt)
-    found = library.parse(text, parsing_timeout=None, raise_on_error=True)
-    return float(library.verify(gold, found, timeout_seconds=None, raise_on_error=True))
+    expression = library.parse(text, parsing_timeout=None, raise_on_error=True)
+    return float(library.verify(gold, expression, timeout_seconds=None, raise_on_error=True))
 
 
 def _math_answer(prompt: Prompt) -> list:
     import math_verify as library
 
-    # A gold answer must be an expression; the library's fallback would take any text for one. Bare LaTeX is
-    # only recognised between dollar signs.
+    # The answer must be an expression, and the library's fallback would take any text for one. It recognises bare LaTeX only
+    # between dollar signs.
     strict = {"fallback_mode": "no_fallback", "parsing_timeout": None}
     gold = library.parse(prompt.answer, **strict) or library.parse(f"${prompt.answer}$", **strict)
     if not gold:
@@ -107,7 +136,7 @@ def _math_answer(prompt: Prompt) -> list:
 
 
 def load_function(target: str) -> Verifier:
-    """The function behind `module:function`; raises ValueError naming `reward.target`."""
+    """Import `module:function`. Raises ValueError naming `reward.target`."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
         raise ValueError(f"reward.target is {target!r}; it is written module:function")
@@ -125,36 +154,36 @@ def load_function(target: str) -> Verifier:
 
 
 def pattern_verifier(pattern: str) -> Verifier:
-    """1 where `pattern` is found in the text; with a group named `answer`, where its last match holds the answer there."""
+    """1 if `pattern` matches somewhere in the text; with a group `answer`, if its last match holds the answer there."""
     expression = re.compile(pattern)
 
-    def found(text: str, prompt: Prompt) -> float:
+    def match(text: str, prompt: Prompt) -> float:
         matches = list(expression.finditer(text))
         if not matches or "answer" not in expression.groupindex:
             return float(bool(matches))
         return float((matches[-1]["answer"] or "").strip() == prompt.answer.strip())
 
-    return found
+    return match
 
 
 def schema_verifier(schema: dict[str, Any]) -> Verifier:
-    """1 where the text, or its only fenced block, is a JSON document that the schema allows."""
-    # With a registry of its own, so that no `$ref` is looked up on the network.
+    """1 if the text, or its only fenced block, is a JSON document that the schema allows."""
+    # An empty registry, so that no `$ref` is looked up on the network.
     validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
 
     def allowed(text: str, prompt: Prompt) -> float:
         blocks = FENCED.findall(text)
         try:
             document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_no_json)
-        except (ValueError, RecursionError):  # no JSON, or nested beyond what anybody reads
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             return 0.0
-        return float(validator.is_valid(document))  # a schema that refers to itself without end raises: no 0
+        return float(validator.is_valid(document))  # a schema that refers to itself without end raises
 
     return allowed
 
 
 def _no_json(constant: str) -> None:
-    """NaN and the infinities, which Python's parser takes and JSON has not."""
+    """Refuse NaN and the infinities, which Python's parser takes and JSON does not have."""
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -163,15 +192,15 @@ def _whole(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    found = numbers(text)
-    return f"{found[-1].normalize(EXACT) or Decimal(0):f}" if found else None  # there is a -0, which equals 0
+    text_numbers = numbers(text)
+    return f"{text_numbers[-1].normalize(EXACT) or Decimal(0):f}" if text_numbers else None  # -0 equals 0
 
 
 def _expression(text: str) -> str | None:
     import math_verify as library
 
-    found = library.parse(text, parsing_timeout=None, raise_on_error=True)
-    return str(found[0]) if found else None
+    expressions = library.parse(text, parsing_timeout=None, raise_on_error=True)
+    return str(expressions[0]) if expressions else None
 
 
 def _named_answer(pattern: str) -> Reader | None:
@@ -188,8 +217,8 @@ def _named_answer(pattern: str) -> Reader | None:
 
 READERS: dict[str, Reader] = {"exact": _whole, "last_number": _last_number, "math_verify": _expression}
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
-# What a kind needs of an answer, to be asked before anything is scored. math_verify is not here: parsing has
-# no time limit of its own, so it may only run where a deadline is kept.
+# Checks of a prompt's answer that run before anything is scored. math_verify has none: its parsing has no time limit, so it
+# may only run where a deadline is kept.
 ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer, "code": partial(programs_of, "")}
 
 
@@ -200,84 +229,73 @@ class Term:
     name: str
     kind: str
     weight: float
-    verifier: Verifier | None  # None where a service is asked for many texts at a time: megarl/reward/service.py
+    verifier: Verifier | None  # None for a service, which scores many texts at a time: megarl/reward/service.py
     reader: Reader | None = None
 
 
 def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
-    """The terms of the recipe's `reward` list; a repeated name gets its position added.
+    """Load the terms of the recipe's `reward` list; a repeated name gets its position added.
 
-    Raises ValueError for a function that does not load, and for code where there is no sandbox.
+    Raises ValueError for a function that does not load, and for code if this machine has no sandbox.
     """
-    return [
-        Term(name, spec.kind, spec.weight, _verifier(spec), _reader(spec))
-        for name, spec in zip(part_names(specs), specs, strict=True)
-    ]
-
-
-def _verifier(spec: JudgeSection) -> Verifier | None:
-    """What says how right a text is."""
-    if isinstance(spec, HttpRewardSection):
-        return None
-    if isinstance(spec, FunctionRewardSection):
-        return load_function(spec.target)
-    if isinstance(spec, PatternRewardSection):
-        return pattern_verifier(spec.pattern)
-    if isinstance(spec, SchemaRewardSection):
-        return schema_verifier(spec.json_schema)
-    if isinstance(spec, CodeRewardSection):
-        return code_verifier(spec)
-    return VERIFIERS[spec.kind]
-
-
-def _reader(spec: JudgeSection) -> Reader | None:
-    """What reads the answer out of a text, where a part of the reward has one."""
-    return _named_answer(spec.pattern) if isinstance(spec, PatternRewardSection) else READERS.get(spec.kind)
+    terms = []
+    for name, spec in zip(part_names(specs), specs, strict=True):
+        verifier, reader = VERIFIERS.get(spec.kind), READERS.get(spec.kind)
+        if isinstance(spec, FunctionRewardSection):
+            verifier = load_function(spec.target)
+        elif isinstance(spec, PatternRewardSection):
+            verifier, reader = pattern_verifier(spec.pattern), _named_answer(spec.pattern)
+        elif isinstance(spec, SchemaRewardSection):
+            verifier = schema_verifier(spec.json_schema)
+        elif isinstance(spec, CodeRewardSection):
+            verifier = code_verifier(spec)
+        terms.append(Term(name, spec.kind, spec.weight, verifier, reader))
+    return terms
 
 
 def check_answer(terms: Sequence[Term], prompt: Prompt) -> None:
-    """Raises ValueError for a prompt whose answer a term could not judge anything by."""
+    """Raises ValueError for a prompt whose answer a term cannot compare with."""
     for term in terms:
         if term.kind in ANSWER_CHECKS:
             ANSWER_CHECKS[term.kind](prompt)
 
 
 def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[str, float], dict[str, str]]:
-    """What each term says, before weighting, and the reasons of those that give one. Raises what a verifier raises, and
-    ValueError for no number."""
-    said: dict[str, float] = {}
+    """Return the score of each term, before weighting, and the reasons of the terms that give one. Raises what a verifier
+    raises, and ValueError for a score that is no finite number."""
+    parts: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for term in terms:
         if term.verifier is None:
             continue
-        found = term.verifier(text, prompt)
-        if isinstance(found, Judged):
-            reasons[term.name] = found.reason
-            found = found.value
-        value = float(found)
+        score = term.verifier(text, prompt)
+        if isinstance(score, ScoreWithReason):
+            reasons[term.name] = score.reason
+            score = score.value
+        value = float(score)
         if not math.isfinite(value):
-            raise ValueError(f"reward {term.name} said {value} for prompt {prompt.index}; a finite number is needed")
-        said[term.name] = value
-    return said, reasons
+            raise ValueError(f"reward {term.name} gave {value} for prompt {prompt.index}; a finite number is needed")
+        parts[term.name] = value
+    return parts, reasons
 
 
 def reads_answers(terms: Sequence[Term]) -> bool:
-    """Whether some term says what a text answers, so that answers can be voted on."""
+    """Whether some term reads answers out of texts, so that answers can be voted on."""
     return any(term.reader is not None for term in terms)
 
 
 def read_answer(terms: Sequence[Term], text: str) -> str | None:
-    """What a text answers, by the first term that reads it; None where it answers nothing."""
+    """Read a text's answer with the first term that reads answers; None if the text has none."""
     reader = next((term.reader for term in terms if term.reader is not None), None)
     return None if reader is None else reader(text)
 
 
-def weighted_sum(terms: Sequence[Term], said: dict[str, float]) -> float:
-    """The reward: sum of weight * what the term says."""
-    return sum(term.weight * said[term.name] for term in terms)
+def weighted_sum(terms: Sequence[Term], parts: dict[str, float]) -> float:
+    """Return the reward: the sum of weight * part."""
+    return sum(term.weight * parts[term.name] for term in terms)
 
 
 def score(specs: Sequence[JudgeSection], text: str, prompt: Prompt) -> float:
-    """The reward of one text under the recipe's `reward` list, in this process and without a time limit."""
+    """Return the reward of one text under the recipe's `reward` list, in this process and without a time limit."""
     terms = load_terms(specs)
     return weighted_sum(terms, score_terms(terms, text, prompt)[0])

@@ -9,8 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.reward.verifiers import numbers
-from megarl.rollout.environment import Environment, Messages, Observation, ToolCall, Turn, environment
-from megarl.rollout.tool_calls import write_call
+from megarl.rollout.environment import Environment, Messages, Observation, ToolCall, Turn, environment, write_call
 
 MAX_CHARACTERS = 200
 # What is asked and calculated before the question, of which a model that was never shown a tool learns how it is called.

@@ -1,8 +1,13 @@
-"""What an environment is to megarl, and megarl to an environment. No torch: each episode has a process of its own."""
+"""The interface between megarl and an environment, tool calls included. No torch: each episode has its own process.
+
+A tool call stands in the text of a turn, as the chat templates of many models teach it (Qwen's, Hermes'):
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -11,19 +16,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import jsonschema
+import referencing
 
 from megarl.recipe.own_code import load_marked, mark
 from megarl.recipe.violation import RecipeError, Violation
 
-# A text, which is a message of the role `user`, or messages with the keys `role` and `content`.
+# A text, which becomes a message of the role `user`, or messages with the keys `role` and `content`.
 Messages = str | Sequence[Mapping[str, str]]
 ENVIRONMENT = "megarl.rollout.environment.environment"
 Class = TypeVar("Class", bound="type[Environment]")
+OPENS, CLOSES = "<tool_call>", "</tool_call>"
+# Replaces the message of a MalformedCall that is longer than an observation may be.
+SHORT_ERROR = "error: malformed call"
+
+
+class MalformedCall(ValueError):
+    """A tool call that cannot be answered. The policy reads the message, which repeats little of its words: a long call must
+    not make the observation too long, since that would be the environment's fault."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that keeps to the tool's schema."""
+    """A tool call that follows the tool's schema."""
 
     name: str
     arguments: dict[str, Any]
@@ -31,8 +45,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said in one turn, without the token that ended it; `call` is the tool call in it, where the
-    environment has tools."""
+    """The policy's text of one turn, without the token that ended it; `call` is the tool call in it, if the environment has
+    tools."""
 
     text: str
     call: ToolCall | None = None
@@ -40,7 +54,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy sees next, what the turn was worth, and whether it was the last; then nobody sees `content`."""
+    """The policy's next input, the reward of the turn, and whether the episode is over; then nobody sees `content`."""
 
     content: Messages = ""
     reward: float = 0.0
@@ -48,87 +62,130 @@ class Observation:
 
 
 class Environment(ABC):
-    """One episode: made with `environment.options`, then `reset` once and `step` behind each turn of the policy.
+    """One episode: constructed with `environment.options`, then `reset` once and `step` after each turn of the policy.
 
-    It is made in a process of its own, which is ended with all that it has started. Everything that is drawn must come from
-    reset's `seed`, so that a run that is resumed plays the same episodes; it is the same for all members of a group, which
-    begin alike. Whatever is raised ends the episode, by `environment.on_error`.
+    It lives in its own process, which is killed at the end with everything that it has started. All randomness must come
+    from reset's `seed`, so that a resumed run plays the same episodes; all members of a group have the same seed, and begin
+    alike. Whatever is raised ends the episode, by `environment.on_error`.
     """
 
     tools: ClassVar[Mapping[str, dict[str, Any]]] = {}
-    """The JSON schema of the arguments of each tool, by its name. A call that does not keep to it is answered with an error,
-    and `step` never sees it."""
+    """The JSON schema of each tool's arguments, by the tool's name. A call that breaks it is answered with an error, and
+    `step` never sees it."""
     tool_role: ClassVar[str] = "tool"
-    """The role of the message that says so; another one where the model's chat template does not know `tool`."""
+    """The role of the message with that error; set another role if the model's chat template does not know `tool`."""
 
     @abstractmethod
     def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
-        """Begin: the data's row, with all its fields, gives what is asked. Returns messages that take the place of the row's
-        own prompt, or None to leave that."""
+        """Begin the episode from the data's row, with all its fields. Returns messages that replace the row's own prompt, or
+        None to keep that."""
 
     @abstractmethod
     def step(self, turn: Turn) -> Observation:
         """Answer a turn of the policy."""
 
 
-def environment(found: Class) -> Class:
+def environment(cls: Class) -> Class:
     """Mark a class as an environment. In the recipe: `environment: {target: "my_module:MyClass", options: {...}, ...}`."""
-    return mark(found, ENVIRONMENT)
+    return mark(cls, ENVIRONMENT)
 
 
 def load_environment(target: str, options: Mapping[str, Any]) -> type[Environment]:
-    """The class of `environment.target`; none is made, which is the affair of an episode's process. Raises RecipeError where
-    there is none that takes the options, or whose tools have no right schema."""
-    found = load_marked("environment.target", target, ENVIRONMENT, options)
-    if not isinstance(found, type) or not issubclass(found, Environment):
+    """Import the class of `environment.target`, without making an instance. Raises RecipeError if there is no such class, if
+    it does not take the options, or if a tool's schema is invalid."""
+    cls = load_marked("environment.target", target, ENVIRONMENT, options)
+    if not isinstance(cls, type) or not issubclass(cls, Environment):
         raise RecipeError([Violation("environment.target", target, "is no Environment", "a class with that as its base")])
     try:
-        inspect.signature(found).bind(**options)
+        inspect.signature(cls).bind(**options)
     except TypeError as error:
         rule = f"{target}: {error}"
         raise RecipeError([Violation("environment.options", dict(options), rule, "what its constructor takes")]) from error
-    for name, schema in found.tools.items():
+    for name, schema in cls.tools.items():
         try:
             jsonschema.validators.validator_for(schema).check_schema(schema)
         except jsonschema.exceptions.SchemaError as error:
-            rule = f"the schema of its tool {name!r} is none: {error.message}"
+            rule = f"the schema of its tool {name!r} is invalid: {error.message}"
             raise RecipeError([Violation("environment.target", target, rule, "a JSON schema of the arguments")]) from error
-    return found
+    return cls
 
 
 class Fields(dict[str, Any]):
-    """A row that says which field it has not."""
+    """A row that names the field that it does not have."""
 
     def __missing__(self, name: str) -> Any:
         raise LookupError(f"the row has no field {name!r}; it has {', '.join(map(repr, self))}")
 
 
-def checked_messages(found: Any, what: str) -> list[dict[str, str]]:
-    """Plain messages. Raises TypeError naming `what` for anything else."""
-    if isinstance(found, str):
-        return [{"role": "user", "content": found}]
-    if not isinstance(found, Sequence) or not found:
-        raise TypeError(f"{what} is {_shown(found)}; a text is needed, or a list of messages")
-    for number, message in enumerate(found):
+def checked_messages(value: Any, name: str) -> list[dict[str, str]]:
+    """Return plain messages. Raises TypeError naming `name` for anything else."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence) or not value:
+        raise TypeError(f"{name} is {_shown(value)}; a text is needed, or a list of messages")
+    for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise TypeError(f"{what}: message {number} is {_shown(message)}; role and content, two texts, are needed")
-    return [dict(message) for message in found]
+            raise TypeError(f"{name}: message {number} is {_shown(message)}; role and content, two texts, are needed")
+    return [dict(message) for message in value]
 
 
-def checked_observation(found: Any) -> tuple[list[dict[str, str]], float, bool]:
-    """Messages, reward and whether it was the last. Raises TypeError or ValueError naming the wrong field."""
-    if not isinstance(found, Observation):
-        raise TypeError(f"step returned {_shown(found)}; an Observation is needed")
-    if not isinstance(found.reward, numbers.Real):
-        raise TypeError(f"Observation.reward is {_shown(found.reward)}; a number is needed")
-    if not math.isfinite(found.reward):
-        raise ValueError(f"Observation.reward is {found.reward}; a finite number is needed")
-    if not isinstance(found.done, bool):
-        raise TypeError(f"Observation.done is {_shown(found.done)}; True or False is needed")
-    messages = [] if found.done else checked_messages(found.content, "Observation.content")
-    return messages, float(found.reward), found.done
+def checked_observation(value: Any) -> tuple[list[dict[str, str]], float, bool]:
+    """Return messages, reward and whether the episode is over. Raises TypeError or ValueError naming the wrong field."""
+    if not isinstance(value, Observation):
+        raise TypeError(f"step returned {_shown(value)}; an Observation is needed")
+    if not isinstance(value.reward, numbers.Real):
+        raise TypeError(f"Observation.reward is {_shown(value.reward)}; a number is needed")
+    if not math.isfinite(value.reward):
+        raise ValueError(f"Observation.reward is {value.reward}; a finite number is needed")
+    if not isinstance(value.done, bool):
+        raise TypeError(f"Observation.done is {_shown(value.done)}; True or False is needed")
+    messages = [] if value.done else checked_messages(value.content, "Observation.content")
+    return messages, float(value.reward), value.done
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
+    return f"{_shortened(repr(value), 60)} ({type(value).__name__})"
+
+
+def read_call(text: str, tools: Mapping[str, dict[str, Any]]) -> ToolCall | None:
+    """Return the tool call in a text, or None; `tools` holds the JSON schema of each tool's arguments.
+
+    Raises MalformedCall for a second call, no JSON, an unknown tool, or arguments that the schema does not allow.
+    """
+    _, opened, after = text.partition(OPENS)
+    if not opened:
+        return None
+    inside, closed, rest = after.partition(CLOSES)
+    if not closed:
+        raise MalformedCall(f"the call has no {CLOSES}")
+    if OPENS in rest:
+        raise MalformedCall("one call at a time")
+    try:
+        call = json.loads(inside)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(f"no JSON between {OPENS} and {CLOSES}") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise MalformedCall('an object with "name" and "arguments" is needed')
+    name, arguments = call["name"], call.get("arguments", {})
+    if name not in tools:
+        raise MalformedCall(f"no tool {_shortened(name)}; there is {', '.join(tools)}")
+    if not isinstance(arguments, dict):
+        raise MalformedCall('"arguments" must be an object')
+    schema = tools[name]
+    # An empty registry, so that no `$ref` is looked up on the network.
+    validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
+    wrong = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+    if wrong is not None:
+        # The library's message repeats the arguments.
+        where, rule = _shortened(".".join(map(str, wrong.absolute_path)) or "arguments"), wrong.validator or "false"
+        raise MalformedCall(f"{name}: {where} must keep to {rule} = {_shortened(json.dumps(wrong.validator_value), 40)}")
+    return ToolCall(name, arguments)
+
+
+def write_call(call: ToolCall) -> str:
+    """Return the text of a call as `read_call` reads it, for examples in prompts."""
+    return f"{OPENS}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSES}"
+
+
+def _shortened(text: str, most: int = 20) -> str:
+    return text if len(text) <= most else text[:most] + "..."

@@ -1,187 +1,212 @@
-"""Environments off the trainer, where Ray runs: workers that have one process for each episode, and deadlines for all of
-it."""
+"""Play environments off the trainer: Ray actors with one process per episode, and a deadline for each call.
+
+An environment that hangs, crashes or leaks takes no other episode along (megarl/reward/fork_server.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from multiprocessing import Pipe
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megarl.recipe.environment_section import EnvironmentSection
+from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient
+from megarl.reward.outage import is_outage
 from megarl.rollout import RolloutError
-from megarl.rollout.environment_keeper import End, Make, Reply, Reset, Step
+from megarl.rollout import environment as interface
+from megarl.rollout.environment import (
+    Environment,
+    Fields,
+    MalformedCall,
+    Turn,
+    checked_messages,
+    checked_observation,
+    load_environment,
+    read_call,
+)
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 5.0
 MAX_WORKER_RESTARTS = 2
-# Episodes of a worker that are asked at the same time: more would wait for cores, and for each other's deadlines.
+# Episodes that a worker asks at the same time: more would wait for cores, and for each other's deadlines.
 AT_A_TIME = 64
 
 
-class EnvironmentWorker:
-    """Asks the environments of some episodes, all at the same time; a Ray actor, or by itself in an event loop.
+@dataclass(frozen=True)
+class Make:
+    """Construct an environment that nobody plays, to see whether it takes `environment.options`."""
 
-    `import_path` is where modules are looked for: the trainer's `sys.path`. Raises ValueError where the class does not load
-    or cannot be made with its options, and RuntimeError where the keeper of its processes does not come up.
+
+@dataclass(frozen=True)
+class Reset:
+    """Begin an episode."""
+
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Answer a turn."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer: messages (None if reset keeps the row's prompt), the turn's reward, and whether the episode
+    is over. Or the failure: with a `cause`, one of ZERO_CAUSES, if a turn of the policy can be the cause. `malformed`: the
+    turn held a tool call that cannot be answered."""
+
+    messages: list[dict[str, str]] | None = None
+    reward: float = 0.0
+    done: bool = False
+    malformed: bool = False
+    failure: str = ""
+    cause: str = ""
+
+
+# In an episode's process -----------------------------------------------------------------------------------------------
+
+
+def load_episodes(section: EnvironmentSection) -> Callable[[], Callable[[Make | Reset | Step], Reply]]:
+    """In the fork server: import the environment's class once for all episodes. Raises RecipeError."""
+    return partial(_EpisodePlayer, load_environment(section.target, section.options), section.options)
+
+
+class _EpisodePlayer:
+    """One episode's environment, constructed at the first question."""
+
+    def __init__(self, cls: type[Environment], options: Mapping[str, Any]) -> None:
+        self._cls, self._options = cls, options
+        self._environment: Environment | None = None
+
+    def __call__(self, question: Make | Reset | Step) -> Reply:
+        call = "its constructor"
+        try:
+            if self._environment is None:
+                self._environment = self._cls(**self._options)
+            environment = self._environment
+            if isinstance(question, Make):
+                return Reply()
+            if isinstance(question, Reset):
+                call = "reset"
+                first = environment.reset(Fields(question.row), question.seed)
+                return Reply(None if first is None else checked_messages(first, "what reset returned"))
+            call = "step"
+            try:
+                tool_call = read_call(question.text, environment.tools) if environment.tools else None
+            except MalformedCall as error:
+                return Reply([{"role": environment.tool_role, "content": f"error: {error}"}], malformed=True)
+            return Reply(*checked_observation(environment.step(Turn(question.text, tool_call))))
+        except Exception as error:  # whatever a user's environment raises is that episode's failure, not the run's
+            cause = "error" if isinstance(question, Step) and not is_outage(error) else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if frame.filename not in (__file__, interface.__file__)]
+            where = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+            return Reply(failure=f"{call} raised {type(error).__name__}: {error}{where}", cause=cause)
+
+
+# The worker ------------------------------------------------------------------------------------------------------------
+
+
+class EnvironmentWorker:
+    """Asks the environments of some episodes, all at the same time; a Ray actor.
+
+    `import_path` is the trainer's `sys.path`. Raises ValueError if the class does not load, and RuntimeError if the fork
+    server does not start.
     """
 
     def __init__(self, section: EnvironmentSection, import_path: Sequence[str]) -> None:
         mark_from_environment()
-        self._section, self._import_path = section, list(import_path)
-        self._asked: dict[Any, asyncio.Future[Reply]] = {}  # by episode
-        self._hears, self._lost = False, True  # answers are read; the keeper has died
+        self._section = section
+        limits = ChildLimits(section.memory_mib << 20)
+        self._server = ForkServerClient("environments", load_episodes, section, limits, import_path)
+        self._played: set[Any] = set()  # episodes that have had a turn
         self._places = asyncio.Semaphore(AT_A_TIME)
-        self._sends = asyncio.Lock()  # one message at a time
-        self._start()
 
     async def ready(self) -> int:
-        """Answers once the worker is up, with its process."""
+        """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
+        section = self._section
+        reply = await self._ask(None, Make())
+        await self._server.end([None])
+        if reply.failure:
+            raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
     async def ask(self, episode: Any, question: Reset | Step) -> Reply:
-        """What an episode's environment answers, or why it does not: then its process has ended. `environment.timeout_s`
-        begins when it has been asked."""
-        limit = self._section.timeout_s
+        """Return the answer of an episode's environment, or why there is none; then its process is killed.
+        `environment.timeout_s` begins when the question is sent."""
         async with self._places:
-            try:
-                answer = await self._send(episode, question)
-                return await asyncio.wait_for(answer, limit)
-            except TimeoutError:
-                await self.end([episode])
-                doing, cause = ("reset", "") if isinstance(question, Reset) else ("step", "wall_time")
-                said = f"{doing} gave no answer within environment.timeout_s = {limit:g}; its process was ended"
-                return Reply(failure=said, cause=cause)
-            except OSError:
-                return Reply(failure="the keeper of its process is gone")
-            finally:
-                self._asked.pop(episode, None)
+            return await self._ask(episode, question)
 
     async def end(self, episodes: Iterable[Any]) -> None:
-        """End the processes of some episodes, whatever they do; of those that have ended it does nothing."""
-        try:
-            for episode in episodes:
-                await self._send(episode, End())
-        except OSError:
-            return  # they have ended with their keeper
+        """Kill the processes of some episodes, whatever they do; episodes that are over already are skipped."""
+        episodes = list(episodes)
+        self._played.difference_update(episodes)
+        await self._server.end(episodes)
 
     def close(self) -> None:
-        """End all processes, and what they have started; of a keeper that does not end by itself only the former."""
-        self._connection.close()
-        try:
-            self._keeper.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+        """Stop all processes, and everything that they have started."""
+        self._server.close()
 
-    async def _send(self, episode: Any, message: Reset | Step | End) -> asyncio.Future[Reply]:
-        """Tell the keeper something; what its answer will be. Where the keeper died another one is started, of which nobody
-        has an end to hear. Raises OSError where it dies just then."""
-        loop = asyncio.get_running_loop()
-        async with self._sends:
-            answer = loop.create_future()
-            if self._lost and not isinstance(message, End):
-                self.close()
-                self._start()
-            if not self._lost and not self._hears:
-                loop.add_reader(self._connection.fileno(), self._hear)
-                self._hears = True
-            if not isinstance(message, End):
-                self._asked[episode] = answer
-            try:
-                # In a thread: while the pipe is full answers are still read, or both ends would wait for each other.
-                await asyncio.to_thread(self._connection.send, (episode, message))
-            except OSError:
-                self._lose()
-                raise
-            return answer
-
-    def _hear(self) -> None:
-        """Hand on what the keeper says."""
-        try:
-            while self._connection.poll():
-                episode, reply = self._connection.recv()
-                answer = self._asked.get(episode)
-                if answer is not None and not answer.done():  # nobody waits for one that was late
-                    answer.set_result(reply)
-        except (EOFError, ConnectionError):
-            self._lose()
-
-    def _lose(self) -> None:
-        """The keeper died, and its episodes with it. Its pipe stays open until nobody writes to it any more."""
-        if self._hears:
-            asyncio.get_running_loop().remove_reader(self._connection.fileno())
-        self._hears, self._lost = False, True
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_result(Reply(failure="the keeper of its process died"))
-
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "megarl.rollout.environment_keeper", str(theirs.fileno())]
-        self._keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        try:
-            # The section travels as bytes: what it needs to unpickle may lie on the path that goes before it.
-            self._connection.send((self._import_path, pickle.dumps(self._section)))
-            if not self._connection.poll(START_TIMEOUT_S):
-                raise TimeoutError
-            refusal = self._connection.recv()
-            if refusal is None:
-                refusal = self._tried()
-        except (EOFError, ConnectionError, TimeoutError) as error:
-            self.close()
-            raise RuntimeError(
-                f"phase rollout: the keeper of environments did not start within {START_TIMEOUT_S:g} s "
-                f"(exit status {self._keeper.returncode}); its own words are above"
-            ) from error
-        if refusal is not None:
-            self.close()
-            raise ValueError(refusal)
-        self._lost = False
-
-    def _tried(self) -> str | None:
-        """What is wrong with an environment that is made with the options."""
-        section, limit = self._section, self._section.timeout_s
-        self._connection.send((None, Make()))
-        if self._connection.poll(limit):
-            wrong = self._connection.recv()[1].failure
-        else:
-            wrong = f"its constructor did not come back within environment.timeout_s = {limit:g}"
-        self._connection.send((None, End()))
-        return f"environment.options = {section.options}: {section.target}: {wrong}" if wrong else None
+    async def _ask(self, episode: Any, question: Make | Reset | Step) -> Reply:
+        is_step = isinstance(question, Step)
+        reply = await self._server.ask(episode, question, self._section.timeout_s, starts=not is_step)
+        had_turn = episode in self._played
+        if is_step:
+            self._played.add(episode)
+        if isinstance(reply, Reply):
+            return reply
+        assert isinstance(reply, ChildDeath)
+        match reply.cause:
+            case "wall_time":
+                call = {Make: "its constructor", Reset: "reset", Step: "step"}[type(question)]
+                failure = f"{call} gave no answer within environment.timeout_s = {self._section.timeout_s:g}"
+            case "memory":
+                failure = f"its processes held more than environment.memory_mib = {self._section.memory_mib}"
+            case "crash":
+                failure = f"crashed: its process {reply.description}"
+            case "fork":
+                failure = (
+                    f"its process {reply.description}: raise that limit, or spread environment.workers = more over machines"
+                )
+            case _:
+                failure = f"its process {reply.description}"
+        # A process that died between two turns was killed by something that the turn before had started.
+        is_caused = had_turn if reply.was_idle else is_step
+        return Reply(failure=failure, cause=reply.cause if is_caused else "")
 
 
 class EnvironmentWorkers:
-    """`environment.workers` actors of the connected Ray cluster, which episodes are dealt to."""
+    """`environment.workers` actors of the connected Ray cluster, which share the episodes."""
 
     def __init__(self, section: EnvironmentSection, max_calls: int) -> None:
-        """`max_calls` of each at a time. Raises RolloutError where a worker does not start."""
+        """Each actor takes up to `max_calls` calls at a time. Raises RolloutError if a worker does not start."""
         import ray
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
         remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
-        named = [{"env_vars": watched_environment(f"environment-worker-{number}")} for number in range(section.workers)]
-        self._actors = [remote.options(runtime_env=one).remote(section, sys.path) for one in named]
+        names = [{"env_vars": watched_environment(f"environment-worker-{number}")} for number in range(section.workers)]
+        self._actors = [remote.options(runtime_env=name).remote(section, sys.path) for name in names]
         try:
             ray.get([actor.ready.remote() for actor in self._actors], timeout=2 * START_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"phase rollout: no environment worker was up within {2 * START_TIMEOUT_S:g} s") from error
-        except ray.exceptions.RayActorError as error:  # with what the worker raised
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # with what the worker raised
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
     def ask(self, number: int, episode: Any, question: Reset | Step) -> Any:
-        """Begin to ask; the reference of a Reply. `number` says which worker has the episode."""
+        """Begin to ask, and return the reference of a Reply. `number` selects the episode's worker."""
         return self._actors[number % len(self._actors)].ask.remote(episode, question)
 
     def reply(self, reference: Any) -> Reply:
-        """What came of it: a worker that is lost has failed its episodes, and is started again by Ray. Raises RolloutError
-        for one that is gone for good."""
+        """Return the reply. If a worker is lost, its episodes have failed and Ray starts it again. Raises RolloutError if it
+        is gone for good."""
         import ray
 
         try:
@@ -198,7 +223,7 @@ class EnvironmentWorkers:
             return Reply(failure=f"the worker of its process could not ask it: {error.cause}")
 
     def end(self, episodes: Iterable[tuple[int, Any]]) -> None:
-        """End the processes of some episodes, each with its `number`; does not wait."""
+        """Kill the processes of some episodes, each with its `number`; does not wait."""
         for number, episode in episodes:
             self._actors[number % len(self._actors)].end.remote([episode])
 

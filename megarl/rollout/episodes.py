@@ -25,11 +25,9 @@ from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.environment import load_environment
-from megarl.rollout.environment_keeper import Reply, Reset, Step
-from megarl.rollout.environment_workers import EnvironmentWorkers
+from megarl.rollout.environment import SHORT_ERROR, load_environment
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.groups import EpisodeFacts, GroupResult
-from megarl.rollout.tool_calls import SHORT_ERROR
 from megarl.telemetry.run_directory import RunDirectory
 
 ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's environments

@@ -19,7 +19,7 @@ from megarl.planner.placement import EnginePlace
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.recipe.sizes import with_engine_sizes
-from megarl.reward.service import check_services
+from megarl.reward.service import services_of
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged, held_out_data
@@ -43,7 +43,7 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
             directory = model_directory(model or recipe.model.path)
         started = (RunDirectory.of(recipe) if run is None else RunDirectory(run)).first_start
         tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, started)
-        check_services(recipe.verifiers)
+        services_of(recipe.verifiers)  # raises if one cannot be asked
         judge, known = partial(check_answer, load_terms(recipe.verifiers)), ModelShape.from_directory(directory).vocab
         stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=known, judge=judge)
         held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))

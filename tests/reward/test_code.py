@@ -20,13 +20,13 @@ from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import CodeRewardSection
 from megarl.reward import code, sandbox
 from megarl.reward.code import code_of, code_verifier, programs_of
-from megarl.reward.sandbox import Limits, Program, SandboxFault, run_programs
+from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 from megarl.reward.workers import RewardWorkers
 from tests.recipe_cases import edited, make_folder, write
 from tests.reward.test_workers import model, payload  # noqa: F401
 
 MIB = 1 << 20
-LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
+LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
 # /tmp is the working directory, unless this environment lies below it.
 PREFIXES = [Path(os.path.realpath(prefix)).parts for prefix in (sys.prefix, sys.base_prefix)]
 BELOW_TMP = {parts[2] for parts in PREFIXES if parts[1] == "tmp"}
@@ -107,12 +107,12 @@ def named(name):
 )  # fmt: skip
 def test_what_a_program_does_has_a_name_and_touches_nobody(attack, reason, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "1")
-    limits = Limits(**(vars(LIMITS) | {"cpu_s": 1}))
+    limits = SandboxLimits(**(vars(LIMITS) | {"cpu_s": 1}))
     assert run_programs([Program(attack), EMPTY], limits) == [reason, "passed"]
 
 
 def test_wall_time_is_of_all_programs_together():
-    limits = Limits(**(vars(LIMITS) | {"wall_s": 1.0}))
+    limits = SandboxLimits(**(vars(LIMITS) | {"wall_s": 1.0}))
     sleeping = Program("import time; time.sleep(99)")
     assert run_programs([sleeping, Program("1")], limits) == ["wall_time", "wall_time"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megarl.reward import sandbox_filter, sandbox_keeper
-from megarl.reward.sandbox import Limits, Program, SandboxFault, run_programs
+from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def become_of(name: str) -> list[str]:
     code, reason, others = ATTACKS[name]
     behind = [] if reason == "wall_time" else [CLEAN]
     try:
-        return run_programs([Program(BEGIN + code), *behind], Limits(**(LIMITS | others)))
+        return run_programs([Program(BEGIN + code), *behind], SandboxLimits(**(LIMITS | others)))
     except SandboxFault as fault:
         return [f"masked: {fault}"]
 

@@ -1,5 +1,6 @@
 """A reward over HTTP: asked in batches, again where it helps, within a deadline; what is no number is masked, by reason."""
 
+import asyncio
 import json
 import threading
 import time
@@ -8,7 +9,6 @@ from datetime import date
 from decimal import Decimal
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,8 +22,8 @@ from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, VerifierSection
 from megarl.reward import service
-from megarl.reward.process import Verdict
-from megarl.reward.service import Service, both, check_services
+from megarl.reward.service import Service, services_of
+from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers
 from tests.ports import unused_port
 from tests.recipe_cases import edited, make_folder, write
@@ -94,12 +94,22 @@ def prompts(number):
     return [Prompt(i, np.zeros(1, dtype=np.int32), f"q{i}", f"a{i}", {"level": i}) for i in range(number)]
 
 
+def score(service, texts, rows, timeout_s=60.0):
+    """One scoring by a service, which is closed behind it."""
+
+    async def play():
+        try:
+            return await service.score(texts, rows, timeout_s)
+        finally:
+            await service.close()
+
+    return asyncio.run(play())
+
+
 def asked(judge, texts, deadline_s=60.0, **settings):
-    one = Service("http", HttpRewardSection(kind="http", url=judge.url, **settings))
-    try:
-        return one.ask(texts, prompts(len(texts)), deadline_s).wait()
-    finally:
-        one.close()
+    return score(
+        Service("http", HttpRewardSection(kind="http", url=judge.url, **settings)), texts, prompts(len(texts)), deadline_s
+    )
 
 
 def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge):
@@ -110,10 +120,7 @@ def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge)
     }  # fmt: skip
     one = Service("http", HttpRewardSection(kind="http", url=judge.url))
     rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", row) for i, row in enumerate((bad, {"level": 1}))]
-    try:
-        assert told(one.ask(["a", "bb"], rows, 60.0).wait()) == [(1.0, "answered"), (2.0, "answered")]
-    finally:
-        one.close()
+    assert told(score(one, ["a", "bb"], rows)) == [(1.0, "answered"), (2.0, "answered")]
     assert b"NaN" not in judge.bodies[0] and b"Infinity" not in judge.bodies[0]
     assert judge.requests[0][0]["metadata"] == {
         "nan": None, "inf": [None], "zero": 0.0, "large": str(1 << 64), "day": "2024-01-02", "(1, 2)": None,
@@ -127,18 +134,15 @@ def test_a_masked_answer_says_what_the_service_said_and_of_which_rows(judge):
     judge.replies = [422, 503]
     rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", {}, where=f"rows.jsonl line {i}") for i in range(5)]
     one = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=4, retries=0))
-    try:
-        refused, *_, busy = one.ask(["a"] * 5, rows, 60.0).wait()
-    finally:
-        one.close()
+    refused, *_, busy = score(one, ["a"] * 5, rows)
     assert 'status 422: {"error": "no such level"}x' in refused.failure and len(refused.failure) < 600
-    assert refused.failure.endswith("sent were rows.jsonl line 0, rows.jsonl line 1, rows.jsonl line 2 and 1 more")
-    assert "status 503: " in busy.failure and busy.failure.endswith("sent were rows.jsonl line 4")
+    assert refused.failure.endswith("the request held rows.jsonl line 0, rows.jsonl line 1, rows.jsonl line 2 and 1 more")
+    assert "status 503: " in busy.failure and busy.failure.endswith("the request held rows.jsonl line 4")
     assert refused.cause == busy.cause == "service"
 
 
-def told(verdicts):
-    return [(None if one.said is None else one.said["http"], one.reasons["http"]) for one in verdicts]
+def told(scores):
+    return [(None if one.parts is None else one.parts["http"], one.reasons["http"]) for one in scores]
 
 
 def test_a_request_has_everything_and_batches_have_their_size(judge, monkeypatch):
@@ -162,7 +166,7 @@ def test_what_may_pass_is_asked_again(judge, failure):
 @pytest.mark.parametrize(("silent", "retries", "said"), [(1, 100, (1.0, "retried")), (3, 2, (None, "unreachable"))])
 def test_a_request_without_an_answer_is_given_up_and_sent_again(judge, monkeypatch, silent, retries, said):
     # Without the limit of its section a service would wait for the gate here.
-    monkeypatch.setattr(service.httpx, "Client", partial(httpx.Client, timeout=None))
+    monkeypatch.setattr(service.httpx, "AsyncClient", partial(httpx.AsyncClient, timeout=None))
     gate = threading.Event()
     judge.replies = [gate] * silent
     try:
@@ -178,8 +182,8 @@ def test_a_request_without_an_answer_is_given_up_and_sent_again(judge, monkeypat
 @pytest.mark.parametrize("status", [400, 401, 404, 301])
 def test_a_refusal_is_final(judge, status):
     judge.replies = [status]
-    (verdict,) = asked(judge, ["a"])
-    assert verdict.reasons == {"http": "refused"} and f"status {status}" in verdict.failure and judge.url in verdict.failure
+    (masked,) = asked(judge, ["a"])
+    assert masked.reasons == {"http": "refused"} and f"status {status}" in masked.failure and judge.url in masked.failure
     assert len(judge.requests) == 1
 
 
@@ -189,14 +193,14 @@ def test_a_request_follows_its_service_to_another_place(judge, status):
     assert told(asked(judge, ["a", "bb"])) == [(1.0, "answered"), (2.0, "answered")]
     assert [len(one) for one in judge.requests] == [2, 2, 2]
     judge.replies = [(status, "/score/")] * 10
-    (verdict,) = asked(judge, ["a"])
-    assert verdict.reasons == {"http": "refused"} and "more than 5 redirections" in verdict.failure
+    (masked,) = asked(judge, ["a"])
+    assert masked.reasons == {"http": "refused"} and "more than 5 redirections" in masked.failure
 
 
 def test_a_redirection_that_would_lose_the_request_says_where_to(judge):
     judge.replies = [(303, "/score/")]
-    (verdict,) = asked(judge, ["a"])
-    assert "moved to /score/; give that as the part's url" in verdict.failure
+    (masked,) = asked(judge, ["a"])
+    assert "moved to /score/; give that as the part's url" in masked.failure
 
 
 def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch):
@@ -206,9 +210,9 @@ def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch
         monkeypatch.setenv(name, proxy)
     assert told(asked(judge, ["a"])) == [(1.0, "answered")]
     monkeypatch.setattr(Judge, "url", "http://judge.internal:80/score")
-    (verdict,) = asked(judge, ["a"], retries=0)
-    assert verdict.reasons == {"http": "unreachable"} and "secret" not in verdict.failure
-    assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in verdict.failure
+    (masked,) = asked(judge, ["a"], retries=0)
+    assert masked.reasons == {"http": "unreachable"} and "secret" not in masked.failure
+    assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in masked.failure
 
 
 def test_a_proxy_without_a_scheme_is_of_http_and_one_that_is_no_url_names_its_variable(monkeypatch):
@@ -217,20 +221,20 @@ def test_a_proxy_without_a_scheme_is_of_http_and_one_that_is_no_url_names_its_va
     section = HttpRewardSection(kind="http", url="http://judge.internal/score", retries=0)
     proxy = f"127.0.0.1:{unused_port()}"
     monkeypatch.setenv("http_proxy", proxy)
-    (verdict,) = Service("http", section).ask(["a"], prompts(1), 60.0).wait()
-    assert f"through the proxy http://{proxy};" in verdict.failure
+    (masked,) = score(Service("http", section), ["a"], prompts(1))
+    assert f"through the proxy http://{proxy};" in masked.failure
     # The client reads those of other schemes as well.
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@10.0.0.1:port")
     with pytest.raises(ValueError, match=r"HTTPS_PROXY is '10.0.0.1:port', .* write it as http://HOST:PORT") as raised:
         Service("http", section)
     assert "secret" not in str(raised.value)
     monkeypatch.setenv("no_proxy", "*")
-    Service("http", section).close()
+    Service("http", section)
 
 
 def test_nobody_listening_masks(judge):
     one = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
-    assert told(one.ask(["a"], prompts(1), 60.0).wait()) == [(None, "unreachable")]
+    assert told(score(one, ["a"], prompts(1))) == [(None, "unreachable")]
 
 
 @pytest.mark.parametrize("body", ["", "[1, 2]", "{}", '{"rewards": 1}', '{"rewards": [1]}', '{"rewards": [1, 2, 3]}', "1e"])
@@ -246,29 +250,16 @@ def test_a_value_that_is_no_finite_number_masks_its_sample(judge):
     assert found == [(None, "unusable")] * 8 + [(-0.5, "answered"), (3.0, "answered")]
 
 
-def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge, monkeypatch):
-    gate, real, ahead_s = threading.Event(), time.monotonic, [0.0]
-    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: real() + ahead_s[0]))
+def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge):
+    gate = threading.Event()
     judge.replies = ['{"rewards": [7]}', gate]
-    one = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=1))
     try:
-        answers = one.ask(["a", "b", "c"], prompts(3), 300.0)
-        while len(judge.requests) < 2:  # the first is judged by then
-            assert real() < answers.deadline, "the service was not asked"
-            time.sleep(0.01)
-        ahead_s[0] = 300.0
-        found = answers.wait()
+        found = asked(judge, ["a", "b", "c"], deadline_s=2.0, batch=1)
     finally:
         gate.set()
-        one.close()
     assert told(found) == [(7.0, "answered"), (None, "late"), (None, "late")]
-    assert [one.timed_out for one in found] == [False, True, True] and "after 300 s" in found[1].failure
-
-
-def test_no_request_begins_after_the_deadline(judge):
-    one = Service("http", HttpRewardSection(kind="http", url=judge.url))
-    assert list(one.judge(["a"], prompts(1), time.monotonic() - 1.0)) == [] and not judge.requests
-    one.close()
+    assert [one.timed_out for one in found] == [False, True, True] and "after 2 s" in found[1].failure
+    assert len(judge.requests) == 2, "no request begins after the deadline"
 
 
 def test_retries_stop_before_the_deadline(judge, monkeypatch):
@@ -306,28 +297,28 @@ def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
         workers.close()
 
 
-SAID = st.none() | st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), max_size=2)
+PARTS = st.none() | st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), max_size=2)
 
 
-@given(SAID, SAID, st.booleans(), st.booleans())
-def test_two_verdicts_make_one(said, other, late, other_late):
-    one = Verdict(said, "one", late, {"x": "a"})
-    made = both(one, Verdict(other, "other", other_late, {"y": "b"}))
-    assert (made.said is None) == (said is None or other is None)
+@given(PARTS, PARTS, st.booleans(), st.booleans())
+def test_two_scores_make_one(parts, other, late, other_late):
+    one = TextScore(parts, "one", late, {"x": "a"})
+    made = one.combined(TextScore(other, "other", other_late, {"y": "b"}))
+    assert (made.parts is None) == (parts is None or other is None)
     assert made.reasons == {"x": "a", "y": "b"}
-    if made.said is not None:
-        assert made.said == said | other and not made.failure
+    if made.parts is not None:
+        assert made.parts == parts | other and not made.failure
     else:
-        assert made.timed_out == (late or other_late) and made.failure == ("one" if said is None else "other")
+        assert made.timed_out == (late or other_late) and made.failure == ("one" if parts is None else "other")
 
 
 def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     part = HttpRewardSection(kind="http", url="http://x/", headers_from_environment={"X-Key": "JUDGE_KEY"})
     with pytest.raises(ValueError, match="headers_from_environment.X-Key is 'JUDGE_KEY', and there is no such"):
-        check_services([part])
+        services_of([part])
     monkeypatch.setenv("JUDGE_KEY", "1")
-    check_services([part])
+    services_of([part])
     make_folder(tmp_path, monkeypatch)
     wrong = {"kind": "http", "url": "http://user:word@host/", "headers_from_environment": {"Authorization": "Bearer abc"}}
     with pytest.raises(RecipeError) as refused:

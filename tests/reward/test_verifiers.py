@@ -25,9 +25,9 @@ from megarl.recipe.reward_section import (
     part_names,
     reward_rules,
 )
-from megarl.reward.process import MASKED
-from megarl.reward.process_tree import SCORED
+from megarl.reward.fork_server import ZERO_CAUSES
 from megarl.reward.verifiers import (
+    MASK_CAUSES,
     READERS,
     VERIFIERS,
     check_answer,
@@ -169,14 +169,14 @@ def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
 
 def test_figures_of_no_part_are_all_known():
     code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
-    causes = {f"num_zero_{one}" for one in SCORED} | {f"num_masked_{one}" for one in MASKED}
+    causes = {f"num_zero_{one}" for one in ZERO_CAUSES} | {f"num_masked_{one}" for one in MASK_CAUSES}
     assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} | causes == OTHER_METRICS
     assert set(COUNTS) == set(REASONS)
 
 
 def test_a_function_that_says_no_number_is_not_taken_for_one():
     terms = load_terms([spec("function", 1.0, f"{__name__}:not_a_number")])
-    with pytest.raises(ValueError, match="not_a_number said nan for prompt 5"):
+    with pytest.raises(ValueError, match="not_a_number gave nan for prompt 5"):
         score_terms(terms, "", prompt("1"))
 
 

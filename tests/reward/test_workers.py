@@ -1,12 +1,13 @@
 """A reward that cannot be had is masked and counted, alone, and never a 0; the rest is scored in order."""
 
+import asyncio
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
-from megarl.reward import process, process_tree
-from megarl.reward.process import VerifierProcess
+from megarl.reward import fork_server, verifier_process
+from megarl.reward.outage import is_outage
+from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.workers import RewardWorkers, Scorer
 from tests.sink_cases import wait_for
 
@@ -123,42 +125,68 @@ def payload(model, texts):
     return Payload(texts, load_tokenizer(model))
 
 
+def score_tasks(verifiers, *tasks, after=lambda: None):
+    """Score tasks, each given as texts, prompts and seconds, in one event loop; call `after` before the processes end."""
+
+    async def play():
+        try:
+            await verifiers.load()
+            scores = [await verifiers.score_task(texts, prompts, timeout_s) for texts, prompts, timeout_s in tasks]
+            after()
+            return scores
+        finally:
+            verifiers.close()
+
+    return asyncio.run(play())
+
+
 def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
-    process = VerifierProcess(own_rewards)
-    try:
-        texts = ["a", "raise", "b", "die once", "die", "a"]
-        verdicts = process.score_task(texts, prompts("a", "a", "a", "die once", "a", "a"), timeout_s=60)
-    finally:
-        process.close()
-    assert [v.said for v in verdicts] == [{"judge": one} for one in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)]
-    assert [v.cause for v in verdicts] == ["", "error", "", "", "crash", ""], "what died once was not ended by the text"
-    assert "KeyError: 'what'" in verdicts[1].failure
-    assert "exit status 3 on prompt 3" in verdicts[3].failure and "exit status 3 on prompt 4" in verdicts[4].failure
-    assert not any(v.timed_out for v in verdicts)
+    texts = ["a", "raise", "b", "die once", "die", "a"]
+    (scores,) = score_tasks(VerifierProcess(own_rewards), (texts, prompts("a", "a", "a", "die once", "a", "a"), 60))
+    assert [score.parts for score in scores] == [{"judge": value} for value in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)]
+    assert [score.cause for score in scores] == ["", "error", "", "", "crash", ""], "the text is no cause of `die once`"
+    assert "KeyError: 'what'" in scores[1].failure
+    assert "exit status 3 on prompt 3" in scores[3].failure and "exit status 3 on prompt 4" in scores[4].failure
+    assert not any(score.timed_out for score in scores)
+
+
+def test_the_server_of_the_verifiers_is_started_again(own_rewards):
+    verifiers = VerifierProcess(own_rewards)
+
+    async def play():
+        try:
+            await verifiers.load()
+            killed = verifiers._server.process
+            os.kill(killed, signal.SIGKILL)
+            (score,) = await verifiers.score_task(["a"], prompts("a"), 60)
+            assert verifiers._server.process != killed
+            return score
+        finally:
+            verifiers.close()
+
+    score = asyncio.run(play())
+    assert score.parts == {"judge": 1.0} and not score.cause and "gone" in score.failure
 
 
 def test_an_outage_of_a_service_that_a_function_asks_is_no_0(own_rewards, monkeypatch):
     ask, asked = VerifierProcess._ask, []
 
-    def in_no_time(self, text, prompt, timeout_s, answers):
+    async def in_no_time(self, text, prompt, timeout_s, answers):
         asked.append(text)
-        return ask(self, text, prompt, 0.0 if asked.count(text) > 1 and "hang" in text else timeout_s, answers)
+        return await ask(self, text, prompt, 0.0 if asked.count(text) > 1 and "hang" in text else timeout_s, answers)
 
     monkeypatch.setattr(VerifierProcess, "_ask", in_no_time)
-    verifiers = VerifierProcess(own_rewards)
     texts = ["error once more", "timeout once more", "down", "error, and hang once more", "raise"]
-    try:
-        verdicts = []
-        for text in texts:
-            for mark in Path(sys.path[0]).glob("own_rewards.py?"):
-                mark.unlink()
-            verdicts += verifiers.score_task([text], prompts(text), timeout_s=60)
-    finally:
-        verifiers.close()
-    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 1.0, None, None, 0.0]
-    assert [v.cause for v in verdicts] == ["", "", "verifier", "verifier", "error"]
-    assert "no judge" in verdicts[0].failure and "ConnectionRefusedError: no judge" in verdicts[2].failure
-    assert "not done in time" in verdicts[3].failure
+    # Each text leaves a mark by its first letter: what it says depends on whether it was asked before.
+    first, later = texts[:3], texts[3:]
+    scores = score_tasks(VerifierProcess(own_rewards), (first, prompts(*first), 60))[0]
+    for mark in Path(sys.path[0]).glob("own_rewards.py?"):
+        mark.unlink()
+    scores += score_tasks(VerifierProcess(own_rewards), (later, prompts(*later), 60))[0]
+    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 1.0, None, None, 0.0]
+    assert [score.cause for score in scores] == ["", "", "verifier", "verifier", "error"]
+    assert "no judge" in scores[0].failure and "ConnectionRefusedError: no judge" in scores[2].failure
+    assert "not done in time" in scores[3].failure
 
 
 def of_library(name: str, bases: tuple[type, ...] = (Exception,), **fields: Any) -> Exception:
@@ -186,7 +214,7 @@ OF_THE_TEXT = {
 @pytest.mark.parametrize("name", [*UNREACHED, *OF_THE_TEXT])
 def test_an_error_of_a_transport_is_told_from_one_that_a_text_can_cause(name):
     error = (UNREACHED | OF_THE_TEXT)[name]
-    assert process.is_unreached(error) == (name in UNREACHED)
+    assert is_outage(error) == (name in UNREACHED)
     for wrap in (False, True):
         try:
             try:
@@ -194,95 +222,115 @@ def test_an_error_of_a_transport_is_told_from_one_that_a_text_can_cause(name):
             except Exception as caught:
                 raise ValueError("not judged") from (caught if wrap else None)
         except ValueError as wrapped:
-            assert process.is_unreached(wrapped) == (wrap and name in UNREACHED)
+            assert is_outage(wrapped) == (wrap and name in UNREACHED)
 
 
 def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
-    process = VerifierProcess(own_rewards)
-    try:
-        verdicts = process.score_task(["a", "loop", "a", "loop", *"bbbb"], prompts(*"aaaaaaaa"), timeout_s=12)
-        later = process.score_task(["a"], prompts("a"), timeout_s=60)
-    finally:
-        process.close()
-    assert [v.timed_out for v in verdicts] == [False, True] * 2 + [False] * 4
-    assert [v.said and v.said["judge"] for v in verdicts] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
-    assert [v.cause for v in verdicts] == ["", "wall_time"] * 2 + [""] * 4
-    assert later[0].said == {"judge": 1.0}
+    texts = ["a", "loop", "a", "loop", *"bbbb"]
+    scores, later = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*"aaaaaaaa"), 12), (["a"], prompts("a"), 60))
+    assert [score.timed_out for score in scores] == [False, True] * 2 + [False] * 4
+    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
+    assert [score.cause for score in scores] == ["", "wall_time"] * 2 + [""] * 4
+    assert later[0].parts == {"judge": 1.0}
 
 
-def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, monkeypatch):
-    """On a clock that moves by what is waited for a verdict, and by nothing else."""
-    start, pipe, starts, now_s = VerifierProcess._start, process._pipe, [], [0.0]
+@pytest.fixture
+def paced(monkeypatch):
+    """A clock that moves by what a text is given without an answer and by `load_s` for each start, and by nothing else."""
+    ask, load, clock = (
+        fork_server.ForkServerClient.ask,
+        VerifierProcess.load,
+        SimpleNamespace(now_s=0.0, load_s=0.0, loads=0),
+    )
 
-    def counted(self):
-        starts.append(1)
-        start(self)
+    async def paced_ask(self, key, question, timeout_s, starts=False):
+        is_timed = timeout_s not in (verifier_process.START_TIMEOUT_S, verifier_process.EMPTY_TIMEOUT_S)
+        reply = await ask(self, key, question, 0.2 if is_timed and question[0] == "loop" else 60.0, starts)
+        if getattr(reply, "cause", "") == "wall_time":
+            clock.now_s += timeout_s
+        return reply
 
-    def paced():
-        ours, theirs = pipe()
+    async def paced_load(self):
+        clock.now_s += clock.load_s
+        clock.loads += 1
+        await load(self)
 
-        def poll(timeout_s):
-            if timeout_s in (process.START_TIMEOUT_S, process.EMPTY_TIMEOUT_S):
-                return ours.poll(timeout_s)
-            now_s[0] += timeout_s
-            return ours.poll(0.1)
+    monkeypatch.setattr(fork_server.ForkServerClient, "ask", paced_ask)
+    monkeypatch.setattr(VerifierProcess, "load", paced_load)
+    monkeypatch.setattr(verifier_process, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
 
-        mine = SimpleNamespace(poll=poll, send=ours.send, recv=ours.recv, close=ours.close)
-        return mine, theirs
 
-    monkeypatch.setattr(process, "_pipe", paced)
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    verifiers = VerifierProcess(own_rewards)
-    monkeypatch.setattr(VerifierProcess, "_start", counted)
-    try:
-        verdicts = verifiers.score_task(["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), timeout_s=12)
-    finally:
-        verifiers.close()
-    assert all(v.timed_out for v in verdicts)
+def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, paced):
+    (scores,) = score_tasks(VerifierProcess(own_rewards), (["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), 12))
+    assert all(score.timed_out for score in scores)
     # An equal part is 1.2 s: three texts had 6, 3 and 1.5 s, the fourth 0.75 s.
-    assert [v.cause for v in verdicts] == ["wall_time"] * 3 + ["waiting"] * 7
-    assert [v.said for v in verdicts] == [{"judge": 0.0}] * 3 + [None] * 7, "what was not judged is no 0"
-    assert "still being scored" in verdicts[0].failure and "waited behind" in verdicts[-1].failure
-    assert "left 0.75 s, less than its part of 1.2 s" in verdicts[3].failure
-    # Halves of what is left, until less than a 24th is: then none is begun.
-    assert len(starts) == 5 and now_s == [12 - 12 / 32]
+    assert [score.cause for score in scores] == ["wall_time"] * 3 + ["waiting"] * 7
+    assert [score.parts for score in scores] == [{"judge": 0.0}] * 3 + [None] * 7, "what was not judged is no 0"
+    assert "had no answer within" in scores[0].failure and "waited behind" in scores[-1].failure
+    assert "left 0.75 s, less than its part of 1.2 s" in scores[3].failure
+    # Halves of what is left, until less than a 24th is: then no text is begun.
+    assert paced.loads == 5 and paced.now_s == 12 - 12 / 32
 
 
-def test_what_a_restart_takes_is_not_taken_from_the_texts_behind_it(own_rewards, monkeypatch):
-    verifiers, start, real, ahead_s = VerifierProcess(own_rewards), VerifierProcess._start, time.monotonic, [0.0]
-
-    def start_slowly(self):
-        ahead_s[0] += 50.0
-        start(self)
-
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: real() + ahead_s[0]))
-    monkeypatch.setattr(VerifierProcess, "_start", start_slowly)
-    try:
-        verdicts = verifiers.score_task(["die", "a"], prompts("a", "a"), timeout_s=60)
-    finally:
-        verifiers.close()
-    assert verdicts[0].cause == "crash" and verdicts[1].said == {"judge": 1.0}, verdicts
+def test_loading_again_takes_no_time_of_the_texts_behind_it(own_rewards, paced):
+    paced.load_s = 20.0
+    (scores,) = score_tasks(VerifierProcess(own_rewards), (["die", "loop", "a"], prompts(*"aaa"), 60))
+    assert [score.cause for score in scores] == ["crash", "wall_time", ""], scores
+    assert paced.now_s == 20.0 * paced.loads + 30.0, "the second text was given half of what was left"
+    assert scores[2].parts == {"judge": 1.0}
 
 
 def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards):
     # More than 256 forked processes take together: which limit they pass is not to depend on when they are looked at.
     verifiers = VerifierProcess(own_rewards, memory_bytes=400 << 20)
-    try:
-        keeper = verifiers._child.pid
-        verdicts = verifiers.score_task(["fill", "fill shared", "fork", "start", "a"], prompts(*"aaaaa"), timeout_s=4000)
-        child = verifiers._child
-        # The verifier, the two that it has started and the two that these have left: a verdict does not wait for them.
-        wait_for(lambda: len(process_tree.below(child.pid)) == 5)
-        below = process_tree.below(child.pid)
-        (crashed,) = verifiers.score_task(["start and die"], prompts("a"), timeout_s=2000)
-        assert not any(os.path.exists(f"/proc/{one}") for one in [keeper, *below]), "something has outlived its verifier"
-        below = process_tree.below(verifiers._child.pid)
-    finally:
-        verifiers.close()
-    assert [one.cause for one in [*verdicts, crashed]] == ["memory", "memory", "processes", "", "", "crash"]
-    assert [one.said and one.said["judge"] for one in [*verdicts, crashed]] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert "400 MiB (phases.reward.memory_mib)" in verdicts[0].failure
-    assert not any(os.path.exists(f"/proc/{one}") for one in below)
+    server = verifiers._server.process
+    below: list[int] = []
+
+    async def play():
+        try:
+            await verifiers.load()
+            texts = ["fill", "fill shared", "fork", "start", "a"]
+            scores = await verifiers.score_task(texts, prompts(*"aaaaa"), 4000)
+            # The verifier, the two that it has started and the two that these have left: a score does not wait for them.
+            wait_for(lambda: len(fork_server.below(server)) == 5)
+            below.extend(fork_server.below(server))
+            scores += await verifiers.score_task(["start and die"], prompts("a"), 2000)
+            assert not any(os.path.exists(f"/proc/{one}") for one in below), "something has outlived its verifier"
+            below[:] = fork_server.below(server)
+            return scores
+        finally:
+            verifiers.close()
+
+    scores = asyncio.run(play())
+    assert [score.cause for score in scores] == ["memory", "memory", "processes", "", "", "crash"]
+    assert [score.parts and score.parts["judge"] for score in scores] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert "400 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
+    assert not any(os.path.exists(f"/proc/{one}") for one in [server, *below])
+
+
+def test_nothing_outlives_the_process_that_asked_the_verifiers(own_rewards):
+    asks = f"""
+import asyncio, sys, time
+sys.path[:] = {sys.path!r}
+from megarl.recipe.reward_sections import FunctionRewardSection
+from megarl.reward.verifier_process import VerifierProcess
+from tests.reward.test_workers import prompts
+async def play():
+    verifiers = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:judge")])
+    await verifiers.score_task(["start"], prompts("a"), 600)
+    print(verifiers._server.process, flush=True)
+    time.sleep(999)
+asyncio.run(play())
+"""
+    asking = subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    server = int(asking.stdout.readline())
+    processes = [server, *fork_server.below(server)]
+    assert len(processes) > 3
+    asking.kill()
+    asking.communicate()
+    wait_for(lambda: not any(os.path.exists(f"/proc/{one}") for one in processes))
 
 
 def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path, model, own_rewards):
@@ -313,26 +361,25 @@ def test_the_tokens_that_end_a_completion_are_those_that_the_engines_stop_at(mod
     from megarl.data.tokenizer import load_tokenizer
 
     ids = load_tokenizer(model)("7;")["input_ids"]
-    assert Scorer([], model, (ids[1],), sys.path, 1 << 30)._text(ids) == "7"
-    assert Scorer([], model, (0,), sys.path, 1 << 30)._text(ids) == "7;"
+    assert Scorer([], model, (ids[1],), sys.path, 1 << 30).decode(ids) == "7"
+    assert Scorer([], model, (0,), sys.path, 1 << 30).decode(ids) == "7;"
 
 
 def test_a_function_that_needs_more_memory_to_load_says_which_key(tmp_path, monkeypatch):
     (tmp_path / "large_reward.py").write_text("import time\nx = bytes(1 << 28)\nx = bytearray(x)\ntime.sleep(99)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        ValueError, match=r"loading the verifiers took more than memory, 160 MiB \(phases.reward.memory_mib\)"
+        ValueError, match=r"loading the verifiers took more than 160 MiB of memory \(phases.reward.memory_mib\)"
     ):
-        VerifierProcess([FunctionRewardSection(kind="function", target="large_reward:f")], memory_bytes=160 << 20)
+        score_tasks(
+            VerifierProcess([FunctionRewardSection(kind="function", target="large_reward:f")], memory_bytes=160 << 20)
+        )
 
 
 def test_functions_run_outside_this_process(own_rewards):
-    process = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:pid")])
-    try:
-        (verdict,) = process.score_task(["a"], prompts("a"), timeout_s=60)
-    finally:
-        process.close()
-    assert verdict.said is not None and verdict.said["pid"] != os.getpid()
+    specs = [FunctionRewardSection(kind="function", target="own_rewards:pid")]
+    (((score,),),) = [score_tasks(VerifierProcess(specs), (["a"], prompts("a"), 60))]
+    assert score.parts is not None and score.parts["pid"] != os.getpid()
 
 
 def check_batch(workers, model):
@@ -344,7 +391,7 @@ def check_batch(workers, model):
     # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
     np.testing.assert_array_equal(result.rewards, [2, 0, 2, 0, 2, 0, 0, 2, np.nan])
     np.testing.assert_array_equal(result.parts["judge"], [1, 0, 1, 0, 1, 0, 0, 1, np.nan])
-    assert sorted(result.failures) == [8] and "so it did on an empty completion" in result.failures[8]
+    assert sorted(result.failures) == [8] and "an empty completion failed too" in result.failures[8]
     metrics = result.metrics()
     assert metrics["reward/mean"] == 1.0 and metrics["reward/judge"] == 0.5
     assert metrics["reward/num_masked"] == 1 and metrics["reward/num_timeouts"] == 1

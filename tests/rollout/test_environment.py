@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import select
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -20,16 +21,13 @@ import yaml
 
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
-from megarl.reward.process_tree import below
-from megarl.rollout import RolloutError
-from megarl.rollout import environment_keeper as keeper
+from megarl.reward import fork_server
+from megarl.reward.fork_server import ChildLimits, ForkServer, ForkServerClient, below
+from megarl.rollout import RolloutError, environment_workers
 from megarl.rollout.calculator import Calculator, calculate
-from megarl.rollout.environment import Observation, ToolCall, Turn, load_environment
-from megarl.rollout.environment_keeper import Reply, Reset, Step
-from megarl.rollout.environment_workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers
+from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
+from megarl.rollout.environment_workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.guessing_game import GuessingGame
-from megarl.rollout.tool_calls import MalformedCall, read_call
-from tests.environments import Counting
 from tests.sink_cases import wait_for
 
 TOOLS = Calculator.tools
@@ -146,7 +144,8 @@ FAULTS = {
     "reset raises": "reset raised RuntimeError: no board (environments.py:",
     "reset gives a number": "reset raised TypeError: what reset returned is 7 (int); a text is needed, or a list",
     "raises": "step raised KeyError: 'board' (environments.py:",
-    "dies": "crashed: its process died with exit status 3",
+    "is cut off": "step raised ConnectionRefusedError: no service (environments.py:",
+    "dies": "died with exit status 3",
     "gives a text": "step raised TypeError: step returned 'well done' (str); an Observation is needed",
     "gives a wrong reward": "Observation.reward is 'much' (str); a number is needed",
     "gives no number": "Observation.reward is nan; a finite number is needed",
@@ -180,8 +179,8 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     said, missing, malformed, good = asyncio.run(play())
     for fault, words in FAULTS.items():
         assert words in said[fault].failure, said[fault]
-        cause = "" if fault.startswith("reset") else "crash" if fault == "dies" else "error"
-        assert said[fault].cause == cause, "what follows a turn of the policy has a cause, and is scored"
+        cause = "" if fault.startswith("reset") or fault == "is cut off" else "crash" if fault == "dies" else "error"
+        assert said[fault].cause == cause, "what follows a turn of the policy has a cause, and is scored, but for an outage"
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
     assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
@@ -193,14 +192,14 @@ def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -
         try:
             await worker.ask("one", Reset({"fault": "dies between turns"}, 1))
             said = [await worker.ask("one", Step("x"))]
-            wait_for(lambda: not below(worker._keeper.pid))
+            wait_for(lambda: not below(worker._server.process))
             return [*said, await worker.ask("one", Step("x")), await worker.ask("one", Reset({"fault": ""}, 1))]
         finally:
             worker.close()
 
     first, second, again = asyncio.run(play())
     assert first.failure == again.failure == "", "the turn itself was answered"
-    assert second == Reply(failure="crashed: its process died with exit status 9", cause="crash")
+    assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
 
 
 STARTS_A_HELPER = """
@@ -234,8 +233,8 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
                 await worker.ask(name, Reset({"fault": ""}, 1))
                 said.append(await worker.ask(name, Step("x")))
                 await worker.end([name])
-                wait_for(lambda: len(below(worker._keeper.pid)) <= 1)
-            return said, below(worker._keeper.pid)
+                wait_for(lambda: len(below(worker._server.process)) <= 1)
+            return said, below(worker._server.process)
         finally:
             worker.close()
 
@@ -256,18 +255,18 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
             assert not hangs.done(), "the others did not wait for it"
             late = await hangs
             gone = await worker.ask("hangs", Step("x"))
-            worker._keeper.kill()  # as for want of memory
+            os.kill(worker._server.process, signal.SIGKILL)  # as for want of memory
             lost = await worker.ask("good", Step("x"))
             assert await worker.ask("new", Reset({"fault": ""}, 1)) == Reply(), "another keeper took its place"
-            return late, others, gone, lost, [worker._keeper.pid]
+            return late, others, gone, lost, [worker._server.process]
         finally:
             worker.close()
 
     late, others, gone, lost, keepers = asyncio.run(play())
-    assert late.failure == "step gave no answer within environment.timeout_s = 3; its process was ended"
+    assert late.failure == "step gave no answer within environment.timeout_s = 3"
     assert (late.cause, gone.cause, lost.cause) == ("wall_time", "", "")
     assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
-    assert "gone" in gone.failure and ("died" in lost.failure or "gone" in lost.failure)
+    assert "gone" in gone.failure and "gone with its fork server" in lost.failure
     for process in keepers:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
@@ -302,31 +301,33 @@ def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path, fa
     assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
-class Echo(EnvironmentWorker):
-    """Its keeper is a thread behind a pipe as the keeper's, which answers long questions at length, so many at a time."""
+class Echo(ForkServerClient):
+    """A thread in the place of the server, behind the same pipe. It answers long questions at length, AT_A_TIME together."""
 
     most = 0
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        self._lost = False
-        threading.Thread(target=self._echo, args=(theirs,), daemon=True).start()
+        self._connection, server_end = Pipe()
+        self._is_lost = False
+        threading.Thread(target=self._echo, args=(server_end,), daemon=True).start()
 
     def _echo(self, connection: Connection) -> None:
         with suppress(EOFError):
             while True:
                 heard = [connection.recv() for _ in range(AT_A_TIME)]
-                for episode, question in heard:
-                    self.most = max(self.most, len(self._asked))
-                    connection.send((episode, Reply([{"role": "user", "content": question.text}])))
+                for number, _, question, _ in heard:
+                    self.most = max(self.most, len(self._waiting))
+                    connection.send((number, Reply([{"role": "user", "content": question.text}])))
 
 
-def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time() -> None:
+def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_workers, "ForkServerClient", Echo)
+
     async def play() -> tuple[list[Reply], int]:
-        worker = Echo(section(), sys.path)
+        worker = EnvironmentWorker(section(), sys.path)
         found = await asyncio.gather(*(worker.ask(number, Step(f"{number}" * 10000)) for number in numbers))
-        worker._connection.close()
-        return found, worker.most
+        worker._server._connection.close()
+        return found, worker._server.most  # type: ignore[attr-defined]
 
     numbers = range(16 * AT_A_TIME)
     replies, most = asyncio.run(play())
@@ -354,18 +355,17 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_keeper_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> Reply:
         worker = EnvironmentWorker(section(), sys.path)
         try:
-            worker._keeper.kill()
-            worker._keeper.wait()
+            os.kill(worker._server.process, signal.SIGKILL)
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "executable", "/bin/false")
-                while not worker._lost:  # its end is read in the loop
+                while not worker._server._is_lost:  # its end is read in the loop
                     await worker.ask("one", Step("x"))
                 for _ in range(2):
-                    with pytest.raises(RuntimeError, match="the keeper of environments did not start"):
+                    with pytest.raises(RuntimeError, match="the fork server of the environments did not start"):
                         await worker.ask("one", Step("x"))
             return await worker.ask("one", Reset({"fault": ""}, 1))
         finally:
@@ -404,9 +404,9 @@ def _is_let_go(reader: int) -> bool:
 
 
 @pytest.mark.parametrize("limited", ["fork", "pipe"])
-def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
-    ours, theirs = Pipe()
-    kept = keeper.Keeper(theirs, Counting, {})
+def test_a_child_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
+    client, server_end = Pipe()
+    server = ForkServer(server_end, "environments", lambda: print, ChildLimits(1 << 30))
     made: list[Connection] = []
 
     def refuse(*_: Any) -> Any:
@@ -417,27 +417,32 @@ def test_an_episode_for_which_there_is_no_process_fails_alone(monkeypatch: pytes
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper.os, "fork", refuse)  # type: ignore[attr-defined]
-        patch.setattr(keeper, "Pipe", refuse if limited == "pipe" else pipe)
-        kept._hear("one", Reset({"question": 1}, 1))
-    episode, reply = ours.recv()
-    assert episode == "one" and "no more of them" in reply.failure and "environment.workers" in reply.failure
-    assert all(end.closed for end in made) and kept._episodes == {}
+        patch.setattr(fork_server.os, "fork", refuse)
+        patch.setattr(fork_server, "Pipe", refuse if limited == "pipe" else pipe)
+        server._take(7, "one", "question", True)
+    number, death = client.recv()
+    assert number == 7 and death.cause == "fork" and "no more of them; ulimit -n is" in death.description
+    assert all(end.closed for end in made) and server._children == {}
 
 
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
         ("megarl.rollout.guessing_game:GuessingGame", {"low": 5, "high": 1}, "constructor raised ValueError: .*low = 5"),
-        ("tests.environments:Faulty", {"hangs": True}, "did not come back within environment.timeout_s = 0.5"),
+        ("tests.environments:Faulty", {"hangs": True}, "its constructor gave no answer within environment.timeout_s = 0.5"),
     ],
 )
 def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
     target: str, options: dict[str, Any], said: str
 ) -> None:
     load_environment(target, options)  # on each rank: it makes none
-    with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
-        EnvironmentWorker(section(target=target, options=options, timeout_s=0.5 if "hangs" in options else 20.0), sys.path)
+    limit_s = 0.5 if "hangs" in options else 20.0
+    worker = EnvironmentWorker(section(target=target, options=options, timeout_s=limit_s), sys.path)
+    try:
+        with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
+            asyncio.run(worker.ready())
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +452,7 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
         ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
         ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
         ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
-        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is none: 'much' is not"),
+        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is invalid: 'much' is not"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named_before_the_run(

@@ -22,13 +22,13 @@ from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout import RolloutError
 from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.environment_keeper import Reply, Reset, Step
+from megarl.rollout.environment import SHORT_ERROR
+from megarl.rollout.environment_workers import Reply, Reset, Step
 from megarl.rollout.episodes import Episodes, check_tool_role
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, join_rollouts
 from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import Arrivals, EnginePool
 from megarl.rollout.replay import FilePayload
-from megarl.rollout.tool_calls import SHORT_ERROR
 from tests.rollout_cases import Reference
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
@@ -321,7 +321,7 @@ BAD = {
     "too long": (
         Reply([{"role": "user", "content": "7654321"}]), "has 8 tokens with its template, more than environment.", "error"
     ),
-    "its worker died": (Reply(failure="the keeper of its process died"), "the keeper of its process died", ""),
+    "its worker died": (Reply(failure="its process is gone"), "its process is gone", ""),
 }  # fmt: skip
 
 

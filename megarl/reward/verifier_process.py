@@ -1,0 +1,185 @@
+"""Score texts with the recipe's verifiers in a child process, within a deadline for each task.
+
+A text that causes a failure scores 0; a text that cannot have caused it is masked. If a verifier raises, dies or passes a
+limit of memory or processes, it is asked about the same text once more: the cause may have been something else. If it fails
+again, or has no answer in time, it is asked about an empty completion of the same prompt: if it scores that, the text was
+the cause, and each verifier gives 0. A verifier that does not reach a service of its own is no text's fault.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megarl.data.sample import Prompt
+from megarl.recipe.reward_section import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
+from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient
+from megarl.reward.outage import is_outage
+from megarl.reward.sandbox import SandboxFault, refusal
+from megarl.reward.verifiers import Term, TextScore, load_terms, read_answer, score_terms
+
+# Once a text was too slow: no further text is begun with less than this share of the task's time.
+LEAST_SHARE = 1 / 24
+# A text that was too slow scores 0 only if it had this share of its equal part of the task's time; a busy machine takes the
+# rest.
+FULL_SHARE = 0.9
+EMPTY_TIMEOUT_S = 5.0  # for an empty completion
+MAX_PROCESSES = 256
+KEY = "verifiers"  # of the server's only child
+
+Question = tuple[str, Prompt, bool]  # text, its prompt, whether the answer is to be read
+
+
+class VerifierProcess:
+    """A child process with the terms of the recipe's `reward` list, but for services.
+
+    `memory_bytes` is what all its processes may hold together, without what a sandbox may.
+    """
+
+    def __init__(
+        self, specs: Sequence[JudgeSection], import_path: Sequence[str] | None = None, memory_bytes: int = 4 << 30
+    ) -> None:
+        sandboxes = [part.memory_mib + part.files_mib for part in specs if isinstance(part, CodeRewardSection)]
+        self._limits = ChildLimits(memory_bytes + (max(sandboxes, default=0) << 20), MAX_PROCESSES)
+        self._names = [
+            name for name, part in zip(part_names(specs), specs, strict=True) if not isinstance(part, HttpRewardSection)
+        ]
+        self._server = ForkServerClient(
+            KEY, prepare_verifiers, list(specs), self._limits, sys.path if import_path is None else import_path
+        )
+        self._is_loaded = False
+        self._scores_empty: dict[int, bool] = {}  # by prompt, of the current task
+        self._unpaid_s = 0.0  # seconds of the current text that its task does not pay for
+
+    async def load(self) -> None:
+        """Start the child and load the terms there. Raises ValueError if they do not load, RuntimeError if it dies."""
+        reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
+        if isinstance(reply, ChildDeath) and not reply.cause:  # its server has died; the client starts another one
+            reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
+        if reply is not None:
+            self.close()
+        if isinstance(reply, ChildDeath):
+            if reply.cause in ("memory", "processes"):
+                raise ValueError(f"phase reward: loading the verifiers took more than {self._limit(reply.cause)}")
+            raise RuntimeError(f"phase reward: the verifiers were not loaded: their process {reply.description}")
+        if reply is not None:
+            raise ValueError(reply)
+        self._is_loaded = True
+
+    async def score_task(
+        self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float, answers: bool = False
+    ) -> list[TextScore]:
+        """Score each text, in order, within `timeout_s` and the time to load the verifiers again; with `answers`, also read
+        what each text answers.
+
+        A text with others behind it may take half of the time that is left, so that a slow text fails alone, and four slow
+        ones leave time for others. A text that had less than its equal part of `timeout_s` is masked, and so are the texts
+        that still wait at the deadline. Loading the verifiers again, and asking about an empty completion, takes nothing of
+        the other texts' time, up to START_TIMEOUT_S for the task.
+        """
+        left_s, unpaid_left_s = timeout_s, START_TIMEOUT_S
+        self._scores_empty = {}
+        scores: list[TextScore] = []
+        for text, prompt in zip(texts, prompts, strict=True):
+            begun, self._unpaid_s = time.monotonic(), 0.0
+            others_wait = len(scores) + 1 < len(texts)
+            given_s = left_s / 2 if others_wait else left_s
+            score = await self._score(text, prompt, max(0.0, given_s), timeout_s / len(texts), answers)
+            scores.append(score)
+            unpaid_s = min(self._unpaid_s, unpaid_left_s)
+            unpaid_left_s -= unpaid_s
+            left_s -= time.monotonic() - begun - unpaid_s
+            if score.timed_out and left_s < LEAST_SHARE * timeout_s:
+                failure = f"timeout: waited behind texts that took all of {timeout_s} s"
+                scores += [TextScore(None, failure, True, cause="waiting")] * (len(texts) - len(scores))
+                break
+        return scores
+
+    def close(self) -> None:
+        """Stop the child, and everything that the verifiers have started."""
+        self._server.close()
+
+    async def _score(self, text: str, prompt: Prompt, given_s: float, share_s: float, answers: bool) -> TextScore:
+        begun = time.monotonic()
+        score = first = await self._ask(text, prompt, given_s, answers)
+        if first.cause not in ("", "wall_time"):
+            used_s = time.monotonic() - begun - self._unpaid_s
+            again = await self._ask(text, prompt, max(0.0, given_s - used_s), answers)
+            score = replace(again, failure=again.failure or first.failure)
+        if score.cause == "wall_time" and first.cause in ("error", "verifier"):  # a service that hangs is down as well
+            return replace(score, failure=f"{first.failure}; asked once more it was not done in time", cause="verifier")
+        if score.cause == "wall_time" and given_s < FULL_SHARE * share_s:
+            failure = f"timeout: prompt {prompt.index} was left {given_s:.3g} s, less than its part of {share_s:.3g} s"
+            return replace(score, failure=failure, cause="waiting")
+        if score.cause not in ZERO_CAUSES:
+            return score
+        if prompt.index not in self._scores_empty:
+            begun, unpaid_s = time.monotonic(), self._unpaid_s
+            self._scores_empty[prompt.index] = not (await self._ask("", prompt, EMPTY_TIMEOUT_S, False)).cause
+            self._unpaid_s = unpaid_s + time.monotonic() - begun
+        if self._scores_empty[prompt.index]:
+            return replace(score, parts=dict.fromkeys(self._names, 0.0))
+        return replace(score, failure=f"{score.failure}; an empty completion failed too", cause="verifier")
+
+    async def _ask(self, text: str, prompt: Prompt, timeout_s: float, answers: bool) -> TextScore:
+        """Ask the child once. Without an answer the score has no parts, and a cause."""
+        if not self._is_loaded:
+            begun = time.monotonic()
+            await self.load()
+            self._unpaid_s += time.monotonic() - begun
+        score = await self._server.ask(KEY, (text, prompt, answers), timeout_s)
+        if not isinstance(score, ChildDeath):
+            return score
+        self._is_loaded = False
+        cause = score.cause or "crash"
+        how = f"{score.description} {self._limit(cause)}" if cause in ("memory", "processes") else score.description
+        failure = f"{'timeout' if cause == 'wall_time' else cause}: the verifiers' process {how} on prompt {prompt.index}"
+        return TextScore(None, f"{failure}; another process takes its place", cause == "wall_time", cause=cause)
+
+    def _limit(self, cause: str) -> str:
+        memory = f"{self._limits.memory_bytes >> 20} MiB of memory (phases.reward.memory_mib)"
+        return memory if cause == "memory" else f"{MAX_PROCESSES} processes"
+
+
+def prepare_verifiers(specs: Sequence[JudgeSection]) -> Callable[[], Callable[[Question | None], TextScore | str | None]]:
+    """In the server: import what each child needs, so that a new child starts fast. The user's module is not imported here:
+    it may start threads or load a model, and its memory counts."""
+    kinds = {spec.kind for spec in specs}
+    if "math_verify" in kinds:
+        import math_verify  # noqa: F401
+
+        # It warns once that its time limits are off, as they should be: deadlines are kept outside.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+    if "code" in kinds:
+        refusal()  # the answer is cached
+    return partial(_LoadedVerifiers, specs)
+
+
+class _LoadedVerifiers:
+    """In the child: load the terms at the first question, then score one text per question."""
+
+    def __init__(self, specs: Sequence[JudgeSection]) -> None:
+        self._specs = specs
+        self._terms: list[Term] = []
+
+    def __call__(self, question: Question | None) -> TextScore | str | None:
+        if question is None:
+            try:
+                self._terms = load_terms(self._specs)
+            except ValueError as error:
+                return str(error)
+            return None
+        text, prompt, answers = question
+        try:
+            parts, reasons = score_terms(self._terms, text, prompt)
+            return TextScore(parts, reasons=reasons, answer=read_answer(self._terms, text) if answers else None)
+        except SandboxFault as fault:
+            return TextScore(None, f"verifier: {fault}, on prompt {prompt.index}", cause="verifier")
+        except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
+            cause = "verifier" if is_outage(error) else "error"
+            failure = f"{cause}: {type(error).__name__}: {error} on prompt {prompt.index}"
+            return TextScore(None, failure, cause=cause)
