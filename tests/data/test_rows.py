@@ -298,9 +298,9 @@ GYM = {"kind": "reasoning_gym", "task": "chain_sum", "size": 4}
         ({"prompts": PART, "prompt_format": "token_ids", "system_prompt": "S"}, "data.system_prompt", "is complete"),
         ({"prompts": PART, "prompt_format": "token_ids", "prompt_template": "{question}"}, "data.prompt_template", "text"),
         ({"prompts": PART | {"answer_field": "q"}}, "data.prompts.answer_field", "the prompt is the answer"),
-        ({"prompts": PART, "template_options": {"tokenize": True}}, "data.template_options.tokenize", "says this itself"),
+        ({"prompts": PART, "template_options": {"tokenize": True}}, "data.template_options", "megarl sets tokenize itself"),
         ({"prompts": PART, "template_options": {"x": 1}, "chat_template": False}, "data.template_options", "no chat"),
-        ({"prompts": GYM, "curriculum": {"low": 0.9, "high": 0.1}}, "data.curriculum.low", "0.1"),
+        ({"prompts": GYM, "curriculum": {"low": 0.9, "high": 0.1}}, "data.curriculum.high", "0.9"),
     ],
 )  # fmt: skip
 def test_a_wrong_source_is_a_violation(tmp_path, monkeypatch, data, key, said):

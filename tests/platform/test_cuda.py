@@ -144,7 +144,7 @@ def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform,
     vars(one).update(
         _gather=lambda local: [local, (local[0], 9), (local[0], 8)],
         _metrics=writer, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
-        _records=SimpleNamespace(figures=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
+        _records=SimpleNamespace(metrics=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
     )  # fmt: skip
     one.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
     assert lines == [{"memory/reserved": 9}]

@@ -107,11 +107,11 @@ def test_an_argument_that_vllm_lacks_is_named_with_the_nearest_and_one_of_the_re
         load_recipe(write(folder, edited(("rollout.engine_args", given))))
     found = {one.key.removeprefix("rollout.engine_args."): one for one in caught.value.violations}
     assert found.keys() == given.keys() - {"enforce_eager"}
-    assert "no such argument" in found["max_num_batched_token"].rule
+    assert "has no such field" in found["max_num_batched_token"].rule
     assert found["max_num_batched_token"].nearest == "rollout.engine_args.max_num_batched_tokens"
     assert found["max_num_seqs"].nearest == found["max_num_seqz"].nearest == "phases.rollout.max_concurrent"
     assert found["logprob_mode"].nearest == "remove rollout.engine_args.logprob_mode"
-    assert "no such argument" in found["_api_process_count"].rule and "._" not in found["_api_process_count"].nearest
+    assert "has no such field" in found["_api_process_count"].rule and "._" not in found["_api_process_count"].nearest
     assert found["logprobs_mode"].nearest == "remove rollout.engine_args.logprobs_mode"
 
 
