@@ -131,34 +131,36 @@ class Trainer:
         phases = self.recipe.warmup_phases if warms_up else self.recipe.running_phases
         metrics: Metrics = {"critic/warmup": int(warms_up)} if self.recipe.critic_warmup_steps else {}
 
-        rollouts, rewards, prompts, found = self._sample(number)
-        metrics |= found
-        batch, plans, found = self._batch(rollouts, rewards, prompts, phases)
-        metrics |= found
+        rollouts, rewards, prompts, phase_metrics = self._sample(number)
+        metrics |= phase_metrics
+        batch, plans, phase_metrics = self._batch(rollouts, rewards, prompts, phases)
+        metrics |= phase_metrics
         if "reward_model" in plans:
-            batch, found = self._reward_model(plans["reward_model"], batch)
-            metrics |= found
+            batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
+            metrics |= phase_metrics
         for phase, (result, field) in FORWARD_PHASES.items():
             if phase in plans:
                 with self._phase(phase):
-                    results, batch, found = self._forward(plans[phase], batch, result)
-                    batch, metrics = batch.with_fields(**{field: results}), metrics | found
+                    results, batch, phase_metrics = self._forward(plans[phase], batch, result)
+                    batch, metrics = batch.with_fields(**{field: results}), metrics | phase_metrics
         with self._phase("advantage"), span("advantages"):
-            batch, found = self._advantages(batch)
-            metrics |= found
+            batch, phase_metrics = self._advantages(batch)
+            metrics |= phase_metrics
             if self.parts.samples is not None:
                 with span("samples"):
                     self.parts.samples.write(number, rollouts, rewards, batch)
         ran: dict[str, Sequence[MiniBatch]] = {phase: plan.mini_batches for phase, plan in plans.items()}
         if "critic_update" in plans:
             with self._phase("critic_update"):
-                ran["critic_update"], found = self._update(plans["critic_update"], batch)
-                metrics |= found
+                ran["critic_update"], phase_metrics = self._update(plans["critic_update"], batch)
+                metrics |= phase_metrics
         if "actor_update" in plans:
             with self._phase("actor_update"):
-                ran["actor_update"], found = self._update(plans["actor_update"], batch)
+                ran["actor_update"], phase_metrics = self._update(plans["actor_update"], batch)
                 metrics |= (
-                    found | self.drift.check(found.get("actor/ratio_drift_max")) | self.kl.adapt(found.get("actor/kl"))
+                    phase_metrics
+                    | self.drift.check(phase_metrics.get("actor/ratio_drift_max"))
+                    | self.kl.adapt(phase_metrics.get("actor/kl"))
                 )
                 metrics |= self._refresh_reference(number)
         metrics |= self._sync_engines("weight_sync" in phases)

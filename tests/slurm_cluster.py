@@ -72,9 +72,9 @@ class SlurmCluster:
         """Poll; raises AssertionError with the end of what `said` holds when it takes long."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            text = said.read_text()[-4000:] if said is not None and said.is_file() else ""
-            jobs = self.run("squeue").stdout
-            assert time.monotonic() < deadline, f"not after {timeout_s:g} s\n{jobs}\n{text}"
+            if time.monotonic() >= deadline:
+                text = said.read_text()[-4000:] if said is not None and said.is_file() else ""
+                raise AssertionError(f"not after {timeout_s:g} s\n{self.run('squeue', check=False).stdout}\n{text}")
             time.sleep(0.2)
 
 

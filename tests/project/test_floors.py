@@ -13,9 +13,9 @@ FLOORS = {
     "models": 1, "data": 1, "telemetry": 1, "platform": 1,
     "recipe": 0, "schedule": 0, "algorithm": 0, "planner": 0,
 }  # fmt: skip
-# What a family is, without torch: the recipe's rules and the planner read it. The layers of `models` are on floor 1.
 VERSION = "megarl.__version__"
-LAYERS = {"attention", "latent_attention", "rotary", "layers"}
+# The layers of `models` are on floor 1; what it says of a family needs no torch, and the recipe and the planner read it.
+LAYERS = {"attention", "latent_attention", "rotary", "gemma", "layers"}
 
 
 def floor_of(module: str) -> int:
