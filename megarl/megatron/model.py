@@ -239,8 +239,9 @@ def _cuts(shape: ModelShape, layout: Layout) -> dict[str, Any]:
         # Of one tensor rank megatron-core refuses it; there it has nothing to split.
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
-        # A stage keeps the graph of what it sent to the next one, and not its content.
-        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # A stage keeps the graph of what it sent to the next one, and not its content. Not so in a virtual pipeline: there
+        # megatron-core frees the content before the send has read it (0.16 and 0.19), which gave wrong losses.
+        deallocate_pipeline_outputs=layout.pipeline > 1 and layout.virtual_pipeline == 1,
     )
 
 

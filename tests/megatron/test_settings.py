@@ -33,6 +33,12 @@ def test_a_stage_keeps_no_content_of_what_it_sent():
     assert not transformer_config(shape, Layout(), "bf16").deallocate_pipeline_outputs
 
 
+def test_a_stage_of_a_virtual_pipeline_keeps_what_it_sends():
+    """Its sends run on while it computes, and megatron-core's schedule does not wait for them before it frees."""
+    config = transformer_config(ModelShape.from_config(CONFIG), Layout(pipeline=2, virtual_pipeline=2), "bf16")
+    assert config.overlap_p2p_comm and not config.deallocate_pipeline_outputs
+
+
 def test_a_run_shows_megatron_s_warnings_about_its_options():
     script = """
 import megarl.build, warnings
