@@ -176,12 +176,16 @@ def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
 
 
 def passed_per_token(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token that a stage keeps of what it received until its backward pass; what it sent it frees."""
-    width = role.bytes_per_weight
-    first_layer = stage_layers(role.shape, role.layout, pipeline_rank)[0]
+    """Bytes of each token that a stage keeps, until its backward pass, of what it received, and in a virtual pipeline of
+    what it sent; without one it frees what it sent."""
+    width, layout = role.bytes_per_weight, role.layout
+    first_layer = stage_layers(role.shape, layout, pipeline_rank)[0]
     first = width == _FP32 or role.recomputes_whole(first_layer)  # then it is what the first layer keeps
     offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
-    return hidden_width(role) * width if pipeline_rank > 0 and (offloaded or not first) else 0
+    received = pipeline_rank > 0 and (offloaded or not first)
+    last = pipeline_rank == layout.pipeline - 1
+    sent = layout.virtual_pipeline - last if layout.virtual_pipeline > 1 else 0
+    return (received + sent) * hidden_width(role) * width
 
 
 def sent_back_per_token(role: Role, pipeline_rank: int) -> int:

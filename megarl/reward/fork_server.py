@@ -335,7 +335,7 @@ class ForkServer:
         except BaseException:  # SystemExit too
             traceback.print_exc()
         finally:
-            with suppress(BaseException):
+            with suppress(BaseException):  # a closed output must not keep the child
                 sys.stdout.flush()
             os._exit(status)
 

@@ -313,7 +313,7 @@ def test_nothing_outlives_the_process_that_asked_the_verifiers(own_rewards):
     asks = f"""
 import asyncio, sys, time
 sys.path[:] = {sys.path!r}
-from megarl.recipe.reward_sections import FunctionRewardSection
+from megarl.recipe.reward_section import FunctionRewardSection
 from megarl.reward.verifier_process import VerifierProcess
 from tests.reward.test_workers import prompts
 async def play():
