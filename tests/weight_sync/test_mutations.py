@@ -65,10 +65,6 @@ class Case(NamedTuple):
             taken = self.engines.taken[0, worker]
             assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
 
-    def of_its_own(self) -> Case:
-        """Another trainer and another engine with the same models."""
-        return open_case(self.models, self.publisher.sync._settings.transport)
-
     def close(self) -> None:
         self.engines.close()
         self.publisher.close()
