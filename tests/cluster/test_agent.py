@@ -136,19 +136,6 @@ def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_
     second.close()
 
 
-def test_node_0_keeps_the_store_until_the_others_have_read_the_end(monkeypatch):
-    monkeypatch.setattr("megarl.cluster.agent_nodes.LINGER_S", DEADLINE_S)
-    store, over = HashStore(), Outcome(FAILED, "rank 1 ended with exit status 1")
-    first = OtherNodes(store, 2, keeps_store=True)
-    first.publish(0, over)
-    assert first._thread.is_alive()
-    second = OtherNodes(store, 2, keeps_store=False)
-    assert second.publish(0, Outcome(FAILED, "later")) == over
-    first.close()
-    assert not first._thread.is_alive()
-    second.close()
-
-
 def test_no_node_starts_ranks_again_without_the_store_of_node_0():
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     others = OtherNodes.connect("127.0.0.1", server.port, "job", 2, keeps_store=False)

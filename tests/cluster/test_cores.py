@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.cores import BIND, NodeLoad, engine_cores, node_load, rank_cores, thread_environment, worker_threads
+from megarl.cluster.cores import BIND, NodeLoad, engine_cores, node_load, rank_cores, thread_environment
 from megarl.planner.placement import EnginePlace
 from megarl.rollout import handle, pool
 from megarl.rollout.pool import EnginePool
@@ -51,11 +51,6 @@ def test_nobody_beside_another_shares_a_core() -> None:
                 taken += [engine_cores(range(num_cores), load, engine) for engine in range(len(workers))]
                 flat = [core for part in taken for core in part]
                 assert flat == (list(range(num_cores)) if num_cores >= ranks + sum(workers) else [])
-
-
-def test_a_worker_of_more_than_two_cores_leaves_one_to_what_schedules_it() -> None:
-    cases = (((0,), 1), ((0, 1), 1), (range(3), 1), (range(8), 1), (range(8), 2))
-    assert [worker_threads(cores, workers) for cores, workers in cases] == [1, 2, 2, 7, 3]
 
 
 def test_the_load_of_a_node_is_what_was_placed_there() -> None:
@@ -112,36 +107,3 @@ child = subprocess.run(["python3", "-c", "import os; print(os.sched_getaffinity(
 assert len(found) == 2 and found == [{{{core}}}] * 2 and child.stdout.strip() == "{{{core}}}", (found, child)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank and an engine need a core each")
-def test_an_engine_binds_itself_to_its_cores_of_its_node() -> None:
-    code = """
-import os
-from types import SimpleNamespace
-import torch
-from megarl.cluster.cores import NodeLoad, engine_cores
-from megarl.models.layout import RolloutLayout
-from megarl.rollout.engine import RolloutEngine
-
-load, cores = NodeLoad(1, 1, (1,), take_turns=False), sorted(os.sched_getaffinity(0))
-RolloutEngine(SimpleNamespace(load=load, layout=RolloutLayout(), position=0))._bind()
-own = engine_cores(cores, load, 0)
-assert set(own) == os.sched_getaffinity(0) < set(cores)
-assert int(os.environ["OMP_NUM_THREADS"]) == torch.get_num_threads() == max(1, len(own) - 1)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "7"})
-
-
-def test_only_what_runs_on_cores_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl import build as run
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv(BIND, "1")
-    found = []
-    for gpus in (None, 8):
-        monkeypatch.setattr(run, "platform", SimpleNamespace(num_devices=gpus))
-        found.append(run._bound_ranks())
-    monkeypatch.delenv(BIND)
-    monkeypatch.setattr(run, "platform", SimpleNamespace(num_devices=None))
-    assert [*found, run._bound_ranks()] == [2, None, None]

@@ -22,13 +22,6 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = {"NUM_NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "4", "MASTER_ADDRESS": "127.0.0.1"}
 
 
-def test_settings_have_their_defaults() -> None:
-    settings = read_node_settings(SETTINGS)
-    assert (settings.trainer_nodes, settings.master_port, settings.ray_port, settings.max_restarts) == (2, 29500, 6379, 0)
-    assert settings.address == "127.0.0.1" and settings.is_trainer and settings.log_dir is None
-    assert not read_node_settings({**SETTINGS, "TRAINER_NODES": "1"}).is_trainer
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -23,7 +23,7 @@ from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
 from megarl.telemetry import PhaseClock, starts
 from megarl.telemetry.exit_status import FAILED, HUNG
-from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads, watched_environment
+from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads
 from megarl.weight_sync.manifest import SyncError, SyncLate
 from tests.recipe_cases import edited, make_folder, write
 
@@ -134,11 +134,6 @@ def test_a_forked_process_is_one_more_with_a_stack_of_its_own():
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def test_a_child_has_its_name_from_the_environment_of_a_watched_run():
-    assert watched_environment("engine-1", {MARK: "ab12/child of rank 0"}) == {MARK: "ab12/engine-1"}
-    assert watched_environment("engine-1", {}) == {}
 
 
 @pytest.fixture

@@ -114,12 +114,6 @@ def kept_bytes(forward):
     return sum(kept.values())
 
 
-def test_blocks_share_one_mask():
-    parts = random_parts(4 * BLOCK, 8 * BLOCK)
-    mask = BLOCK * 8 * BLOCK * 8  # bytes
-    assert mask <= kept_bytes(lambda: attention(0)._attend(*parts)) < 2 * mask
-
-
 def test_narrow_values_do_not_write_out_the_square():
     length = 8 * BLOCK
     parts = random_parts(length, length, value_dim=4)
@@ -207,12 +201,3 @@ def test_without_heads_that_share_keys_each_gets_its_own(monkeypatch):
     monkeypatch.setattr(Platform, "attention_shares_keys", False)
     query, key, value = random_parts(9, 9)
     assert_close(attention(0)._attend(query, key, value), plain(query, key, value, 0))
-
-
-def test_no_mask_where_the_window_is_not_exceeded():
-    """torch's own causal mask skips what nobody sees."""
-    for length, window in ((40, 0), (40, 40), (300, 300)):
-        parts = random_parts(length, length)
-        assert kept_bytes(lambda parts=parts, window=window: attention(window)._attend(*parts)) < 8 * (
-            sum(part.numel() for part in parts) + 2 * parts[0].numel()
-        )

@@ -9,8 +9,6 @@ import re
 import select
 import signal
 import sys
-import threading
-from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,11 +20,11 @@ import yaml
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward import fork_server
-from megarl.reward.fork_server import ChildLimits, ForkServer, ForkServerClient, below
-from megarl.rollout import RolloutError, environment_workers
+from megarl.reward.fork_server import ChildLimits, ForkServer, below
+from megarl.rollout import RolloutError
 from megarl.rollout.calculator import Calculator, calculate
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
-from megarl.rollout.environment_workers import AT_A_TIME, EnvironmentWorker, EnvironmentWorkers, Reply, Reset, Step
+from megarl.rollout.environment_workers import EnvironmentWorker, EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.guessing_game import GuessingGame
 from tests.sink_cases import wait_for
 
@@ -301,40 +299,6 @@ def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path, fa
     assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
-class Echo(ForkServerClient):
-    """A thread in the place of the server, behind the same pipe. It answers long questions at length, AT_A_TIME together."""
-
-    most = 0
-
-    def _start(self) -> None:
-        self._connection, server_end = Pipe()
-        self._is_lost = False
-        threading.Thread(target=self._echo, args=(server_end,), daemon=True).start()
-
-    def _echo(self, connection: Connection) -> None:
-        with suppress(EOFError):
-            while True:
-                heard = [connection.recv() for _ in range(AT_A_TIME)]
-                for number, _, question, _ in heard:
-                    self.most = max(self.most, len(self._waiting))
-                    connection.send((number, Reply([{"role": "user", "content": question.text}])))
-
-
-def test_many_episodes_with_long_texts_are_asked_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_workers, "ForkServerClient", Echo)
-
-    async def play() -> tuple[list[Reply], int]:
-        worker = EnvironmentWorker(section(), sys.path)
-        found = await asyncio.gather(*(worker.ask(number, Step(f"{number}" * 10000)) for number in numbers))
-        worker._server._connection.close()
-        return found, worker._server.most  # type: ignore[attr-defined]
-
-    numbers = range(16 * AT_A_TIME)
-    replies, most = asyncio.run(play())
-    assert replies == [Reply([{"role": "user", "content": f"{number}" * 10000}]) for number in numbers]
-    assert most == AT_A_TIME, "no more at a time, whose deadlines would begin while they wait for each other"
-
-
 def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
@@ -353,25 +317,6 @@ def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(m
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def test_a_server_that_cannot_be_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> Reply:
-        worker = EnvironmentWorker(section(), sys.path)
-        try:
-            os.kill(worker._server.process, signal.SIGKILL)
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "executable", "/bin/false")
-                while not worker._server._is_lost:  # its end is read in the loop
-                    await worker.ask("one", Step("x"))
-                for _ in range(2):
-                    with pytest.raises(RuntimeError, match="the fork server of the environments did not start"):
-                        await worker.ask("one", Step("x"))
-            return await worker.ask("one", Reset({"fault": ""}, 1))
-        finally:
-            worker.close()
-
-    assert asyncio.run(play()) == Reply()
 
 
 @pytest.mark.parametrize("by_close", [False, True])

@@ -126,22 +126,6 @@ def play(
     return episodes
 
 
-class Answering(Reference):
-    """Counts how often a call is looked at until it has answered."""
-
-    looks = 0
-
-    def future(self) -> Any:
-        type(self).looks += 1
-        return super().future()
-
-    @classmethod
-    def wait(cls, references: Sequence[Answering], **options: Any) -> tuple[list[Answering], list[Answering]]:
-        """As `ray.wait`, of which one has answered."""
-        cls.looks += len(references)
-        return list(references[:1]), list(references[1:])
-
-
 class Shuffled(Arrivals):
     """Calls answer in any order."""
 
@@ -165,11 +149,11 @@ class Sampler:
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
         if method == "submit":
             self.turns.append({request.position: request for request in arguments[0]})
-            return Answering(None)
+            return Reference(None)
         turn = len(self.turns) - 1
         (position,) = arguments
         given = result(self.turns[turn][position], self._policy(position, turn), version=turn)
-        return Answering(GroupFacts.of(given)), Answering(given)
+        return Reference(GroupFacts.of(given)), Reference(given)
 
     def get(self, reference: Any, phase: str) -> Any:
         return reference.said
@@ -178,7 +162,7 @@ class Sampler:
 def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]) -> Any:
     """All of it, by the pool, on two engines; the episodes, and what each engine was asked turn by turn."""
     ask, reply = given.workers.ask, given.workers.reply
-    given.workers.ask = lambda *question: Answering(ask(*question))
+    given.workers.ask = lambda *question: Reference(ask(*question))
     given.workers.reply = lambda reference: reply(reference.said)
     pool: Any = EnginePool.__new__(EnginePool)
     pool._recipe, pool._engines = given.recipe, [Sampler(index, policy) for index in range(2)]
@@ -191,16 +175,6 @@ def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: 
 
 def policy_of(sample: int, turn: int) -> list[int]:
     return [5 + sample % 7, 6 + turn, END]
-
-
-def test_the_answers_of_a_rollout_are_waited_for_in_linear_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reference is looked at once, however many there are."""
-    monkeypatch.setattr("megarl.rollout.pool.ray.wait", Answering.wait)
-    monkeypatch.setattr(Answering, "looks", 0)
-    groups: list[Any] = [(prompt, 8, None) for prompt in prompts(tokenizer, 8)]
-    episodes, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
-    assert episodes.facts(range(8)).turns.tolist() == [3] * 64 and len(asked) == 6
-    assert Answering.looks == 64 * (1 + 3 + 3), "a reset, and three turns and as many steps, of each episode"
 
 
 def test_who_answers_first_changes_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +12,7 @@ from megarl.data.sample import Prompt
 from megarl.planner.placement import EnginePlace
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.reward.workers import RewardResult
-from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
+from megarl.rollout.evaluation import Evaluation
 from megarl.rollout.evaluation_command import engine_places, evaluate, report
 from megarl.telemetry.run_directory import RunDirectory
 from tests.rollout_cases import recipe, save_model
@@ -92,49 +88,9 @@ def test_the_command_says_each_estimate_with_its_error_and_what_did_not_count() 
     ]
 
 
-def test_as_json_it_has_every_figure_and_null_for_what_is_none() -> None:
-    asked, found = measured(completions=2, pass_at=[2]), evaluation([[1.0, np.nan], [0.0, np.nan]], num_bad_rows=3)
-    assert asked.evaluation is not None
-    shown, figures = json.loads(report(asked, found, as_json=True)), found.figures(asked.evaluation)
-    assert list(shown) == list(figures)
-    assert shown["evaluation/pass_at_2"] is None and (shown["evaluation/mean"], shown["evaluation/num_bad_rows"]) == (0.5, 3)
-
-
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="evaluation: the recipe has no such section; add one, as `evaluation: {prompts"):
         evaluate(recipe(tmp_path), None, None)
     (tmp_path / "checkpoints" / "step-000002.partial").mkdir(parents=True)
     with pytest.raises(ValueError, match="checkpoints holds no complete checkpoint; give --model DIR, or a recipe"):
         evaluate(measured(), None, tmp_path)
-
-
-def test_why_a_completion_could_not_be_scored_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Six prompts in rounds of two, of which the second and the third have completions that no verifier judged."""
-    asked = measured(completions=8)
-    prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(6)]
-
-    def stream(*kept: Prompt) -> Any:
-        return SimpleNamespace(every=lambda: iter(kept), num_dropped=0, num_bad_rows=0)
-
-    class Batch(SimpleNamespace):
-        def __len__(self) -> int:
-            return 16
-
-    def generate(*_: Any) -> Batch:
-        lengths, reasons = np.ones(16, int), ["stop"] * 16
-        return Batch(payload=None, episodes=None, completion_lengths=lengths, finish_reasons=reasons)
-
-    rounds = iter([{}, {9: "timeout: 5 s", 12: "its verifier died"}, {0: "timeout: 5 s"}])
-
-    def score(*_: Any, **__: Any) -> RewardResult:
-        failures = next(rounds)
-        valid = np.array([sample not in failures for sample in range(16)])
-        return RewardResult(np.where(valid, 1.0, np.nan), valid, {}, failures, 0, (16,))
-
-    held_out, judged = HeldOut(asked, stream(*prompts), stream()), Judged()
-    rollouts, rewards = SimpleNamespace(generate=generate, take_times=lambda: None), SimpleNamespace(score=score)
-    with caplog.at_level(logging.WARNING):
-        while held_out.go_on(judged, rollouts, rewards, 0):
-            assert not caplog.messages
-        held_out.result(judged)
-    assert caplog.messages == ["evaluation: 3 completions masked; one of held-out prompt 3: timeout: 5 s"]

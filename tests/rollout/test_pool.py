@@ -15,14 +15,12 @@ import pytest
 
 from megarl.rollout import EngineDied, RolloutError, handle
 from megarl.rollout.engine import EngineProcess, GroupRequest
-from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
-from megarl.telemetry.progress import watching_work
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.weight_sync.publish import _leaders
 from megarl.weight_sync.segment import machine
-from tests.rollout_cases import Reference, recipe, save_model
+from tests.rollout_cases import recipe, save_model
 
 pytestmark = pytest.mark.sync
 
@@ -117,12 +115,6 @@ def test_the_engine_that_took_wrong_bytes_is_named_and_not_the_one_that_it_led(p
     assert sync(pool)[0] == 3
 
 
-def test_engines_that_are_aborted_for_no_reason_do_not_go_on_for_ever(pools: Pools) -> None:
-    pool = pools(Scripted(0, [PAUSED], [RECEIVED]), Scripted(1, [PAUSED], [LED]), retries=3)
-    with pytest.raises(SyncError, match="rollout engine 1, phase weight_sync: the engine that leads"):
-        sync(pool)
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
 def test_an_engine_that_hangs_in_the_pause_is_started_again(pools: Pools, in_flight: str) -> None:
     hangs = Scripted(0, [SILENT, DEAD, PAUSED], [RECEIVED])
@@ -167,27 +159,6 @@ def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypat
     assert asked == ["here", "there"]
 
 
-def test_completions_are_counted_group_by_group(pools: Pools) -> None:
-    """Three prompts on two engines; what arrives first is told first, and the first of the three is lost once."""
-    said = [DEAD, *(GroupFacts(position, 3, (2, 2), (2, 2), ("stop", "stop"), (0, 0), (0, 0)) for position in range(4))]
-
-    class Answering(Scripted):
-        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-            return "queued" if method == "submit" else (Reference(said.pop(0)), "tokens")
-
-        def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
-            return super()._get(getattr(reference, "said", reference), phase, timeout_s, rule)
-
-    pool = pools(Answering(0, [], []), Answering(1, [], []))
-    pool._recipe = pool._recipe.model_copy(update={"algorithm": pool._recipe.algorithm.model_copy(update={"group_size": 2})})
-    told: list[tuple[str, float, int]] = []
-    asked = [GroupRequest(position, position, np.zeros(3, np.int32), (1, 2)) for position in range(3)]
-    with watching_work(lambda *heard: told.append(heard)):
-        facts, _ = pool._run({0: {0: asked[0], 2: asked[2]}, 1: {1: asked[1]}}, step=1)
-    assert sorted(facts) == [0, 1, 2]
-    assert told == [("sequences", done, 6) for done in (0.0, 2.0, 4.0, 6.0)]
-
-
 def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools) -> None:
     """It died between two turns, where it is asked for the next one."""
     said = [DEAD, "queued"]
@@ -201,15 +172,6 @@ def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools
     calls = pool._submit(pool._engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
     assert list(calls) == ["facts"] and pool._engines[0].restarts == 1
     assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
-
-
-def test_figures_are_those_of_all_attempts(pools: Pools) -> None:
-    """Kept completions are in flight in each."""
-    again = Scripted(0, [PAUSED, PAUSED | {"in_flight": 12.0}], [WRONG, RECEIVED])
-    attempts, figures = sync(pools(again, Scripted(1, [PAUSED], [RECEIVED]), retries=1))
-    assert attempts == 2
-    assert figures["sync/pause_s"] == 2 * PAUSED["pause_s"]
-    assert figures["sync/in_flight"] == 2 * PAUSED["in_flight"]
 
 
 def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

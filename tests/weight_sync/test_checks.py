@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.platform import cuda_stub
 from megarl.weight_sync import checks
 from megarl.weight_sync.checks import SAMPLE, DeviceChecks, HostChecks, mixed_words
 from megarl.weight_sync.stream import ALIGNMENT, CHECKSUM_BYTES, Piece, Stream
@@ -162,28 +161,6 @@ def test_a_sample_is_one_of_sixteen_another_one_in_each_version_and_both_ends_ch
     share = sum(len(one) - len(parts) for one in chosen) / (others * len(chosen))
     assert 0.8 / SAMPLE < share < 1.2 / SAMPLE
     assert set.union(*chosen) == {piece.number for part in parts for piece in part}
-
-
-@pytest.mark.parametrize(("sampled", "uploads"), [(False, 0), (True, 1)])
-def test_a_version_waits_once_for_the_device_however_many_buckets_it_has(sampled: bool, uploads: int) -> None:
-    memory, _ = written("sampled" if sampled else "device")
-    writer, reader = (on_device(sampled, VERSION - 1, source=rank, num=20) for rank in (0, None))
-    with cuda_stub.HostWaits() as waits:
-        for end in (writer, reader):
-            end.begin(VERSION)
-        for bucket in range(BUCKET, BUCKET + 20):
-            writer.write(bucket, memory)
-            reader.compare(bucket, memory)
-        assert waits.calls == ["to"] * 2 * uploads
-        reader.wrong()
-    assert waits.calls[2 * uploads :] == ["cpu", "numpy"]
-
-
-def test_a_sum_does_not_depend_on_how_the_words_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, parts = written("device")
-    monkeypatch.setattr(checks, "CHUNK_WORDS", 37)
-    assert wrong("device", memory, parts) == []
-    assert wrong("device", memory.roll(8), parts)
 
 
 @pytest.mark.gpu

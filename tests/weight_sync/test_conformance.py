@@ -21,10 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.models import ModelShape, decoder_weights
+from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout, Segment
-from megarl.models.table import PaddedRows
-from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, stage_layers, worker_segments
+from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, worker_segments
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
 from megarl.weight_sync.engines import engine_plan
@@ -241,69 +240,6 @@ def test_so_it_does_where_experts_are_shared_out(
     models: Callable[[str, bool], Path], family: str, rollout: RolloutLayout
 ) -> None:
     assert_the_same(models(family, False), rollout)
-
-
-def test_stages_have_the_layers_that_vllm_gives_them() -> None:
-    from vllm.distributed.utils import get_pp_indices
-
-    for layers in range(1, 20):
-        for stages in range(1, layers + 1):
-            for stage in range(stages):
-                start, stop = get_pp_indices(layers, stage, stages)
-                assert stage_layers(layers, stages, stage) == range(start, stop), (layers, stages, stage)
-
-
-# Wrong tables: each changes one box of the right one, or drops it.
-def gate_and_up_swapped(box: Segment) -> Segment | None:
-    return renamed(box, ".gate_proj.", ".up_proj.")
-
-
-def key_head_shifted(box: Segment) -> Segment | None:
-    height = box.row1 - box.row0
-    return box._replace(row0=box.row0 + height, row1=box.row1 + height) if ".k_proj." in box.name else box
-
-
-def layer_skipped(box: Segment) -> Segment | None:
-    return None if ".layers.1." in box.name else box
-
-
-def layers_exchanged(box: Segment) -> Segment | None:
-    return renamed(box, ".layers.0.self_attn.", ".layers.1.self_attn.")
-
-
-def experts_exchanged(box: Segment) -> Segment | None:
-    return renamed(box, ".experts.2.", ".experts.3.")
-
-
-def renamed(box: Segment, one: str, other: str) -> Segment:
-    """With either string in its name, it gets the other."""
-    for old, new in ((one, other), (other, one)):
-        if old in box.name:
-            return box._replace(name=box.name.replace(old, new))
-    return box
-
-
-@pytest.mark.parametrize(
-    "mutation", [gate_and_up_swapped, key_head_shifted, layer_skipped, layers_exchanged, experts_exchanged]
-)
-def test_a_wrong_table_is_told_apart(
-    models: Callable[[str, bool], Path], mutation: Callable[[Segment], Segment | None]
-) -> None:
-    model = models("qwen3_moe", False)
-    segments, sizes = table_of(model, RolloutLayout(2), 0)
-    wrong = [changed for box in segments if (changed := mutation(box)) is not None]
-    assert wrong != segments, "the mutation changes nothing"
-    assert list(differences(vllm_view(model, RolloutLayout(2), 0), table_view(model, wrong, sizes)))
-
-
-def test_a_table_without_the_vocabulary_s_padding_is_told_apart(
-    models: Callable[[str, bool], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models("llama", True)
-    monkeypatch.setattr(decoder_weights, "VLLM_VOCABULARY", PaddedRows(1, each_rank=True))
-    rollout = RolloutLayout(2)
-    for rank in (0, 1):
-        assert list(differences(vllm_view(model, rollout, rank), table_view(model, *table_of(model, rollout, rank))))
 
 
 def vllm_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

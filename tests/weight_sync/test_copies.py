@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -97,20 +95,6 @@ def test_every_work_is_done_once_and_all_its_pieces_are_hashed(num_threads: int)
     assert one.verify_s > 0.0
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_what_belongs_to_no_work_is_left_and_all_behind_it_counts_as_not_copied(num_threads: int) -> None:
-    made, counts = pieces(), list[int]()
-    one = Copies(made, [Some([number], made) for number in range(NUM_PIECES) if number not in (41, 77)], 7, num_threads)
-    one.run(counts.append)
-    assert one.left == [41, 77] and max(counts, default=0) <= 41
-    right = [0 if number in (41, 77) else value for number, value in enumerate(sums(made))]
-    assert one.sums.tolist() == right
-
-
-def assert_true(value: bool) -> None:
-    assert value
-
-
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_what_arrives_otherwise_than_it_was_has_another_hash(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is hashed where it was copied to: a copy that went wrong is seen, and one of memory that changed meanwhile."""
@@ -164,52 +148,6 @@ def test_what_another_thread_cannot_do_is_raised_and_ends_them_all(step: str) ->
     with pytest.raises(MemoryError, match="no room"):
         one.run(ignored)
     assert sum(bool(work.threads) for work in chosen) <= 2
-
-
-def test_what_broke_off_is_held_by_its_failure_alone() -> None:
-    """A rank's memory, and what a worker would write to, may be large."""
-    made = pieces()
-    chosen, barrier = works(made), threading.Barrier(2)
-
-    def fail(thread: int) -> None:
-        if len(others) > 1:
-            barrier.wait(PATIENT_S)
-        raise ZeroDivisionError("both fail")
-
-    for work in chosen:
-        work.at_end = fail
-    others: list[int] = []
-    held = weakref.ref(made[-1])
-    gc.disable()
-    try:
-        for num_threads in (1, 2):
-            others.append(num_threads)
-            with pytest.raises(ZeroDivisionError):
-                Copies(made, chosen, 7, num_threads).run(ignored)
-        del made, chosen, work
-        assert held() is None
-    finally:
-        gc.enable()
-
-
-def test_a_thread_that_works_for_long_is_waited_for() -> None:
-    """What it does is part of the version."""
-    made, ended = pieces(2), list[int]()
-    begun = threading.Event()
-
-    def long(thread: int) -> None:
-        if thread:
-            begun.set()
-            time.sleep(0.2)
-        ended.append(thread)
-
-    chosen = works(made, 1)
-    chosen[0].at_begin = chosen[1].at_begin = lambda thread: assert_true(thread > 0 or begun.wait(PATIENT_S))
-    chosen[0].at_end = chosen[1].at_end = long
-    one = Copies(made, chosen, 7, 2)
-    one.run(ignored)
-    assert sorted(ended) == [0, 1] and one.sums.tolist() == sums(made)
-    assert one.pack_s >= 0.1, "half of what one of two threads took"
 
 
 def test_where_no_thread_can_be_started_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.delta import Bases, TakenParts
+from megarl.weight_sync.delta import TakenParts
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import checkpoint, corrupt, cut
@@ -163,40 +163,3 @@ def test_a_difference_to_other_bytes_never_passes(trainer: Trainer) -> None:
     trainer.check()
     assert figures["sync/attempts"] == 2 and engines_of(trainer).bases[-2:] == [1, None]
     assert any("wrong bytes in bucket" in str(error) for error in engines_of(trainer).failures)
-
-
-def test_a_worker_that_keeps_another_version_says_so_at_once(trainer: Trainer) -> None:
-    kept = trainer.kept(0, 0)
-    assert kept is not None
-    kept.version = 0
-    trainer.publish()
-    trainer.check()
-    reason = "version 2 comes as its difference to version 1, but this worker keeps version 0"
-    assert any(reason in str(error) for error in engines_of(trainer).failures)
-
-
-def test_a_difference_is_sent_to_engines_that_all_keep_what_the_ranks_keep() -> None:
-    bases, starts = Bases(), [0, 0, 0]
-    assert bases.begin(1, [0, 2], starts) is None, "nothing was sent yet"
-    bases.finish(1, [0, 2], starts)
-    assert bases.begin(1, [0, 2], starts) == 1
-    assert bases.begin(1, [0, 2], starts) is None, "the version before did not end"
-    bases.finish(3, [0], starts)
-    assert bases.begin(1, [0, 2], starts) is None, "engine 2 missed version 3"
-    bases.finish(4, [0, 2], starts)
-    assert bases.begin(2, [0], starts) is None, "a second attempt travels whole"
-    bases.finish(5, [0], starts)
-    assert bases.begin(1, [0], [1, 0, 0]) is None, "engine 0 was started again"
-    bases.finish(6, [0], [1, 0, 0])
-    assert bases.begin(1, [0], [1, 0, 0]) == 6
-
-
-def test_an_engine_that_follows_keeps_nothing_of_what_it_received_before(trainer: Trainer) -> None:
-    engines = engines_of(trainer)
-    engines.nodes = ["here", "there"]
-    trainer.publish()
-    assert trainer.kept(1, 0) is not None
-    engines.nodes = ["here", "here"]
-    trainer.publish()
-    trainer.check()
-    assert trainer.kept(0, 0) is not None and trainer.kept(1, 0) is None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +18,6 @@ from megarl.platform import current as platform
 from megarl.recipe.device_section import DEVICE_TRANSPORTS
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.weight_sync.choice import choose_transport
-from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.transport import TRANSPORTS
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
@@ -70,50 +68,6 @@ def test_a_rank_reads_nothing_of_its_device_however_many_buckets_it_fills(publis
     engines.close()
 
 
-class SilentLeader(ThreadEngines):
-    """The first engine is told of a version and does nothing."""
-
-    publisher: Publisher
-
-    def begin(self, manifest: WeightManifest) -> None:
-        super().begin(manifest)
-        assert manifest.leading == (0,)
-
-    def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        self.publisher.set_deadline(TIMEOUT_S)  # the next attempt is not to miss it
-        return super().finish()
-
-    def _read(self, engine: int, worker: int) -> dict[str, torch.Tensor]:
-        if engine == 0 and len(self.served) == 1:
-            raise TimeoutError("it says nothing")
-        return super()._read(engine, worker)
-
-    def failed(self) -> Sequence[int]:
-        return ()
-
-
-@pytest.mark.parametrize("publisher", [1.0], indirect=True)
-def test_an_engine_that_offers_no_buckets_is_given_up_at_the_deadline(publisher: Publisher, models: list[Path]) -> None:
-    engines = SilentLeader(ModelShape.from_directory(models[0]), RolloutLayout(2), engines=2, retries=1)
-    engines.publisher = publisher
-    lost: list[dict[int, str]] = []
-    finish = publisher.sync._sender.finish
-
-    def remember() -> None:
-        lost.append(dict(publisher.sync._sender.lost))
-        finish()
-
-    publisher.sync._sender.finish = remember  # type: ignore[method-assign]
-    publisher.publish(1, models[0], engines)
-    assert engines.served == [(0, 1), (0, 1)] and engines.versions == [1, 1]
-    assert lost[0].keys() == {0, 1} and re.search("begin: engine 0 offered no buckets for worker", lost[0][0])
-    followers = [str(failure) for failure in engines.failures if not isinstance(failure, TimeoutError)]
-    assert len(followers) == 2
-    assert all("begin: engine 0, which leads, offered no buckets" in text for text in followers)
-    assert not lost[1]
-    engines.close()
-
-
 def fill(handle: bytes) -> None:
     platform.reach_device_bytes(handle).fill_(7)
     platform.settle()
@@ -160,17 +114,6 @@ def test_the_recipe_offers_every_transport() -> None:
     offered = get_args(WeightSyncSection.model_fields["transport"].annotation)
     assert set(offered) == {"auto", *TRANSPORTS} and set(DEVICE_TRANSPORTS) < set(TRANSPORTS)
     assert all(TRANSPORTS[name].on_device == (name in DEVICE_TRANSPORTS) for name in TRANSPORTS)
-
-
-def test_device_memory_is_one_for_all_who_have_its_handle_and_no_other_has_its_name() -> None:
-    memory, handle = platform.shared_device_bytes(4096)
-    other = platform.reach_device_bytes(handle)
-    other[7] = 3
-    assert memory[7] == 3 and len(other) == 4096
-    del memory
-    with pytest.raises(RuntimeError, match="its owner is gone"):
-        platform.reach_device_bytes(handle)
-    assert platform.shared_device_bytes(4096)[1] != handle
 
 
 class Work:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
 import multiprocessing
 import os
 import re
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,13 +26,13 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync import in_place, publish
+from megarl.weight_sync import in_place
 from megarl.weight_sync.engines import engine_plan
 from megarl.weight_sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.weight_sync.manifest import SyncError, WeightManifest
 from megarl.weight_sync.order import copy_order
 from megarl.weight_sync.read import Box
-from megarl.weight_sync.ring import SESSION_SHIFT, RingSender
+from megarl.weight_sync.ring import RingSender
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -143,14 +140,6 @@ def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
         case.assert_refused(1, r"wrong bytes in piece \d+ of \d+, model\.|wrong bytes .* lm_head")
 
 
-def test_checksums_of_another_version_are_none_of_this_one(case: Case) -> None:
-    """Also of the same weights."""
-    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "_seal", lambda manifest, own: seal(sync, replace(manifest, version=manifest.version - 1), own))
-        case.assert_refused(0, "wrong bytes in piece 0")
-
-
 @pytest.mark.parametrize("read", [1, 20])
 def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> None:
     """Some of what was read is of the old weights, and some of the new ones."""
@@ -183,131 +172,6 @@ def test_a_checksum_is_of_what_a_worker_has(case: Case, monkeypatch: pytest.Monk
     case.engines.before = is_next
     monkeypatch.setattr(np, "copyto", copy_and_write)
     case.assert_refused(0, "wrong bytes in piece 0 of")
-
-
-@pytest.mark.parametrize("case", [SMALL, LARGE], indirect=True)
-@pytest.mark.parametrize("known", [lambda number: True, lambda number: number % 3 != 1], ids=["all", "some"])
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_boxes_of_several_threads_and_those_that_are_handed_out_are_verified_alike(
-    case: Case, num_threads: int, known: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.weight_sync.read.num_copy_threads", lambda workers: num_threads)
-    case.engines.choose(known, True)
-    figures = case.publish(1)
-    case.assert_taken(1)
-    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-    sync, seal = case.publisher.sync, type(case.publisher.sync)._seal
-    wrong = {name: tensor.clone() for name, tensor in case.publisher.shards(case.models[0]).items()}
-    last = case.publisher.sync._in_place[0].at_source(sync._plan, len(sync._in_place[0]) - 1)
-    wrong[last.parameter].view(len(wrong[last.parameter]), -1)[last.row, last.col] += 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "_seal", lambda manifest, parameters: seal(sync, manifest, wrong))
-        case.assert_refused(0, r"wrong bytes in piece \d+ of \d+")
-
-
-def test_works_that_could_not_be_made_are_asked_for_again(case: Case) -> None:
-    """Else boxes would be handed out that belong to works, and hashed where they are read and not where they went."""
-    made: list[int] = []
-
-    def known(number: int) -> bool:
-        made.append(number)
-        if len(made) == 5:
-            raise MemoryError("no room for works")
-        return True
-
-    case.engines.choose(known, False)
-    with pytest.raises((MemoryError, SyncError), match="no room for works|given up: another worker"):
-        case.publish(1)
-    assert len(made) >= 5
-    case.publish(1)
-    case.assert_taken(1)
-    assert all(reader._works.each for reader in case.engines.readers.values())
-
-
-def test_works_are_asked_for_when_memory_is_mapped_and_then_kept(case: Case) -> None:
-    made: list[int] = []
-    case.engines.choose(lambda number: not made.append(number), False)  # type: ignore[func-returns-value]
-    counts = []
-    for model in (1, 0, 1):
-        case.publish(model)
-        case.assert_taken(model)
-        counts.append(len(made))
-    assert counts[0] == counts[1] == counts[2] > 0
-    for reader in case.engines.readers.values():
-        reader._homes[0].said += " "  # as if the trainer had been started again
-    case.publish(0)
-    case.assert_taken(0)
-    assert len(made) == 2 * counts[0]
-
-
-def test_engines_come_to_a_stand_while_ranks_see_to_their_memory(case: Case) -> None:
-    """They are asked to pause before anything else, once, and waited for afterwards."""
-    calls: list[str] = []
-    kept, engines = publish.WeightSync._is_kept, case.engines
-
-    def is_kept(*arguments: Any) -> bool:
-        calls.append("memory")
-        return kept(*arguments)
-
-    def noting(name: str, call: Any) -> Any:
-        def noted(*values: Any) -> Any:
-            calls.append(name)
-            return call(*values)
-
-        return noted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publish.WeightSync, "_is_kept", is_kept)
-        for name in ("ask", "pause", "begin"):
-            patch.setattr(engines, name, noting(name, getattr(engines, name)))
-        case.publish(1)
-    first = list(dict.fromkeys(calls))
-    assert first == ["ask", "memory", "pause", "begin"] and calls.count("ask") == calls.count("pause") == 1
-    case.assert_taken(1)
-
-
-def test_a_rank_hashes_what_was_read_after_all_of_it_was(case: Case) -> None:
-    """So that whatever is written to it meanwhile is in its hashes."""
-    sync = case.publisher.sync
-    sender, checksum = sync._sender, publish.piece_checksum
-    assert isinstance(sender, RingSender)
-    own = [int(numbers[-1]) + 1 for numbers in sync._own]
-    read: list[list[int]] = []
-
-    def look(*arguments: Any) -> int:
-        read.append([int(ring.read[0]) - (sender._session << SESSION_SHIFT) for ring in sender._rings])
-        return checksum(*arguments)
-
-    def late(engine: int, worker: int, boxes: int) -> None:
-        if worker == 0 and boxes == 1:
-            end = time.monotonic() + 0.3  # time enough to hash, for a rank that does not wait
-            while not read and time.monotonic() < end:
-                time.sleep(0.001)
-
-    case.engines.before = late
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publish, "piece_checksum", look)
-        case.publish(1)
-    assert read and all(found >= least for found, least in zip(read[0], own, strict=True))
-
-
-def test_what_was_copied_behind_an_unread_box_does_not_count_as_read_yet(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks hash what is theirs once that many pieces were read, the first ones."""
-    monkeypatch.setattr("megarl.weight_sync.read.num_copy_threads", lambda workers: 1)
-    sender, unread, seen = case.publisher.sync._sender, 3, list[int]()
-    assert isinstance(sender, RingSender)
-
-    def look(engine: int, worker: int, boxes: int) -> None:
-        if worker == 0:
-            seen.append(int(sender._rings[0].read[0]) - (sender._session << SESSION_SHIFT))
-
-    case.engines.choose(lambda number: number != unread, False)
-    case.engines.before = look
-    case.publish(1)
-    assert len(seen) > 1 and seen[-1] == unread, "the one that was handed out is the last"
-    case.assert_taken(1)
 
 
 def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:
@@ -474,35 +338,6 @@ def test_a_file_that_has_the_number_of_another_one_is_not_taken_for_it() -> None
     inode = os.stat(said_file(said)).st_ino
     with pytest.raises(SyncError, match="is not the weights of trainer rank 0"):
         Home(said.replace(str(inode), str(inode + 1)), 0, torch.float32)
-
-
-def test_weights_stay_mapped_while_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system lets a process lock memory; elsewhere they are only mapped."""
-    parameters = {"a": torch.arange(1 << 16).float().view(256, 256)}
-    said = shared(parameters)
-    assert said is not None
-    gc.collect()  # what earlier tests have mapped
-    before, limit = locked_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    may_lock = has_capability(14) or limit == resource.RLIM_INFINITY or limit >= before + (1 << 18)  # CAP_IPC_LOCK
-    home = Home(said, 0, torch.float32)
-    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
-    monkeypatch.setattr(in_place, "LOCKED", mmap.MAP_PRIVATE | 1 << 30)  # with MAP_SHARED: flags that no kernel knows
-    for one in (home, Home(said, 0, torch.float32)):
-        assert torch.equal(one.box(Place("a", 0, 0, 256, 256)), parameters["a"])
-    assert locked_bytes() - before == (1 << 18 if may_lock else 0)
-
-
-def locked_bytes() -> int:
-    return int(own_status("VmLck").split()[0]) * 1024
-
-
-def has_capability(number: int) -> bool:
-    return bool(int(own_status("CapEff"), 16) >> number & 1)
-
-
-def own_status(name: str) -> str:
-    lines = (one.partition(":") for one in Path("/proc/self/status").read_text().splitlines())
-    return next(value for key, _, value in lines if key == name)
 
 
 def said_file(said: str) -> str:

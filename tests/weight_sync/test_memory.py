@@ -29,7 +29,7 @@ from megarl.recipe.role_sections import LoraSection
 from megarl.weight_sync.copies import MOST_THREADS, Works
 from megarl.weight_sync.in_place import share
 from megarl.weight_sync.module_work import module_works
-from megarl.weight_sync.publish import SyncSettings, WeightSync, memcpy_bytes_per_s
+from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import Box
 from megarl.weight_sync.spare import SpareMemory
 from tests.ranks import RankPool
@@ -245,15 +245,3 @@ def test_no_rank_that_sends_messages_gathers_what_others_hold(way: str) -> None:
         if rank == 0:  # the workers are threads of it
             allowed += rollout.workers * (found.worker_layer + 2 * BUCKET_BYTES)
         assert max(found.first, found.second) <= allowed, f"rank {rank}: {found}; {allowed} are allowed"
-
-
-@pytest.mark.parametrize("columns", [256, 3 * BUCKET_BYTES], ids=["many rows a bucket", "a row larger than a bucket"])
-def test_what_a_transfer_is_measured_by_copies_bytes_of_the_weights(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.weight_sync.publish.MEMCPY_S", 60.0)
-    buckets = torch.zeros(2, BUCKET_BYTES, dtype=torch.uint8)
-    rows = max(1, BUCKET_BYTES // (2 * columns))
-    weight = torch.randint(1 << 15, (2 * rows, columns), dtype=torch.int16).view(torch.bfloat16)
-    assert memcpy_bytes_per_s(weight, buckets) > 0
-    parts = weight.view(torch.uint8).split(rows)
-    for bucket, part in zip(buckets, parts, strict=True):
-        assert torch.equal(bucket, part[:, :BUCKET_BYTES].reshape(-1)), "others than these come from the cache"

@@ -201,17 +201,6 @@ def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> N
     assert set(plan.destination_rank[embedding].tolist()) == {0, 1, 2, 3}
 
 
-def test_shared_experts_are_whole_where_tensor_ranks_cut_the_tokens() -> None:
-    shape, name = shape_of("deepseek_v3"), "model.layers.1.mlp.shared_experts.down_proj.weight"
-    for rollout, columns in (
-        (RolloutLayout(2), 8),
-        (RolloutLayout(2, expert_parallel=True), 8),
-        (RolloutLayout(2, data=2), 8),
-        (RolloutLayout(2, data=2, expert_parallel=True), 16),
-    ):
-        assert parameter_sizes(shape, rollout, 1)[name] == (8, columns), rollout
-
-
 @pytest.mark.parametrize(
     ("family", "rollout", "message"),
     [

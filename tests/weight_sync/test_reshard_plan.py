@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import megatron_segments
-from megarl.models.vllm_weights import parameter_sizes, vllm_segments
+from megarl.models.vllm_weights import vllm_segments
 from megarl.weight_sync.engines import engine_plan
 from megarl.weight_sync.order import copy_order, layer_starts, start_share
 from megarl.weight_sync.plan import ReshardPlan, plan_reshard
@@ -122,15 +122,6 @@ def test_a_box_comes_from_a_rank_on_the_same_node_where_there_is_one() -> None:
     assert plan.hash != engine_plan(shape, layout, rollout).hash
 
 
-def test_ranks_with_no_choice_are_spared_what_others_can_send() -> None:
-    """Rank 0 alone has the large box, so rank 1 sends the small ones, whichever stands first."""
-    large = Segment("large", 0, 8, 0, 1, 0, "p", 0, 0)
-    small = [Segment(name, 0, 4, 0, 1, rank, name, 0, 0) for name in "ab" for rank in (0, 1)]
-    for sources in ([large, *small], [*small, large]):
-        plan = plan_reshard(sources, [segment._replace(rank=0) for segment in (small[0], large, small[2])])
-        assert sent(plan, 2) == [8, 8]
-
-
 @settings(max_examples=60)
 @given(cases(), st.integers(1, 6))
 def test_readers_go_round_from_the_layer_of_their_share(case: tuple[ModelShape, Layout, int], readers: int) -> None:
@@ -181,18 +172,6 @@ def test_a_rank_and_its_coordinates_are_each_other_s_inverse(tensor: int, pipeli
     assert [layout.rank(*layout.coordinates(rank)) for rank in range(layout.ranks)] == list(range(layout.ranks))
 
 
-def test_parameter_sizes_hold_every_segment() -> None:
-    shape = model("qwen2", 2, 4, 2, 4, 16, 65, True)
-    sizes = parameter_sizes(shape, RolloutLayout(2), 0)
-    assert sizes["model.embed_tokens.weight"] == (64, 8) and "lm_head.weight" not in sizes
-    for segment in vllm_segments(shape, RolloutLayout(2)):
-        rows, cols = sizes[segment.parameter]
-        assert (
-            segment.local_row + segment.row1 - segment.row0 <= rows
-            and segment.local_col + segment.col1 - segment.col0 <= cols
-        )
-
-
 def test_what_cannot_be_planned_is_refused() -> None:
     box = Segment("a", 0, 4, 0, 2, 0, "p", 0, 0)
     with pytest.raises(ValueError, match="only one end knows"):
@@ -203,9 +182,3 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan_reshard([box], [box._replace(row1=5)])
     with pytest.raises(ValueError, match="overlap"):
         plan_reshard([box, box._replace(row0=2, row1=6)], [box])
-
-
-@pytest.mark.parametrize(("tensor", "rule"), [(3, "attention heads"), (8, "attention heads")])
-def test_a_rollout_tensor_size_that_cuts_nothing_is_named(tensor: int, rule: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollout\.tensor = {tensor} must divide the 4 {rule}"):
-        vllm_segments(model("llama", 1, 4, 2, 4, 16, 64, False), RolloutLayout(tensor))

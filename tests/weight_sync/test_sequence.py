@@ -92,14 +92,6 @@ def test_by_layer_a_rank_is_in_one_layer_at_a_time_and_merges_each_weight_once(
         assert set(parameters.reads.values()) == {1}, f"rank {rank} merges {parameters.reads.most_common(3)}"
 
 
-def test_of_streams_that_begin_with_unlike_layers_a_rank_would_hold_all() -> None:
-    """So nothing is merged for these."""
-    rollout = RolloutLayout(4)
-    plan = sync_plan(SHAPE, Layout(), rollout, "reshard")
-    streams = [sync_stream(SHAPE, plan, worker, (worker, 4), torch.bfloat16, 1 << 17, None) for worker in range(4)]
-    assert most_layers(replay(plan, streams, False, Merged(SHAPE, Layout(), 0), 0)) == SHAPE.num_layers
-
-
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_every_bucket_comes_once_and_those_of_a_stream_in_their_order(by_layer: bool) -> None:
     """So no two ranks wait for each other, and a worker's messages come as it waits for them."""

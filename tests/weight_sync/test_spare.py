@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
-import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,51 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
 from megarl.weight_sync.copies import Copies, Work
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.module_work import module_works, most_threads
+from megarl.weight_sync.module_work import module_works
 from megarl.weight_sync.read import Box
 from megarl.weight_sync.spare import SpareMemory
 
 CPU = torch.device("cpu")
-
-
-def test_the_next_module_gets_the_same_memory_and_two_parameters_of_one_never_do() -> None:
-    spare = SpareMemory()
-    first, second = spare.take((4, 8), torch.float32, CPU), spare.take((2, 8), torch.bfloat16, CPU)
-    places = first.data_ptr(), second.data_ptr()
-    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-    del first, second
-    spare.take_back()
-    again = spare.take((2, 2, 4), torch.bfloat16, CPU)
-    assert again.shape == (2, 2, 4) and again.dtype == torch.bfloat16 and again.data_ptr() == places[0]
-
-
-@pytest.mark.parametrize(("columns", "stored"), [(512, 544), (511, 511), (2048, 2080), (1, 1)])
-def test_rows_of_whole_kib_lie_a_line_apart_where_that_is_asked_for(columns: int, stored: int) -> None:
-    """Nothing is written between them; and the next to have the memory may want them side by side."""
-    spare = SpareMemory()
-    for value in (1, 2):
-        matrix = spare.take((3, columns), torch.bfloat16, CPU, apart=True)
-        assert matrix.shape == (3, columns) and matrix.stride() == (stored, 1)
-        whole = matrix.as_strided((3, stored), (stored, 1))
-        whole.zero_()
-        spare.words(matrix)[:] = value
-        assert (matrix.view(torch.int16) == value).all() and not whole[:, columns:].any()
-        del matrix, whole
-        spare.take_back()
-        close = spare.take((3, columns), torch.bfloat16, CPU)
-        numbers = torch.arange(3 * columns, dtype=torch.int16).view(3, columns)
-        spare.words(close)[:] = numbers.numpy()
-        assert close.is_contiguous() and torch.equal(close.view(torch.int16), numbers)
-        del close
-        spare.take_back()
 
 
 def test_memory_that_somebody_kept_is_not_lent_again() -> None:
@@ -66,35 +29,6 @@ def test_memory_that_somebody_kept_is_not_lent_again() -> None:
     spare.take_back()
     spare.take((4, 8), torch.float32, CPU).fill_(2)
     assert (kept == 1).all()
-
-
-def test_words_are_of_the_memory_that_was_lent_and_keep_nobody_from_it() -> None:
-    """They stay from module to module, and what vLLM keeps is seen beside them."""
-    spare, live = SpareMemory(), torch.zeros(4, 8)
-    places = []
-    for value in (1, 2):
-        matrix = spare.take((4, 8), torch.float32, CPU)
-        spare.words(matrix)[:] = value
-        assert (matrix.view(torch.int32) == value).all() and not live.any()
-        spare.words(live)[:] = 3
-        assert (matrix.view(torch.int32) == value).all() and (live.view(torch.int32) == 3).all()
-        live.zero_()
-        places.append(matrix.data_ptr())
-        del matrix
-        spare.take_back()
-    assert places[0] == places[1]
-    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU), requires_grad=False)
-    spare.words(kept.detach())[:] = 4
-    spare.take_back()
-    spare.words(spare.take((4, 8), torch.float32, CPU))[:] = 5
-    assert (kept.view(torch.int32) == 4).all()
-
-
-def test_a_larger_parameter_gets_larger_memory() -> None:
-    spare = SpareMemory()
-    spare.take((4, 8), torch.float32, CPU)
-    spare.take_back()
-    assert spare.take((400, 8), torch.float32, CPU).fill_(3).sum() == 9600
 
 
 def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
@@ -188,28 +122,6 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
     assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
 
-def test_what_needs_no_spare_memory_is_packed_once_everything_has_come() -> None:
-    """Each once; one that vLLM keeps packed stands between them, and does not wait."""
-    order: list[str] = []
-
-    class Noting:
-        def process_weights_after_loading(self, module: Any) -> None:
-            order.append(next(name for name, one in modules.items() if one is module))
-
-    modules = {name: linear(elements, Noting()) for name, elements in (("a", 32), ("packed", 0), ("b", 32))}
-    receiver = receiver_of(modules, {"packed.weight": 32})
-
-    def boxes() -> Iterator[Box]:
-        for number, name in enumerate(modules, start=1):
-            yield Box(f"{name}.weight", 0, 0, torch.full((4, 8), float(number)))
-        order.append("all came")
-
-    receiver._load(boxes(), torch.float32)
-    receiver._pack_rest()
-    assert order == ["packed", "all came", "a", "b"]
-    assert [float(module.get_parameter("weight").sum()) for module in modules.values()] == [32.0, 64.0, 96.0]
-
-
 class Noting:
     """Says which modules are packed, in order; those whose names say so are dropped then, as vLLM does."""
 
@@ -234,41 +146,6 @@ def modules_of(names: Sequence[str], packed: list[str]) -> tuple[Any, list[Box],
     contents = [torch.zeros(4, 8) for _ in names]
     boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
     return receiver, boxes, contents
-
-
-def test_places_of_one_version_are_those_of_the_next_until_a_parameter_moves() -> None:
-    packed: list[str] = []
-    receiver, boxes, contents = modules_of(["a", "b"], packed)
-    works, modules = list(works_for(receiver, boxes)), receiver._modules
-
-    def taken(value: float) -> list[float]:
-        """Sums of both parameters after a version whose elements are all this value."""
-        for content in contents:
-            content.fill_(value)
-        packed.clear()
-        take(receiver, boxes, works)
-        assert packed == [f"{name} {32 * value:g}" for name in modules]
-        return [float(module.weight.sum()) for module in modules.values()]
-
-    assert taken(1.0) == [32.0, 32.0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(receiver, "target", None)  # nothing is looked for again
-        assert taken(2.0) == [64.0, 64.0]
-    with pytest.MonkeyPatch.context() as patch:  # a kernel that keeps a copy of its own, laid out alike
-        process = Noting.process_weights_after_loading
-
-        def keep_copy(self: Noting, module: Any) -> None:
-            process(self, module)
-            module.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
-
-        patch.setattr(Noting, "process_weights_after_loading", keep_copy)
-        assert [taken(value) for value in (6.0, 7.0, 8.0)] == [[192.0] * 2, [224.0] * 2, [256.0] * 2]
-    moved = modules["b"].weight = torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False)
-    assert taken(3.0) == [96.0, 96.0] and (moved == 3.0).all()
-    mapped = [weakref.ref(box.words) for box in boxes]
-    boxes.clear()
-    works.clear()
-    assert [one() for one in mapped] == [None, None], "what a rank shared stays mapped"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -347,48 +224,6 @@ def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipe
     assert packed == ["lm_head 32"] * packs_head
     receiver._process("lm_head")
     assert packed[-1] == "lm_head 32", "a head's own weights are packed"
-
-
-def test_large_modules_come_piece_by_piece_and_all_in_the_order_of_their_pieces() -> None:
-    """Ranks see the first pieces alone, all before the first one that is missing."""
-    receiver, boxes, _ = modules_of(("a", "large", "b"), [])
-    boxes = [box for box in boxes for _ in range(2)]
-    receiver.is_large = lambda owner: owner == "large"
-    assert [list(work.numbers) for work in works_for(receiver, boxes)] == [[0, 1], [2], [3], [4, 5]]
-
-
-# Of a module's parameters: rows, and bytes of each.
-SIZES = st.lists(st.tuples(st.integers(1, 99), st.sampled_from((1, 60, 1024, 2048, 3000))), min_size=1, max_size=3)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.lists(SIZES, min_size=1, max_size=5), min_size=1, max_size=3),
-    st.integers(0, 1 << 16),
-    st.randoms(),
-)
-def test_all_threads_together_have_no_more_spare_memory_than_a_layer_and_two_buckets(
-    layers: list[list[list[tuple[int, int]]]], bucket_bytes: int, dice: random.Random
-) -> None:
-    """However modules are dealt to them."""
-    modules = {f"model.layers.{layer}.{one}": sizes for layer, each in enumerate(layers) for one, sizes in enumerate(each)}
-    num_threads = min(8, most_threads(modules, bucket_bytes))
-    spares = [SpareMemory() for _ in range(num_threads)]
-    for owner in dice.sample(list(modules), len(modules)):
-        spare = dice.choice(spares)
-        for size in modules[owner]:
-            spare.take(size, torch.uint8, CPU, apart=True)
-        spare.take_back()
-    taken = sum(block.num_bytes for spare in spares for block in spare._blocks)
-    room = max(sum(math.prod(size) for sizes in layer for size in sizes) for layer in layers) + 2 * bucket_bytes
-    assert taken <= room or num_threads == 1
-    alone = SpareMemory()
-    for sizes in modules.values():
-        for size in sizes:
-            alone.take(size, torch.uint8, CPU, apart=True)
-        alone.take_back()
-    of_a_thread = sum(block.num_bytes for block in alone._blocks)
-    assert num_threads == 8 or (num_threads + 1) * of_a_thread > room, "there is room for more"
 
 
 def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
