@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -21,82 +20,54 @@ import ray
 import torch
 import torch.distributed as dist
 
-# Every rank would print them, and none is the user's to mend but those about the options of a TransformerConfig.
-warnings.filterwarnings("ignore", module=r"megatron\.core")
-if os.environ.get("RANK", "0") == "0":
-    warnings.filterwarnings("default", module=r"megatron\.core\.transformer\.transformer_config")
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-logging.getLogger("megatron.core").setLevel(logging.ERROR)
-logging.getLogger("megatron.core.transformer.transformer_config").setLevel(logging.WARNING)
-
-from megarl.algorithm.estimate import check_advantage  # noqa: E402
-from megarl.algorithm.policy import load_policy_loss  # noqa: E402
-from megarl.cluster.cores import BIND, bind, node_load, rank_cores  # noqa: E402
-from megarl.cluster.doctor_checks import check_precision  # noqa: E402
-from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage  # noqa: E402
-from megarl.cluster.preemption import (  # noqa: E402
-    ASKED,
-    LeaveNow,
-    Preemption,
-)
-from megarl.cluster.ray_cluster import ClusterError, join_cluster  # noqa: E402
-from megarl.cluster.watchdog_judge import Deadlines  # noqa: E402
-from megarl.cluster.watched import (  # noqa: E402
-    nodes_without_ranks,
-    watched,
-)
-from megarl.data.prompts import PromptStream  # noqa: E402
-from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids  # noqa: E402
-from megarl.megatron.model import (  # noqa: E402
-    DTYPES,
-    has_own_attention,
-    spec_name,
-)
-from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel  # noqa: E402  # noqa: E402
-from megarl.megatron.role import Role  # noqa: E402
-from megarl.megatron.spans import timed_waits  # noqa: E402
-from megarl.models import ModelShape  # noqa: E402
-from megarl.models.model_files import model_directory  # noqa: E402
-from megarl.models.stored_weights import check_weights  # noqa: E402
-from megarl.planner.placement import PlacementError  # noqa: E402
-from megarl.platform import current as platform  # noqa: E402
-from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe  # noqa: E402
-from megarl.recipe.device_section import cpu_engine_args, without_gpus  # noqa: E402
-from megarl.recipe.role_sections import trained_sections, without_transformer_engine  # noqa: E402
-from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
-from megarl.recipe.violation import Violation  # noqa: E402
-from megarl.recipe.weight_sync_section import BUCKET_BYTES  # noqa: E402
-from megarl.reward.service import services_of  # noqa: E402
-from megarl.reward.verifiers import check_answer, load_terms  # noqa: E402
-from megarl.reward.workers import RewardWorkers  # noqa: E402
-from megarl.rollout import RolloutError  # noqa: E402
-from megarl.rollout.environment import load_environment  # noqa: E402
-from megarl.rollout.evaluation import HeldOut, held_out_data  # noqa: E402
-from megarl.rollout.pool import open_pool, takes_turns  # noqa: E402
-from megarl.rollout.replay import dump_rollout  # noqa: E402
-from megarl.telemetry import PhaseClock, ProgressLine, starts  # noqa: E402
-from megarl.telemetry.clock import DeviceSync, recording  # noqa: E402
-from megarl.telemetry.disk import describe_full, is_full  # noqa: E402
-from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted  # noqa: E402
-from megarl.telemetry.progress import watching_work  # noqa: E402
-from megarl.telemetry.records import (  # noqa: E402
-    SampleTable,
-    recorded,
-)
-from megarl.telemetry.run_directory import (  # noqa: E402
-    Resume,
-    RunDirectory,
-    RunDirectoryError,
-    latest_checkpoint,
-    step_of,
-)
-from megarl.telemetry.run_writer import RunWriter  # noqa: E402
-from megarl.telemetry.sinks import missing_on_machine  # noqa: E402
-from megarl.telemetry.time_metrics import Devices, TimeMetrics  # noqa: E402
-from megarl.trainer import RunParts, Trainer  # noqa: E402
-from megarl.weight_sync.manifest import SyncError  # noqa: E402
-from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
-from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS  # noqa: E402
+from megarl.algorithm.estimate import check_advantage
+from megarl.algorithm.policy import load_policy_loss
+from megarl.cluster.cores import BIND, bind, node_load, rank_cores
+from megarl.cluster.doctor_checks import check_precision
+from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage
+from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
+from megarl.cluster.ray_cluster import ClusterError, join_cluster
+from megarl.cluster.watchdog_judge import Deadlines
+from megarl.cluster.watched import nodes_without_ranks, watched
+from megarl.data.prompts import PromptStream
+from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
+from megarl.megatron.model import DTYPES, has_own_attention, spec_name
+from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
+from megarl.megatron.role import Role
+from megarl.megatron.spans import timed_waits
+from megarl.models import ModelShape
+from megarl.models.model_files import model_directory
+from megarl.models.stored_weights import check_weights
+from megarl.planner.placement import PlacementError
+from megarl.platform import current as platform
+from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe
+from megarl.recipe.device_section import cpu_engine_args, without_gpus
+from megarl.recipe.role_sections import trained_sections, without_transformer_engine
+from megarl.recipe.sizes import with_engine_sizes
+from megarl.recipe.violation import Violation
+from megarl.recipe.weight_sync_section import BUCKET_BYTES
+from megarl.reward.service import services_of
+from megarl.reward.verifiers import check_answer, load_terms
+from megarl.reward.workers import RewardWorkers
+from megarl.rollout import RolloutError
+from megarl.rollout.environment import load_environment
+from megarl.rollout.evaluation import HeldOut, held_out_data
+from megarl.rollout.pool import open_pool, takes_turns
+from megarl.rollout.replay import dump_rollout
+from megarl.telemetry import PhaseClock, ProgressLine, starts
+from megarl.telemetry.clock import DeviceSync, recording
+from megarl.telemetry.disk import describe_full, is_full
+from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted
+from megarl.telemetry.progress import watching_work
+from megarl.telemetry.records import SampleTable, recorded
+from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
+from megarl.telemetry.run_writer import RunWriter
+from megarl.telemetry.sinks import missing_on_machine
+from megarl.telemetry.time_metrics import Devices, TimeMetrics
+from megarl.trainer import RunParts, Trainer
+from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 # Engines load their model while all other ranks wait for rank 0.
@@ -148,7 +119,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
             ASKED.watch_again()
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
         trainer = Trainer(recipe, rank, parts, clock, preemption.boundary)
-        shapes = {role: engine.shape for role, engine in parts.engines.items()}
+        shapes = {name: role.shape for name, role in parts.roles.items()}
         each = int(os.environ["LOCAL_WORLD_SIZE"])
         devices = Devices.of(recipe.trainer.ranks, each, stage.engines, shared=platform.num_devices is None)
         measures = TimeMetrics(recipe, shapes, devices, platform.peak_tflops)
@@ -224,14 +195,14 @@ def check_models(recipe: Recipe) -> None:
             and own is not None
             and not has_own_attention(own, recipe.trainer.precision)
         ):
-            rule = f"the {role}'s layers are Transformer Role's here, whose attention knows no shared prompt"
+            rule = f"the {role}'s layers are Transformer Engine's here, whose attention knows no shared prompt"
             found.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
     if spec_name(recipe.trainer.precision) == "local":
         for role, trained in trained_sections(recipe):
             if trained.memory.recompute == "selective":
                 found += without_transformer_engine(recipe, role)
         if recipe.trainer.fp8 is not None:
-            rule = "megarl uses Transformer Role on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
+            rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
             found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
     if platform.kind == "cpu":
         found += without_gpus(recipe)
@@ -254,7 +225,7 @@ class RoleBuilder:
 
     def __init__(self, recipe: Recipe, places: Mapping[str, Place]) -> None:
         self._recipe, self._places = recipe, places
-        self._engine = partial(
+        self._role = partial(
             Role,
             precision=recipe.trainer.precision,
             fp8=recipe.trainer.fp8,
@@ -268,7 +239,7 @@ class RoleBuilder:
 
     def _build(self, role: str, path: str, **more: Any) -> Role:
         directory = model_directory(path)
-        return self._engine(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
+        return self._role(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
 
     def actor(self) -> Role:
         recipe, section = self._recipe, self._recipe.actor

@@ -85,8 +85,8 @@ class RunParts:
     engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
 
     @property
-    def engines(self) -> dict[str, Role]:
-        """Roles that run."""
+    def roles(self) -> dict[str, Role]:
+        """Roles that run, by name."""
         roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
         return {name: role for name, role in roles.items() if role is not None}
 
@@ -95,7 +95,7 @@ class RunParts:
         """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
         return {
             name: role
-            for name, role in self.engines.items()
+            for name, role in self.roles.items()
             if name == role.role and (role.optimizer is not None or (name == "reference" and self.refreshes))
         }
 
@@ -116,7 +116,7 @@ class Trainer:
     ) -> None:
         """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
-        self.costs = {name: sequence_cost(role.shape) for name, role in parts.engines.items()}
+        self.costs = {name: sequence_cost(role.shape) for name, role in parts.roles.items()}
         self.kl = KLControl(recipe.algorithm)
         self.drift = RatioDrift(recipe.algorithm.max_ratio_drift, warns=rank == 0)
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
@@ -279,7 +279,7 @@ class Trainer:
         return plan_phase(
             self.recipe.schedule(phase),
             batch.lengths.tolist(),
-            self.parts.engines[role].place.layout,
+            self.parts.roles[role].place.layout,
             # A new order of mini-batches in every step, the same one after a resume.
             seed=self.recipe.run.seed * 1_000_003 + self.number,
             cost=self.costs[role],
@@ -290,8 +290,8 @@ class Trainer:
     def _fetch(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
         """Fetch the tokens that this rank needs: roles with different layouts run different sequences on it."""
         samples: dict[int, Sample] = {}
-        for place in dict.fromkeys(role.place for role in self.parts.engines.values()):
-            of_place = [plan for phase, plan in plans.items() if self.parts.engines[ROLE_OF[phase]].place == place]
+        for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
+            of_place = [plan for phase, plan in plans.items() if self.parts.roles[ROLE_OF[phase]].place == place]
             samples |= distribute_samples(payload, of_place, place)
         return samples
 
@@ -310,7 +310,7 @@ class Trainer:
 
     def _forward(self, plan: Plan, batch: Batch, name: str) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Run a forward phase; returns result `name` of every sequence, and the batch without samples that gave NaN."""
-        role = self.parts.engines[ROLE_OF[plan.phase]]
+        role = self.parts.roles[ROLE_OF[plan.phase]]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
         _announce(role, plan)
@@ -345,7 +345,7 @@ class Trainer:
 
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
-        role, settings = self.parts.engines[ROLE_OF[plan.phase]], self.kl.settings
+        role, settings = self.parts.roles[ROLE_OF[plan.phase]], self.kl.settings
         objective = PolicyObjective if plan.phase == "actor_update" else ValueObjective
         updates: list[Update] = []
         self._agree(plan)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Trainer:
     """One that has a recipe and no engines."""
     recipe = load_recipe(tiny_recipe(folder, "recipe", ppo, 1, 1, 1, 1, **changes))
-    return Trainer(recipe, 0, SimpleNamespace(engines={}), None)  # type: ignore[arg-type]
+    return Trainer(recipe, 0, SimpleNamespace(roles={}), None)  # type: ignore[arg-type]
 
 
 def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None = None, **fields: Any) -> Batch:
@@ -170,7 +170,7 @@ def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folde
             return SimpleNamespace(executed=())
 
     plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
-    made.parts = SimpleNamespace(engines={"critic": Engine()})  # type: ignore[assignment]
+    made.parts = SimpleNamespace(roles={"critic": Engine()})  # type: ignore[assignment]
     made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made, "_agree", lambda *_: None)
