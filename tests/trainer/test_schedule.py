@@ -208,15 +208,6 @@ def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_bo
     assert re.search(said, found), found
 
 
-def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):
-    once = {"phases__actor_update": {"mini_batch": 16, "micro_batch": {"max_tokens": 40}}}
-    train(folder, "once", ppo=False, **once)
-    for line in figures(folder, "once"):
-        assert "schedule/actor_logprob/micro_batches" not in line
-        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == 0.0
-        assert line["actor/ratio_drift_exceeded"] == 0
-
-
 OFFSET = 1e-4
 
 
