@@ -21,6 +21,7 @@ TWO_UPDATES: dict[str, Any] = {
     "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "epochs": 2},
     "phases__actor_logprob": {"micro_batch": {"max_tokens": 48}},
 }
+CHECKPOINTS: dict[str, Any] = {"run__checkpoint_every": 1}
 REFERENCE: dict[str, Any] = {"phases__reference_logprob": {"micro_batch": {"sequences": 4}}}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gspo": (
@@ -88,13 +89,30 @@ def recipe(
     return tiny_recipe(folder, name, ppo, ranks, tensor, 1, steps, **changes)
 
 
+def trained(folder: Path, name: str, ranks: int, changes: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """The figures of a run, which the tests of this file share."""
+    if not (folder / "runs" / name).exists():
+        train_on_ranks(recipe(folder, name, ranks, changes, **more))
+    return figures(folder, name)
+
+
+def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """The figures of a copy of a run on one rank that is resumed from the checkpoint of a step."""
+    copy = folder / "runs" / f"{name}-resumed"
+    shutil.copytree(folder / "runs" / name, copy)
+    for checkpoint in (copy / "checkpoints").glob("step-*"):
+        if checkpoint.name > f"step-{step:06d}":
+            shutil.rmtree(checkpoint)
+    train_on_ranks(recipe(folder, copy.name, 1, changes, **more), resume=True)
+    return figures(folder, copy.name)
+
+
 @pytest.mark.layout
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
     changes, more = CASES[name]
-    train_on_ranks(recipe(folder, f"{name}-1", 1, changes))
-    train_on_ranks(recipe(folder, f"{name}-2", 2, changes, tensor=1 if name == "cispo" else 2))
-    one, two = figures(folder, f"{name}-1"), figures(folder, f"{name}-2")
+    one = trained(folder, f"{name}-1", 1, changes | CHECKPOINTS)
+    two = trained(folder, f"{name}-2", 2, changes, tensor=1 if name == "cispo" else 2)
     assert len(one) == len(two) == STEPS
     for alone, together in zip(one, two, strict=True):
         for key in (*LOSSES, *more):
@@ -104,12 +122,11 @@ def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
 
 
 def test_a_resume_goes_on_with_the_kl_coefficient(folder: Path) -> None:
-    changes = CASES["gspo"][0] | {"run__checkpoint_every": 1}
-    train_on_ranks(recipe(folder, "whole", 1, changes))
-    train_on_ranks(recipe(folder, "cut", 1, changes, steps=1))
-    train_on_ranks(recipe(folder, "cut", 1, changes), resume=True)
-    whole, cut = ([line["actor/kl_coefficient"] for line in figures(folder, name)] for name in ("whole", "cut"))
-    assert cut == whole and len(set(whole)) == STEPS and whole[0] == 0.05
+    changes = CASES["gspo"][0] | CHECKPOINTS
+    whole = trained(folder, "gspo-1", 1, changes)
+    assert resumed_after(folder, "gspo-1", 1, changes) == whole
+    coefficients = [line["actor/kl_coefficient"] for line in whole]
+    assert len(set(coefficients)) == STEPS and coefficients[0] == 0.05
 
 
 LR, LOWEST, UPDATES = 1e-3, 0.1, 4  # updates of each role in a step: of two mini-batches, twice
@@ -146,13 +163,9 @@ def scheduled(update: int, updates: int, warmup: int, lowest: float, fall: Any) 
 
 @pytest.mark.layout
 def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
-    train_on_ranks(recipe(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True))
-    resumed = folder / "runs" / "moving-cut"
-    shutil.copytree(folder / "runs" / "moving-1", resumed)
-    shutil.rmtree(resumed / "checkpoints" / f"step-{MORE_STEPS:06d}")
-    train_on_ranks(recipe(folder, "moving-cut", 1, MOVING, steps=MORE_STEPS, ppo=True), resume=True)
-    one, cut = (figures(folder, f"moving-{name}") for name in ("1", "cut"))
-    assert cut == one and len(one) == MORE_STEPS
+    one = trained(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True)
+    assert resumed_after(folder, "moving-1", MORE_STEPS - 1, MOVING, steps=MORE_STEPS, ppo=True) == one
+    assert len(one) == MORE_STEPS
     stopped = 0
     for line in one:
         step = line["step"]
@@ -183,25 +196,28 @@ def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
     assert not all(torch.equal(weight, reference[name]) for name, weight in weights(folder, 3, "actor").items())
 
 
+IN_LOSS: dict[str, Any] = {
+    "critic__warmup_steps": CRITIC_WARMUP,
+    "algorithm__kl": {"place": "loss", "coefficient": 0.05, "estimator": "k1"},
+}
+
+
 @pytest.mark.layout
-@pytest.mark.parametrize("place", ["loss", "reward"])
-def test_while_the_critic_warms_up_the_planned_phases_run_and_no_other(folder: Path, place: str) -> None:
-    """Log-probabilities only where advantages read them."""
-    changes = {
-        "critic__warmup_steps": CRITIC_WARMUP,
-        "algorithm__kl": {"place": place, "coefficient": 0.05, "estimator": "k1"},
-    }
-    file = recipe(folder, f"warm-{place}", 1, changes, steps=2, ppo=True)
-    train_on_ranks(file)
-    plan = document_of(file)
-    read_by_advantages = {"actor_logprob", "reference_logprob"} if place == "reward" else set()
+@pytest.mark.parametrize(
+    ("name", "changes", "steps", "read_by_advantages"),
+    [("warm-loss", IN_LOSS, 2, set()), ("moving-1", MOVING, MORE_STEPS, {"actor_logprob", "reference_logprob"})],
+)
+def test_while_the_critic_warms_up_the_planned_phases_run_and_no_other(
+    folder: Path, name: str, changes: dict[str, Any], steps: int, read_by_advantages: set[str]
+) -> None:
+    """Log-probabilities only where advantages read them: with KL in the reward, as `moving-1` has it."""
+    trained(folder, name, 1, changes, steps=steps, ppo=True)
+    plan = document_of(folder / f"{name}.yaml")
     assert set(plan["warmup_phases"]) & set(ENGINE_PHASES) == {"critic_value", "critic_update"} | read_by_advantages
-    warm, later = (
-        json.loads(line) for line in (folder / "runs" / f"warm-{place}" / "metrics.jsonl").read_text().splitlines()
-    )
-    for line, planned in ((warm, plan["warmup_phases"]), (later, plan["running_phases"])):
-        timed = {phase for phase in PHASES if f"time/{phase}" in line}
-        assert timed == set(planned), "phases that ran"
+    for text in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        planned = plan["warmup_phases" if line["step"] <= CRITIC_WARMUP else "running_phases"]
+        assert {phase for phase in PHASES if f"time/{phase}" in line} == set(planned), "phases that ran"
         executed = {phase for phase in ENGINE_PHASES if f"schedule/{phase}/sequences" in line}
         assert executed == set(planned) & set(ENGINE_PHASES), "plans that were executed"
 
@@ -209,9 +225,9 @@ def test_while_the_critic_warms_up_the_planned_phases_run_and_no_other(folder: P
 @pytest.mark.nightly
 @pytest.mark.layout
 def test_roles_move_alike_on_two_ranks(folder: Path) -> None:
-    train_on_ranks(recipe(folder, "alone", 1, MOVING, steps=MORE_STEPS, ppo=True))
-    train_on_ranks(recipe(folder, "together", 2, MOVING, tensor=2, steps=MORE_STEPS, ppo=True))
-    for line, other in zip(figures(folder, "alone"), figures(folder, "together"), strict=True):
+    alone = trained(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True)
+    together = trained(folder, "moving-2", 2, MOVING, tensor=2, steps=MORE_STEPS, ppo=True)
+    for line, other in zip(alone, together, strict=True):
         assert other.keys() == line.keys()
         compared = (
             "critic/loss",

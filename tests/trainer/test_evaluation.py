@@ -64,6 +64,12 @@ def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Pat
     assert found == {key: value for key, value in last.items() if key.startswith("evaluation/")}
 
 
+def test_one_update_a_batch_has_a_ratio_of_exactly_one(run: tuple[Path, dict[str, Any]]) -> None:
+    for line in figures(run[0], "whole"):
+        assert "schedule/actor_logprob/micro_batches" not in line
+        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == line["actor/ratio_drift_exceeded"] == 0
+
+
 @pytest.mark.nightly
 def test_training_does_not_depend_on_being_measured(run: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = run

@@ -250,8 +250,18 @@ def _assert_step_samples_as_the_export_does(folder, name, step, model):
     assert same(sampled, loaded)
 
 
-def test_an_engine_in_a_run_answers_as_one_that_loaded_the_export(run, tmp_path):
-    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
+def test_an_export_loads_in_transformers_and_an_engine_that_loaded_it_answers_as_the_one_in_the_run(run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = run
+    _assert_step_samples_as_the_export_does(folder, "whole", MIDDLE + 1, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    start = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.dtype == torch.float32
+    moved = [float((new - old).abs().max()) for new, old in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(0 < distance < 0.2 for distance in moved)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
+    assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()
 
 
 @pytest.mark.nightly
@@ -262,17 +272,3 @@ def test_an_engine_with_experts_in_a_run_answers_as_one_that_loaded_the_export(t
     changes = {"actor__layout": layout, "rollout__tensor": 2, "run__checkpoint_every": 1, "run__dump_rollouts": True}
     train_on_ranks(tiny_recipe(tmp_path, "experts", False, 4, 2, 2, 2, **changes))
     _assert_step_samples_as_the_export_does(tmp_path, "experts", 2, tmp_path / "out")
-
-
-def test_the_export_loads_in_transformers_with_the_trained_weights(run, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, _, _ = run
-    megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    start = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert model.dtype == torch.float32
-    moved = [float((new - old).abs().max()) for new, old in zip(model.parameters(), start.parameters(), strict=True)]
-    assert all(0 < distance < 0.2 for distance in moved)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
-    assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()

