@@ -39,4 +39,5 @@ def test_the_compiled_head_gives_what_the_plain_one_gives() -> None:
 def test_a_rank_whose_compiler_fails_goes_on_without() -> None:
     ((broken, plain),) = run_ranks(run_broken, 1, CASES)
     for name, value in plain.items():
-        np.testing.assert_allclose(broken[name], value, atol=2e-6, err_msg=name)  # a product's last bit follows its memory's place
+        # Not bitwise: the last bit of a product follows its operands' place in memory.
+        np.testing.assert_allclose(broken[name], value, atol=2e-6, err_msg=name)
