@@ -249,7 +249,7 @@ def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator
     `adapters` are whole, by the names of Megatron's weights. A fused weight holds several checkpoint weights: each has the
     same A and its own rows of B.
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     for part in rank_segments(shape, Layout(), 0, 0):
         if part.parameter not in adapters:
             continue
@@ -259,10 +259,10 @@ def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator
         # On one rank a part has all columns of its weight; its rows may come in several pieces.
         assert (part.col0, part.local_col, columns) == (0, 0, a.shape[1]), part
         piece = b[part.local_row : part.local_row + rows]
-        held = found.get(part.name)
+        held = factors.get(part.name)
         assert part.row0 == (0 if held is None else len(held[1])), f"{part.name} comes out of order"
-        found[part.name] = (a, piece if held is None else torch.cat([held[1], piece]))
-    for name, (a, b) in found.items():
+        factors[part.name] = (a, piece if held is None else torch.cat([held[1], piece]))
+    for name, (a, b) in factors.items():
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         yield f"{prefix}.lora_A.weight", a.clone()  # a copy: one file holds no tensor twice
         yield f"{prefix}.lora_B.weight", b.clone()

@@ -466,19 +466,19 @@ def freeze(chunks: Sequence[DecoderModel], frozen: FreezeSection) -> None:
 
 
 def _frozen(model: DecoderModel, frozen: FreezeSection) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
+    weights: list[nn.Parameter] = []
     tied = bool(model.share_embeddings_and_output_weights)
     if frozen.embedding and model.pre_process:
-        found += model.embedding.parameters()
+        weights += model.embedding.parameters()
     # Of a tied model the last stage of a pipeline has a copy of the embedding.
     if model.post_process and (frozen.head or (frozen.embedding and tied)):
-        found += model.output_layer.parameters()
+        weights += model.output_layer.parameters()
     if frozen.norms:  # a part of a name under every spec: Transformer Engine calls a fused one `layer_norm_weight`
-        found += [parameter for name, parameter in model.named_parameters() if "norm" in name]
+        weights += [parameter for name, parameter in model.named_parameters() if "norm" in name]
     for layer in model.decoder.layers:
         if layer.layer_number <= frozen.layers:  # counted from 1, over all stages
-            found += layer.parameters()
-    return found
+            weights += layer.parameters()
+    return weights
 
 
 def keep_gradients_through_recompute(chunks: Sequence[DecoderModel]) -> None:

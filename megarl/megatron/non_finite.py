@@ -157,14 +157,16 @@ class FiniteGuard:
             return results, batch
         first = wrong[0]
         token = int(torch.nonzero(~torch.isfinite(results[first]))[0])
-        data_rank = next(
-            data_rank
+        data_rank, number = next(
+            (data_rank, number)
             for data_rank, micro_batches in enumerate(mini_batch.micro_batches)
-            if any(first in micro.samples for micro in micro_batches)
+            for number, micro_batch in enumerate(micro_batches)
+            if first in micro_batch.samples
         )
         problem = (
             f"phase {mini_batch.phase}: {name} of sample {first} are {float(results[first][token])} at completion token "
-            f"{token}, from rank {role.place.source_of(data_rank)} ({len(wrong)} of {len(results)} samples)"
+            f"{token} (micro-batch {number} of data-parallel rank {data_rank}, rank {role.place.source_of(data_rank)}; "
+            f"{len(wrong)} of {len(results)} samples)"
         )
         with role.present():
             self._refuse_weights(role, problem)

@@ -33,12 +33,12 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def data_parallel_config(optimizer: OptimizerSection, precision: str) -> DistributedDataParallelConfig:
+def data_parallel_config(optimizer: OptimizerSection) -> DistributedDataParallelConfig:
     """Gradients in fp32, cut optimizer states, and what overlaps."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        # It would end one rank before the reduction that all others wait in; megarl looks at their norm (`finite.py`).
+        # It would end one rank before the reduction that all others wait in; megarl looks at their norm (`non_finite.py`).
         check_for_nan_in_grad=False,
         overlap_grad_reduce=optimizer.overlap_gradients,
         overlap_param_gather=optimizer.overlap_parameters,

@@ -184,10 +184,10 @@ def gather_to_all(value: Value) -> list[Value]:
 
 def on_any_rank(flag: bool) -> bool:
     """Whether `flag` is set on some rank, on every rank: one tiny all-reduce."""
-    found = torch.tensor([flag], dtype=torch.int32)
+    flags = torch.tensor([flag], dtype=torch.int32)
     with span("wait_ranks"):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=_control)
-    return bool(found)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_control)
+    return bool(flags)
 
 
 def same_everywhere(number: int) -> bool:

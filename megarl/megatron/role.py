@@ -187,7 +187,7 @@ class Role:
         precision: str,
         initial_loss_scale: float,
     ) -> None:
-        data = data_parallel_config(settings, precision)
+        data = data_parallel_config(settings)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
         for model in self.models:
             fuse_gradient_accumulation(model)

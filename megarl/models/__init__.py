@@ -8,6 +8,8 @@ from megarl.models.shape import Experts, LatentAttention, ModelShape
 from megarl.models.table import Family, Held, Weight
 
 # By `model_type`.
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe)
+}
 
 __all__ = ["FAMILIES", "Experts", "Family", "Held", "LatentAttention", "ModelShape", "Weight"]

@@ -5,9 +5,8 @@ Megatron's names are those of megatron-core's local layer spec, vLLM's those of 
 
 from __future__ import annotations
 
-from megarl.models.table import Columns, Sharding, InterleavedRows, FusedHeads, PaddedRows, Rows, Replicated
 from megarl.models.shape import ModelShape
-from megarl.models.table import Held, Weight
+from megarl.models.table import Columns, FusedHeads, Held, InterleavedRows, PaddedRows, Replicated, Rows, Sharding, Weight
 
 # The vocabulary is padded so that every tensor rank holds the same number of rows: megarl chooses how far in Megatron, vLLM
 # pads to a multiple of 64 before it shards.

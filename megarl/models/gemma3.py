@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.models.decoder_weights import attention, swiglu, whole
 from megarl.models.config import read_decoder, refuse, whole_number
+from megarl.models.decoder_weights import attention, swiglu, whole
 from megarl.models.shape import ModelShape
 from megarl.models.table import Family, Weight
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megarl import platform  # noqa: F401  # before megatron.core: on a machine without CUDA it makes it importable
+from megarl.models import LatentAttention, ModelShape
 from megarl.models.layers import ReplicatedLinear
 from megarl.models.rotary import rotate
-from megarl.models import LatentAttention, ModelShape
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip

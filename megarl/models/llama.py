@@ -1,7 +1,7 @@
 """Llama 2 and 3, and what has their form (SmolLM2, TinyLlama)."""
 
-from megarl.models.decoder_weights import llama_layer, swiglu
 from megarl.models.config import read_decoder
+from megarl.models.decoder_weights import llama_layer, swiglu
 from megarl.models.table import Family
 
 FAMILY = Family(

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from megarl.models.decoder_weights import llama_layer, swiglu
 from megarl.models.config import read_decoder
+from megarl.models.decoder_weights import llama_layer, swiglu
 from megarl.models.table import Family
 
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}

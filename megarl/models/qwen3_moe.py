@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.decoder_weights import experts, llama_layer, router, swiglu
 from megarl.models.config import read_decoder, read_expert_counts, whole_number
+from megarl.models.decoder_weights import experts, llama_layer, router, swiglu
 from megarl.models.shape import Experts, ModelShape
 from megarl.models.table import Family, Weight
 

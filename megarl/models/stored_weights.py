@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.models.model_files import check_fetched
 from megarl.models import FAMILIES, ModelShape
 from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.model_files import check_fetched
 
 INDEX = "model.safetensors.index.json"
 FORMATS = ("F64", "F32", "F16", "BF16")  # number formats that weights are read from

@@ -99,8 +99,8 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor stand `stride` rows apart, the first
-    one `before` rows down, and a rank holds an equal interval of all `total` rows.
+    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor stand `stride` rows apart, the
+    first block `before` rows down, and a rank holds an equal interval of all `total` rows.
 
     With more ranks than blocks a block spans several ranks. Megatron fuses queries, keys and values like this: group by
     group, [queries of the group | key | value].

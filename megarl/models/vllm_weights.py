@@ -116,9 +116,10 @@ def held_experts(count: int, ranks: int, rank: int) -> range:
 def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
     """What a worker holds of a weight of its stage.
 
-    All workers of a stage, data-parallel ones too, share the experts of a layer: by expert parallelism, or each expert by its
-    rows. Under expert parallelism over tensor and data-parallel ranks vLLM splits a layer's tokens over the tensor ranks, and
-    each rank holds the shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default all-to-all).
+    All workers of a stage, data-parallel ones too, share the experts of a layer: by expert parallelism, or each expert by
+    its rows. Under expert parallelism over tensor and data-parallel ranks vLLM splits a layer's tokens over the tensor
+    ranks, and each rank holds the shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default
+    all-to-all).
     """
     tensor_rank, _, data_rank = rollout.coordinates(worker)
     if weight.experts:

@@ -36,7 +36,7 @@ micro-batch's tokens (s as above) has c = k x / s rows of expert input for each 
     shared experts      5 f b               as a dense layer of their rows
 
 Attention works in blocks: nothing grows with the square of a length. Under a pipeline a stage also keeps what it received
-(h b / s; in fp32 that is the first norm's input).
+(h b / s; in fp32 that is the first norm's input), and under a virtual one what each chunk sent (h b / s).
 """
 
 from __future__ import annotations

@@ -268,9 +268,9 @@ def _saved_jobs(job: Job, updated: str | None) -> Iterator[tuple[tuple[str, ...]
     away: Wanted = {role.name: {"offload": "all"} for role in movable}
     choices = [optimizers, away]
     if updated is not None:
-        kept = [{updated: {"recompute": "selective"}}, {updated: {"recompute": "full"}}]
-        both = away | kept[1]
-        choices = [*kept, *choices, both, away | {updated: {"recompute": "full", "offload_activations": "true"}}]
+        selective, full = ({updated: {"recompute": granularity}} for granularity in ("selective", "full"))
+        offloaded = {updated: {"recompute": "full", "offload_activations": "true"}}
+        choices = [selective, full, *choices, away | full, away | offloaded]
     for wanted in choices:
         changes = [
             (role.name, key, value)
@@ -371,5 +371,5 @@ def _room(forecast: Forecast) -> str:
     assert engines is not None and room is not None
     if engines.shared:
         return f"beside the trainer's worst case {gib(max(0, room))} are left for each of {engines.workers} on this machine"
-    beside = "beside the trainer's roles at rest" if engines.rests else "on a device of its own"
-    return f"{beside} rollout.memory_utilization = {forecast.safe_utilization or 0:.3f} is the largest that is safe"
+    where = "beside the trainer's roles at rest" if engines.rests else "on a device of its own"
+    return f"{where} rollout.memory_utilization = {forecast.safe_utilization or 0:.3f} is the largest that is safe"

@@ -57,13 +57,11 @@ def check_recipes(
         except RecipeError as error:
             if not request.as_json:
                 print_violations(path, error)
-            found, entry = (
-                BAD_INPUT,
-                plan_report.illegal(path, error.violations) | _way_out(path, overrides, request, console),
-            )
+            entry = plan_report.illegal(path, error.violations) | _way_out(path, overrides, request, console)
+            recipe_status = BAD_INPUT
         else:
-            found, entry = _check(path, recipe, request, console)
-        status = max(status, found)
+            recipe_status, entry = _check(path, recipe, request, console)
+        status = max(status, recipe_status)
         entries.append(entry)
     return status, {"recipes": entries}
 

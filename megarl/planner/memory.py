@@ -22,7 +22,7 @@ the logits. An update, beside the activations of every micro-batch that 1F1B hol
     embedding           its gradient, widened to fp32 before it is added to the buffer, activations gone
     reduction           on CPUs gloo copies the gradient buffer, as NCCL does not: 4 T, activations gone
 
-The optimizer's step, which is fused wherever it runs (`megatron/settings.py`), needs nothing on top.
+The optimizer's step, which is fused wherever it runs (`megatron/optimizer.py`), needs nothing on top.
 
 Checked on the CPU path: `benchmarks/memory.py`, `tests/planner/test_estimate_memory.py`.
 """

@@ -196,9 +196,9 @@ def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace,
     job, ranks = job_of(recipe), needed.ranks_per_node
     on_node = Counter(place.node for place in engines)
     trainer = max((count for node, count in on_node.items() if node < needed.trainer_nodes), default=0)
-    found = _of_node(recipe, job, ranks, trainer)
+    first = _of_node(recipe, job, ranks, trainer)
     others = [_of_node(recipe, job, 0, count) for node, count in on_node.items() if node >= needed.trainer_nodes]
-    fullest = max([found, *others], key=lambda node: node.total)
+    fullest = max([first, *others], key=lambda node: node.total)
     room = recipe.device.host_memory_gib
     if room is not None and fullest.total > room * 2**30:
         raise PlacementError(
@@ -212,10 +212,8 @@ def _of_node(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
-    sync, update_roles = (
-        recipe.weight_sync,
-        [replace(role, savings=replace(role.savings, offload="none")) for role in job.roles],
-    )
+    sync = recipe.weight_sync
+    update_roles = [replace(role, savings=replace(role.savings, offload="none")) for role in job.roles]
     updates = [schedule for schedule in job.schedules if schedule.is_update]
     activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
     # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).

@@ -120,7 +120,7 @@ class Role:
 
     def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
         """No gradient is asked for of a layer (counted from 0): all before it is frozen, and it is. A stage asks for that
-        of what it receives in any case, and with recompute for that of the embedding (`megatron/freeze.py`)."""
+        of what it receives in any case, and with recompute for that of the embedding (`megatron/model.py`)."""
         kept = self.frozen.embedding and self.savings.recompute == "none" and pipeline_rank == 0
         in_first_chunk = layer in chunk_layers(self.shape, self.layout, 0, 0)
         return self.trained and kept and in_first_chunk and layer < self.frozen.layers

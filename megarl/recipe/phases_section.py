@@ -147,7 +147,7 @@ REASONS = {
 
 
 def phase_rules(recipe: Recipe) -> Violations:
-    """Each phase that runs has a section, other phases have none, and `schedule/legal.py` accepts the numbers in it."""
+    """Each phase that runs has a section, other phases have none, and `schedule/schedule.py` accepts the numbers in it."""
     for phase in ENGINE_PHASES:
         section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
         if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:

@@ -383,16 +383,16 @@ def serve(client: Connection) -> None:
 
 def below(process: int, deep: bool = True) -> list[int]:
     """Processes that a process has started and not waited for, and with `deep` all that those have started."""
-    found: list[int] = []
+    processes: list[int] = []
     waiting = [process]
     while waiting:
         parent = waiting.pop()
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):  # it has ended
-                (waiting if deep else found).extend(map(int, children.read_text(encoding="utf-8").split()))
+                (waiting if deep else processes).extend(map(int, children.read_text(encoding="utf-8").split()))
         if parent != process:
-            found.append(parent)
-    return found
+            processes.append(parent)
+    return processes
 
 
 def passed_limit(child: int, limits: ChildLimits, server: int) -> str:
@@ -412,17 +412,17 @@ def passed_limit(child: int, limits: ChildLimits, server: int) -> str:
     # server is read twice, as another child may begin or end meanwhile.
     before, rollups, after = (_read_sizes(group, "smaps_rollup") for group in ([server], processes, [server]))
     inherited = max(map(_shared, before + after), default=0)
-    held = sum(one.get("Pss_Anon", 0) + one.get("Pss_Shmem", 0) + one.get("SwapPss", 0) for one in rollups)
-    return "memory" if held - sum(min(_shared(one), inherited) for one in rollups) > limits.memory_bytes else ""
+    held = sum(rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0) + rollup.get("SwapPss", 0) for rollup in rollups)
+    return "memory" if held - sum(min(_shared(rollup), inherited) for rollup in rollups) > limits.memory_bytes else ""
 
 
 def _read_sizes(processes: Sequence[int], name: str) -> list[dict[str, int]]:
     """Sizes in a file of /proc of each process that still runs, in bytes."""
-    found = []
+    of_each = []
     for process in processes:
         with suppress(OSError):
-            found.append(sizes(f"/proc/{process}/{name}"))
-    return found
+            of_each.append(sizes(f"/proc/{process}/{name}"))
+    return of_each
 
 
 def _shared(rollup: dict[str, int]) -> int:
@@ -437,9 +437,9 @@ def kill_tree(process: int, itself: bool = True) -> None:
     for sent in (signal.SIGSTOP, signal.SIGKILL):
         deadline, reached = time.monotonic() + STOP_TIMEOUT_S, set[int]()
         while time.monotonic() < deadline and (new := (root | set(below(process))) - reached):
-            for one in new:
+            for member in new:
                 with suppress(ProcessLookupError):
-                    os.kill(one, sent)
+                    os.kill(member, sent)
             reached |= new
 
 

@@ -106,8 +106,8 @@ class _EpisodePlayer:
         except Exception as error:  # whatever a user's environment raises is that episode's failure, not the run's
             cause = "error" if isinstance(question, Step) and not is_outage(error) else ""
             frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if frame.filename not in (__file__, interface.__file__)]
-            where = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+            users = [frame for frame in frames if frame.filename not in (__file__, interface.__file__)]
+            where = f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
             return Reply(failure=f"{call} raised {type(error).__name__}: {error}{where}", cause=cause)
 
 

@@ -216,13 +216,13 @@ def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
     """A plan, or None where none was found under the cap or, with grouped sequences, near the `time` aimed at."""
     work, cap, data, count = problem.work, problem.cap, problem.layout.data, choice.count
     grouped = choice.slack is not None
-    samples_of_ranks = _deal_sequences(problem, choice, time) or []
+    samples_of_ranks = _sequences_by_rank(problem, choice, time) or []
     ranks = [_level(samples, work, cap, count) for samples in samples_of_ranks]
     if not ranks or not all(ranks):
         bins = [] if grouped else _best_fit(problem.order, work.slots, cap)
         if grouped or len(bins) > count * data:
             return None
-        ranks = _deal_micro_batches(_split(bins, work.slots, count * data), work, data)
+        ranks = _micro_batches_by_rank(_split(bins, work.slots, count * data), work, data)
     for rank in ranks:
         for held in rank:
             held.sort()
@@ -230,7 +230,7 @@ def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
     return ranks
 
 
-def _deal_sequences(problem: _Problem, choice: _Choice, time: float) -> list[list[int]] | None:
+def _sequences_by_rank(problem: _Problem, choice: _Choice, time: float) -> list[list[int]] | None:
     """Sequences of each rank, longest first, at least `choice.count` a rank.
 
     Each sequence goes to the rank with the most room left of what it can take in `time`. With grouped sequences, a rank is
@@ -277,7 +277,7 @@ def _deal_sequences(problem: _Problem, choice: _Choice, time: float) -> list[lis
     return ranks
 
 
-def _deal_micro_batches(micro_batches: Sequence[list[int]], work: SequenceCosts, data: int) -> Ranks:
+def _micro_batches_by_rank(micro_batches: Sequence[list[int]], work: SequenceCosts, data: int) -> Ranks:
     """The same number of micro-batches to every rank, costliest first to the rank with the least that still takes one."""
     share = len(micro_batches) // data
     ranks: Ranks = [[] for _ in range(data)]

@@ -187,7 +187,7 @@ def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layou
 
 @dataclass(frozen=True)
 class Quality:
-    """The figures of a plan; shares are between 0 and 1.
+    """The metrics of a plan; shares are between 0 and 1.
 
     `num_micro_batches` is of each data-parallel rank, summed over mini-batches. `useful_share` is tokens / slots.
     `imbalance` compares the costliest data-parallel rank with the mean, 1.0 being even; over several mini-batches, the
@@ -207,7 +207,7 @@ class Quality:
 
 
 def quality(plan: Plan, lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None) -> Quality:
-    """The figures of `plan` for the batch of `lengths`, and of `prompts` where it shares them, that it was made for."""
+    """The metrics of `plan` for the batch of `lengths`, and of `prompts` where it shares them, that it was made for."""
     costs = [cost.sequence(slots) for slots in padded([int(length) for length in lengths], plan.layout)]
     layout, every = plan.layout, plan.micro_batches
     useful = highest = mean = slowest = spent = bubble = 0.0

@@ -1,4 +1,4 @@
-"""Which layers each chunk of each pipeline stage has; the numbers under uneven stages are in test_engine_matrix.py."""
+"""Which layers each chunk of each pipeline stage has; the numbers under uneven stages are in test_matrix.py."""
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout

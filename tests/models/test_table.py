@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import FAMILIES, ModelShape
-from megarl.models import megatron_weights as megatron, vllm_weights as vllm
+from megarl.models import megatron_weights as megatron
+from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout, Segment
 
 LAYERS = 4

@@ -19,7 +19,7 @@ from tests.recipe_cases import CONFIG
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(
     [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
-)  # those for clusters: test_planner_clusters.py
+)  # those for clusters: tests/planner/test_clusters.py
 
 
 def check(*arguments: str | Path) -> Result:

@@ -23,7 +23,7 @@ from tests.recipe_cases import CONFIG, edited, make_folder, write
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(
     [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
-)  # those for clusters: test_planner_clusters.py
+)  # those for clusters: tests/planner/test_clusters.py
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def train_with_a_slow_receiver(recipe, note):
         _train(recipe, False)
 
 
-# Of GRPO with engines, under other layouts, CI has the runs of test_pipeline_evaluation.py and test_launch_slurm_run.py.
+# Of GRPO with engines, under other layouts, CI has the runs of tests/trainer/test_evaluation.py and
+# tests/cluster/test_launch_slurm_run.py.
 @pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.nightly)])
 def run(request, tmp_path_factory):
     """A run with a checkpoint in the middle, and its recipe's arguments."""

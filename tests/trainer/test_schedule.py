@@ -119,7 +119,10 @@ def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
     recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
     first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
     assert first == second
-    assert first.startswith("phase critic_value: values of sample 5 are nan at completion token 0, from rank 1 (1 of 16")
+    assert first.startswith(
+        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0, "
+        "rank 1; 1 of"
+    )
 
 
 def train_with_a_pass_of_its_own(recipe):
