@@ -4,7 +4,7 @@
 
 Each part of docs/results.md comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py`
 and `weight_sync.py` write with `--json`; a part whose file is not there yet is left out. Its last part comes from that
-of `gpu.py`, and says so where there is none. With --check nothing is written, and the exit status is 1 where the page differs.
+of `gpu.py`, and says so where there is none. With --check nothing is written; the exit status is 1 where the page differs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TITLE = """# What was measured, and which command measures it again?
 Each part ends with its command. `python benchmarks/results.py` writes this page from the files in `benchmarks/measured/`."""
 LEARNING = """## Each algorithm learns
 
-A random model of two layers ([`recipes/cpu/`](../recipes/cpu/)) learns to answer sums with an odd digit if the sum is odd and
-with an even digit otherwise; chance is one in twenty. A run passes if it ends at 0.9 or more within five minutes on two cores.
+A random model of two layers ([`recipes/cpu/`](../recipes/cpu/)) learns to answer sums with an odd digit if the sum is odd
+and with an even digit otherwise; chance is one in twenty. A run passes if it ends at 0.9 or more within five minutes on two
+cores.
 
 ![reward by step of each algorithm under three seeds](learning.png)"""
 HELD_OUT = """## A real model gets better at what it has not seen
@@ -53,8 +54,9 @@ WEIGHT_SYNC = """## Weights from Megatron ranks into vLLM
 
 Through shared memory on one machine, in milliseconds; medians of {rounds} rounds in which all methods take turns. `memcpy`
 copies the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and hands it to vLLM's loader; `disk`
-gathers, writes a file and has the engine load it. Each `whole` includes the time in which vLLM packs the weights; `repack` is
-megarl's, done by several threads. `checkpoint's transfer` is gathering and loading less that `repack`, so some packing is in it."""
+gathers, writes a file and has the engine load it. Each `whole` includes the time in which vLLM packs the weights; `repack`
+is megarl's, done by several threads. `checkpoint's transfer` is gathering and loading less that `repack`: it holds some
+packing."""
 GPU = """## What has run on a GPU
 
 CI has no GPU. It tests the logic of every GPU path on a CPU; only a GPU shows what CUDA, NCCL, Transformer Engine, vLLM on a

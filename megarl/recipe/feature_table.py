@@ -1,6 +1,6 @@
 """What is supported, read off the family registry and the recipe's sections, so that the table follows the code.
 
-`megarl check --features` prints it, docs/features.md shows it, and tests/recipe/test_features.py keeps the two equal. No torch.
+`megarl check --features` prints it, docs/features.md shows it, tests/recipe/test_features.py compares. No torch.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def defined(trees: dict[str, ast.Module]) -> set[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                    names.add(node.attr)
+                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
     return names
 
 
@@ -88,7 +87,9 @@ def test_every_row_is_complete_and_its_names_are_in_the_file() -> None:
 
 
 def test_a_private_name_that_is_not_listed_is_found() -> None:
-    text = "import ray._raylet\nfrom torch._C import Work\nwork._secret()\nhasattr(work, '_other')\nself._own = 1\nself._own\n"
+    text = (
+        "import ray._raylet\nfrom torch._C import Work\nwork._secret()\nhasattr(work, '_other')\nself._own = 1\nself._own\n"
+    )
     trees = {"megarl/new.py": ast.parse(text)}
     names = ["_C", "_other", "_raylet", "_secret"]
     assert unlisted(trees, {}) == [f"megarl/new.py: {name}" for name in names]

@@ -1,4 +1,4 @@
-"""The feature table says what the code supports: it is read off the code, docs/features.md repeats it, and tests back its rows."""
+"""The feature table says what the code supports: it is read off the code, and docs/features.md repeats it."""
 
 import json
 from pathlib import Path
