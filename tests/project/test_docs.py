@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.recipe.weight_sync_section import WeightSyncSection
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
@@ -53,6 +55,19 @@ def test_pages_that_the_tree_names_exist() -> None:
     listed = ["git", "grep", "-ohE", r"docs/[a-z_-]+\.(md|png)", "--", ".", ":!tests/project/test_docs.py"]
     named = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.split())
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_the_architecture_names_files_that_exist_and_every_room() -> None:
+    page = TEXTS["architecture.md"]
+    files = set(re.findall(r"`((?:megarl|launch|tests)/[\w/]+\.\w+)`", page))
+    assert len(files) > 25
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+    rooms = {path.parent.name for path in (ROOT / "megarl").glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\| \d \| `(\w+)/` \|", page, re.MULTILINE))
+
+
+def test_the_page_on_weight_sync_has_every_key() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", TEXTS["weight-sync.md"], re.MULTILINE)) == set(WeightSyncSection.model_fields)
 
 
 EXAMPLES = [

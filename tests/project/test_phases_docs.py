@@ -27,15 +27,15 @@ def test_every_phase_has_its_row_and_its_keys() -> None:
         assert f"`{key}" in PAGE or f".{key}`" in PAGE, key
 
 
-def written_figures() -> set[str]:
-    """Names that a run writes of a step's rollouts and of one phase's schedule."""
+def written_metrics() -> set[str]:
+    """The metrics that a run writes for a step's rollouts and for one phase's schedule."""
     plan = plan_phase(Schedule("actor_update", max_tokens=64, mini_batch=2), [30, 40], Layout(), seed=1)
     (mini_batch,) = plan.mini_batches
-    own = mini_batch.micro_batches[0]
+    micro_batches = mini_batch.micro_batches[0]
     executed = Executed(
-        tuple(len(micro.samples) for micro in own),
-        tuple(micro.tokens for micro in own),
-        tuple(micro.slots for micro in own),
+        tuple(len(micro.samples) for micro in micro_batches),
+        tuple(micro.tokens for micro in micro_batches),
+        tuple(micro.slots for micro in micro_batches),
     )
     rollouts = SimpleNamespace(
         completion_lengths=np.array([3, 4]),
@@ -50,12 +50,12 @@ def written_figures() -> set[str]:
 
 
 def test_every_metric_on_the_page_is_written_by_a_run() -> None:
-    """Of the table and text on what a run proves; the run's own tests read the values."""
+    """In the section on what a run proves; the tests of runs read the values."""
     section = PAGE.split("## What a run proves")[1].split("## ")[0]
     of_phase = set(re.findall(r"`([a-z_]+)`", section))
     of_rollouts = set(re.findall(r"`(rollout/\w+)[^`]*`", section))
     assert len(of_phase) >= 12 and len(of_rollouts) == 2
-    written = written_figures()
+    written = written_metrics()
     assert {f"schedule/actor_update/{name}" for name in of_phase} | of_rollouts <= written
     first, last = re.findall(r"`rollout/completion_length(_p\d+) \.\.\. (_p\d+)`", section)[0]
-    assert {f"rollout/completion_length{one}" for one in (first, last)} <= written
+    assert {f"rollout/completion_length{quantile}" for quantile in (first, last)} <= written
