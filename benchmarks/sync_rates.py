@@ -31,11 +31,11 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import Works, num_copy_threads
+from megarl.weight_sync.copies import Box, Works, num_copy_threads
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import EngineFacts, SyncSettings, WeightSync
-from megarl.weight_sync.read import Box, StreamReader
+from megarl.weight_sync.read import StreamReader
 from megarl.weight_sync.transport import TRANSPORTS
 from tests.ranks import run_ranks
 

@@ -15,11 +15,11 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import vllm_segments
 from megarl.weight_sync.codec import Blocks, dequantise_blocks
-from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.copies import MOST_THREADS, Box, Works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import EngineFacts
-from megarl.weight_sync.read import Box, StreamReader
+from megarl.weight_sync.read import StreamReader
 from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.delta import TakenParts
+from megarl.weight_sync.codec import TakenParts
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import checkpoint, corrupt, cut

@@ -17,8 +17,7 @@ from megarl.platform import NcclMessages, cuda_stub, messages
 from megarl.platform import current as platform
 from megarl.recipe.device_section import DEVICE_TRANSPORTS
 from megarl.recipe.weight_sync_section import WeightSyncSection
-from megarl.weight_sync.choice import choose_transport
-from megarl.weight_sync.transport import TRANSPORTS
+from megarl.weight_sync.transport import TRANSPORTS, choose_transport
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 

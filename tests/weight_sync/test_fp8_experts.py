@@ -19,8 +19,8 @@ from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
 from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
+from megarl.weight_sync.copies import SpareMemory
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.spare import SpareMemory
 from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines

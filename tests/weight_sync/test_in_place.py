@@ -27,12 +27,12 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.weight_sync import in_place
-from megarl.weight_sync.engines import engine_plan
+from megarl.weight_sync.copies import Box
 from megarl.weight_sync.in_place import Home, Pieces, Place, has_room, part_of, private_bytes, share
 from megarl.weight_sync.manifest import SyncError, WeightManifest
-from megarl.weight_sync.order import copy_order
-from megarl.weight_sync.read import Box
+from megarl.weight_sync.plan import engine_plan
 from megarl.weight_sync.ring import RingSender
+from megarl.weight_sync.stream import copy_order
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -368,7 +368,7 @@ def test_pieces_bring_every_element_once_to_where_the_plan_has_it(
         for number, (name, (rows, cols)) in enumerate(sorted(megatron.parameter_sizes(shape, layout, rank).items()))
     }
     for worker in range(rollout):
-        copies = copy_order(plan, worker, worker, rollout)
+        copies = copy_order(plan, worker, (worker, rollout))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(in_place, "PIECE_BYTES", piece_bytes)
             pieces = Pieces.of(plan, copies, 4)

@@ -26,12 +26,9 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.role_sections import LoraSection
-from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, module_works
 from megarl.weight_sync.in_place import share
-from megarl.weight_sync.module_work import module_works
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.read import Box
-from megarl.weight_sync.spare import SpareMemory
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 

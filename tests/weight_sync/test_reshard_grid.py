@@ -25,10 +25,8 @@ from megarl.models.vllm_weights import (
     stage_layers,
     vllm_segments,
 )
-from megarl.weight_sync.columns import Boxes
-from megarl.weight_sync.engines import engine_match, engine_plan
-from megarl.weight_sync.plan import ReshardPlan
-from megarl.weight_sync.sides import megatron_boxes, shard_bytes, vllm_boxes
+from megarl.weight_sync.boxes import Boxes, megatron_boxes, shard_bytes, vllm_boxes
+from megarl.weight_sync.plan import ReshardPlan, engine_match, engine_plan
 from tests.models.test_table import fill, layouts, shape_of
 
 Parameters = dict[tuple[int, str], np.ndarray]

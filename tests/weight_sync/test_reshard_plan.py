@@ -11,10 +11,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.engines import engine_plan
-from megarl.weight_sync.order import copy_order, layer_starts, start_share
-from megarl.weight_sync.plan import ReshardPlan, plan_reshard
-from megarl.weight_sync.sides import vllm_boxes
+from megarl.weight_sync.boxes import vllm_boxes
+from megarl.weight_sync.plan import ReshardPlan, engine_plan, plan_reshard
+from megarl.weight_sync.stream import copy_order, layer_starts, start_share
 
 
 def model(family: str, layers: int, heads: int, groups: int, head_dim: int, ffn: int, vocab: int, tied: bool) -> ModelShape:
@@ -132,7 +131,7 @@ def test_readers_go_round_from_the_layer_of_their_share(case: tuple[ModelShape, 
     largest = max(int(part.sum()) for part in np.split(plan.sizes[own], starts[1:]))
     assert len(starts) == shape.num_layers + 2
     for reader in range(readers):
-        order = copy_order(plan, 0, reader, readers)
+        order = copy_order(plan, 0, (reader, readers))
         first = int(np.flatnonzero(own == order[0])[0])
         assert first in starts and order.tolist() == np.roll(own, -first).tolist()
         assert 0 <= total * start_share(reader, readers) - int(plan.sizes[own[:first]].sum()) < largest

@@ -26,7 +26,7 @@ from benchmarks.weight_sync_scale import (
 )
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.weight_sync.engines import engine_plan
+from megarl.weight_sync.plan import engine_plan
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import StreamReader
 from megarl.weight_sync.transport import engines_of

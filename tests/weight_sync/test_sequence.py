@@ -12,10 +12,9 @@ import torch
 from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.manifest import sync_plan, sync_stream
-from megarl.weight_sync.plan import ReshardPlan
-from megarl.weight_sync.sequence import Matrices, bucket_sequence, last_pieces
-from megarl.weight_sync.stream import Stream
+from megarl.weight_sync.plan import ReshardPlan, sync_plan
+from megarl.weight_sync.publish import Matrices
+from megarl.weight_sync.stream import Stream, bucket_sequence, last_pieces, sync_stream
 from tests.models.test_table import shape_of
 from tests.weight_sync.test_memory import SHAPE
 

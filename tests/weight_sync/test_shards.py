@@ -341,7 +341,7 @@ def test_too_little_shared_memory_is_an_error_and_not_a_dead_process(
     smaller = "" if on_device else ", or lower weight_sync.bucket_bytes: 2 buckets have 4096 bytes each"
     said = rf"buckets need \d+ bytes more in {re.escape(str(tmp_path))}; enlarge it \(docker run --shm-size\){smaller}$"
     with pytest.raises(ValueError, match=said):
-        Ring.create("large", 1, 1, 4096, on_device)
+        Ring("large", 1, 1, 4096, on_device, create=True)
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reserved[0])

@@ -12,12 +12,9 @@ import torch
 
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
-from megarl.weight_sync.copies import Copies, Work
+from megarl.weight_sync.copies import Box, Copies, SpareMemory, Work, module_works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.module_work import module_works
-from megarl.weight_sync.read import Box
-from megarl.weight_sync.spare import SpareMemory
 
 CPU = torch.device("cpu")
 

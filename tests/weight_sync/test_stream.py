@@ -12,11 +12,9 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.engines import engine_plan
-from megarl.weight_sync.order import copy_order
-from megarl.weight_sync.plan import ReshardPlan
-from megarl.weight_sync.sides import shard_bytes
-from megarl.weight_sync.stream import ALIGNMENT, CHECKSUM_BYTES, Stream, checksum
+from megarl.weight_sync.boxes import shard_bytes
+from megarl.weight_sync.plan import ReshardPlan, engine_plan
+from megarl.weight_sync.stream import ALIGNMENT, CHECKSUM_BYTES, Stream, checksum, copy_order
 
 SHAPE = ModelShape.from_config(
     {
@@ -45,7 +43,7 @@ cases = st.tuples(
 def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, Stream]:
     layout, rollout, itemsize, bucket_bytes, worker = case
     plan, worker = engine_plan(SHAPE, layout, rollout), worker % rollout.workers
-    order = copy_order(plan, worker, worker, rollout.workers)
+    order = copy_order(plan, worker, (worker, rollout.workers))
     return plan, order, Stream.of(plan, order, itemsize, bucket_bytes)
 
 

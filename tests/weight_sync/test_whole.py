@@ -12,11 +12,10 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
-from megarl.weight_sync.engines import checkpoint_plan
-from megarl.weight_sync.order import copy_order
-from megarl.weight_sync.plan import ReshardPlan
-from megarl.weight_sync.read import Box
-from megarl.weight_sync.whole import whole_tensors
+from megarl.weight_sync.copies import Box
+from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
+from megarl.weight_sync.read import whole_tensors
+from megarl.weight_sync.stream import copy_order
 from tests.rollout_cases import checkpoint, megatron_shards, save_model
 
 pytestmark = pytest.mark.sync
