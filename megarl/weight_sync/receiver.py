@@ -21,17 +21,10 @@ from typing import Any
 
 import torch
 from vllm._custom_ops import CPUDNNLGEMMHandler
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization.online.fp8 import (
-    Fp8PerBlockOnlineLinearMethod,
-    Fp8PerBlockOnlineMoEMethod,
-)
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.models import ModelShape

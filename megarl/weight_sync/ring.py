@@ -138,12 +138,7 @@ class RingSender:
     """
 
     def __init__(
-        self,
-        rings: Sequence[Ring],
-        streams: Sequence[Stream],
-        rank: int,
-        timeout_s: float,
-        watch: Callable[[], None] | None,
+        self, rings: Sequence[Ring], streams: Sequence[Stream], rank: int, timeout_s: float, watch: Callable[[], None] | None
     ) -> None:
         self._rings, self._streams, self._rank, self._timeout_s, self._watch = rings, streams, rank, timeout_s, watch
         self._session, self._engines = 0, np.empty(0, dtype=np.int64)

@@ -244,12 +244,7 @@ def _seed(version: int, bucket: int) -> int:
 
 
 def _cut(
-    plan: ReshardPlan,
-    copies: np.ndarray,
-    itemsize: int,
-    bucket_bytes: int,
-    in_blocks: np.ndarray,
-    apart: Collection[int],
+    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray, apart: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut copies into pieces: (copy, row, rows, bucket) of each. A bucket takes whole rows, or rows of blocks, as long as
     they fit with their checksums, up to the next copy that is `apart`."""

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.models.layout import Segment
 from megarl.models.quantised_blocks import BLOCK, check_blocks
-from megarl.weight_sync.codec import (
-    BITS,
-    GAPS,
-    HEADER_BYTES,
-    decode_delta,
-    dequantise_blocks,
-    encode_delta,
-    quantise_blocks,
-)
+from megarl.weight_sync.codec import BITS, GAPS, HEADER_BYTES, decode_delta, dequantise_blocks, encode_delta, quantise_blocks
 
 pytestmark = pytest.mark.sync
 

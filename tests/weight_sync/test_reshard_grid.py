@@ -205,11 +205,7 @@ def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> N
         ("llama", RolloutLayout(3), r"rollout\.tensor = 3 must divide the 8 attention heads"),
         ("llama", RolloutLayout(pipeline=5), r"rollout\.pipeline = 5 must be at most the 4 layers"),
         ("llama", RolloutLayout(2, expert_parallel=True), r"rollout\.expert_parallel = true needs a model with experts"),
-        (
-            "mixtral",
-            RolloutLayout(4, data=4, expert_parallel=True),
-            r"rollout\.data = 4 x 4 must be at most the 8 ex",
-        ),
+        ("mixtral", RolloutLayout(4, data=4, expert_parallel=True), r"rollout\.data = 4 x 4 must be at most the 8 ex"),
         ("qwen3_moe", RolloutLayout(1, data=3), r"rollout\.data = 1 x 3 must divide the 16 feed-forward rows of an expert"),
     ],
 )

@@ -70,22 +70,13 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, int]:
 
 @settings(max_examples=60)
 @given(cases())
-def test_both_ends_compute_the_same_plan_and_another_cut_another_hash(
-    case: tuple[ModelShape, Layout, int],
-) -> None:
+def test_both_ends_compute_the_same_plan_and_another_cut_another_hash(case: tuple[ModelShape, Layout, int]) -> None:
     shape, layout, rollout = case
     first = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, RolloutLayout(rollout)))
     again = plan_reshard(megatron_segments(shape, layout), vllm_segments(shape, RolloutLayout(rollout)))
     assert first.hash == again.hash
     other = model(
-        shape.family,
-        shape.num_layers,
-        shape.heads,
-        shape.groups,
-        shape.head_dim,
-        shape.ffn,
-        shape.vocab + 1,
-        shape.tied,
+        shape.family, shape.num_layers, shape.heads, shape.groups, shape.head_dim, shape.ffn, shape.vocab + 1, shape.tied
     )
     assert plan_reshard(megatron_segments(other, layout), vllm_segments(other, RolloutLayout(rollout))).hash != first.hash
 

@@ -149,10 +149,7 @@ def test_a_classifier_has_the_head_of_one_label(tmp_path: Path) -> None:
 
 
 def tokenizer(folder: Path, last: int, added: int) -> None:
-    content = {
-        "model": {"type": "BPE", "vocab": {"a": 0, "z": last}},
-        "added_tokens": [{"id": added, "content": "<end>"}],
-    }
+    content = {"model": {"type": "BPE", "vocab": {"a": 0, "z": last}}, "added_tokens": [{"id": added, "content": "<end>"}]}
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 

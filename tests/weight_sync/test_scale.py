@@ -16,14 +16,7 @@ import torch
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, sync_seconds
 from benchmarks.sync_rates import Sync, measured_in_turns
-from benchmarks.weight_sync_scale import (
-    CASES,
-    Case,
-    check_cut,
-    main,
-    missed,
-    rate_case,
-)
+from benchmarks.weight_sync_scale import CASES, Case, check_cut, main, missed, rate_case
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.weight_sync.plan import engine_plan
