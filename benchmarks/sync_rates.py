@@ -202,7 +202,7 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     words = {name: words_of(target) for name, target in targets.items()}
 
     def works(boxes: Sequence[Box]) -> Works:
-        return Works([_Work((number,), box.words_within(words[box.parameter])) for number, box in enumerate(boxes)])
+        return Works([_Work((number,), box.within(words[box.parameter])) for number, box in enumerate(boxes)])
 
     connection.send(None)
     while (values := connection.recv()) is not None:

@@ -156,7 +156,7 @@ class BoxWork:
         taking = self._engines._taking[self._place]
         self._engines.before(*self._place, taking.boxes)
         taking.target(self._box)
-        return [self._box.words_within(words_of(taking.parameters[self._box.parameter]))]
+        return [self._box.within(words_of(taking.parameters[self._box.parameter]))]
 
     def copied(self, thread: int) -> None:
         taking = self._engines._taking[self._place]

@@ -16,14 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from megarl.weight_sync.in_place import hashed_parts, part_of, piece_checksum, words_of
+from megarl.weight_sync.in_place import piece_checksum, words_of
 from megarl.weight_sync.transport import NUM_BUCKETS
 
+Matrix = TypeVar("Matrix", torch.Tensor, np.ndarray)
 MOST_THREADS = 4  # more gain little: they share the memory's rate
 # After so many pieces a worker reports its progress and looks whether it was given up: that costs as much as a small piece.
 RELEASE_PIECES = 8
@@ -35,8 +36,8 @@ LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
 
 class Box(NamedTuple):
     """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col), and the `scales` of FP8 blocks at the
-    place of their blocks. A box that is read in place may be several, [boxes, rows, cols], each `step` rows behind the last.
-    Its content is also there as `words`: whole numbers, which numpy handles in a fraction of torch's time."""
+    place of their blocks. The content of a box that is read in place is also there as `words`: whole numbers, which numpy
+    handles in a fraction of torch's time."""
 
     parameter: str
     row: int
@@ -44,7 +45,6 @@ class Box(NamedTuple):
     content: torch.Tensor
     scales: torch.Tensor | None = None
     words: np.ndarray | None = None
-    step: int = 0
 
     @property
     def in_words(self) -> np.ndarray:
@@ -52,21 +52,16 @@ class Box(NamedTuple):
         assert self.words is not None, "what comes in buckets has no words"
         return self.words
 
-    def within(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Where the content belongs in the whole parameter, [rows, columns]."""
-        return part_of(matrix, self.row, self.col, self.content.shape, self.step)
-
-    def words_within(self, matrix: np.ndarray) -> np.ndarray:
-        """Where the words belong in the whole parameter as words, [rows, columns]. Raises ValueError where it is smaller."""
-        *boxes, rows, cols = self.in_words.shape
-        rows += self.step * (boxes[0] - 1) if boxes else 0  # with the rows between the boxes
+    def within(self, matrix: Matrix) -> Matrix:
+        """Where the box belongs in the whole parameter, [rows, columns], or in its words. Raises ValueError where the
+        parameter is smaller."""
+        rows, cols = self.content.shape
         place = matrix[self.row : self.row + rows, self.col : self.col + cols]
         if place.shape != (rows, cols):
-            raise ValueError(f"a matrix of {matrix.shape} ends before {self.row + rows} x {self.col + cols}")
-        if not boxes:
-            return place
-        down, right = place.strides
-        return np.lib.stride_tricks.as_strided(place, self.in_words.shape, (self.step * down, down, right))
+            raise ValueError(
+                f"a matrix of {tuple(matrix.shape)} ends before {self.row + rows} x {self.col + cols} of {self.parameter}"
+            )
+        return place
 
 
 class Work(Protocol):
@@ -166,7 +161,7 @@ class Copies:
                     return
                 np.copyto(place, self._pieces[number])
                 begun = time.perf_counter()
-                self.sums[number] = piece_checksum(hashed_parts(place), self._version, number)
+                self.sums[number] = piece_checksum(place, self._version, number)
                 self._hashing_s[thread] += time.perf_counter() - begun
                 self._done[number] = 1
                 num_pieces += 1
@@ -328,7 +323,7 @@ class ModuleWork:
         words = {}
         for parameter, dtype in {box.parameter: box.content.dtype for box in self._boxes}.items():
             words[parameter] = spare.words(writer.target(parameter, dtype, spare))
-        places = [box.words_within(words[box.parameter]) for box in self._boxes]
+        places = [box.within(words[box.parameter]) for box in self._boxes]
         if not spare.in_use:  # a kept reference would stop it from being lent again
             self._places, self._addresses = places, {parameter: writer.address(parameter) for parameter in words}
         return places

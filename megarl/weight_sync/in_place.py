@@ -5,7 +5,7 @@ The first sync moves the storages of the parameters into shared memory. Every te
 and their views too, stays valid. The storages are files without a name, which other processes of the machine open through
 `/proc`, and which vanish with the last process that maps them. Workers map them read-only.
 
-A box is copied in pieces, several small boxes as one piece, and each piece is hashed right after its copy. When everything
+A box is copied in pieces, and each piece is hashed right after its copy. When everything
 was read, a rank hashes its own bytes: later, so that both ends do not compete for the memory's rate, and because it proves
 that what was read is what the rank still holds. The worker compares at the end, before its engine takes the version.
 """
@@ -27,7 +27,7 @@ import torch
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.plan import ReshardPlan
 from megarl.weight_sync.segment import ROOT
-from megarl.weight_sync.stream import CHECKSUM_BYTES, checksum_of_parts
+from megarl.weight_sync.stream import checksum
 
 PIECE_BYTES = 2 << 20  # hashed at a time, while the copy is in the cache
 LOCKED = 0x2000  # Linux's MAP_LOCKED on x86 and arm64; Python 3.11 has no name for it
@@ -36,124 +36,53 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 
 
 class Place(NamedTuple):
-    """Where a piece lies in a local parameter: `rows` x `cols` elements from (row, col) on, `boxes` times, each `step` rows
-    behind the last."""
+    """Where a piece lies in a local parameter: `rows` x `cols` elements from (row, col) on."""
 
     parameter: str
     row: int
     col: int
     rows: int
     cols: int
-    boxes: int = 1
-    step: int = 0
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """[rows, cols], or [boxes, rows, cols]."""
-        return (self.rows, self.cols) if self.boxes == 1 else (self.boxes, self.rows, self.cols)
-
-
-def part_of(matrix: torch.Tensor, row: int, col: int, size: Sequence[int], step: int) -> torch.Tensor:
-    """View a part of a matrix from (row, col) on: [rows, cols], or [boxes, rows, cols] with a box every `step` rows. Raises
-    ValueError where the matrix is smaller."""
-    *boxes, rows, cols = size
-    last = row + rows + (step * (boxes[0] - 1) if boxes else 0)
-    if last > matrix.shape[0] or col + cols > matrix.shape[1]:
-        raise ValueError(f"a matrix of {tuple(matrix.shape)} has no rows up to {last} and columns up to {col + cols}")
-    if not boxes:
-        return matrix[row : row + rows, col : col + cols]
-    down, right = matrix.stride()
-    return matrix.as_strided(size, (step * down, down, right), matrix.storage_offset() + row * down + col * right)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """The pieces of one destination in the order in which they are read, as int64 columns [pieces]: `rows` rows, from row
-    `row` on, of the copy number `copy` of the plan, which rank `source` holds.
-
-    Copies at even steps, in the rank's parameter and in the worker's, are one piece: Megatron keeps the queries of the
-    key-value groups behind each other, with keys and values between them. Such a piece has `boxes` copies from `copy` on,
-    each `source_step` rows behind the last at the rank, and `destination_step` at the worker.
-    """
+    `row` on, of the copy number `copy` of the plan, which rank `source` holds."""
 
     copy: np.ndarray
     row: np.ndarray
     rows: np.ndarray
     source: np.ndarray
-    boxes: np.ndarray
-    source_step: np.ndarray
-    destination_step: np.ndarray
 
     @classmethod
     def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> Pieces:
         """Cut `copies`, positions in the plan to one destination, into pieces; `itemsize` is bytes an element."""
-        first, boxes, *steps = _even_steps(plan, copies, itemsize)
-        copies = copies[first]
-        most = np.maximum(1, PIECE_BYTES // (plan.cols[copies] * itemsize))
-        counts = np.where(boxes > 1, 1, -(-plan.rows[copies] // most))
-        row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        copy, most, boxes, source_step, destination_step = (
-            np.repeat(column, counts) for column in (copies, most, boxes, *steps)
-        )
-        row = row * most
-        rows = np.where(boxes > 1, plan.rows[copy], np.minimum(most, plan.rows[copy] - row))
-        return cls(copy, row, rows, plan.source_rank[copy], boxes, source_step, destination_step)
+        most_rows = np.maximum(1, PIECE_BYTES // (plan.cols[copies] * itemsize))
+        counts = -(-plan.rows[copies] // most_rows)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within its copy
+        copy, most_rows = np.repeat(copies, counts), np.repeat(most_rows, counts)
+        row = number * most_rows
+        return cls(copy, row, np.minimum(most_rows, plan.rows[copy] - row), plan.source_rank[copy])
 
     def __len__(self) -> int:
         return len(self.copy)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the checksums of all pieces."""
-        return CHECKSUM_BYTES * len(self)
-
-    def elements_before(self, plan: ReshardPlan) -> np.ndarray:
-        """Elements of the pieces before each piece, and of all pieces, int64 [pieces + 1]."""
-        return np.concatenate([[0], np.cumsum(self.boxes * self.rows * plan.cols[self.copy])])
 
     def at_source(self, plan: ReshardPlan, number: int) -> Place:
         """Where a piece is in its rank's memory."""
         copy = self.copy[number]
         parameter = plan.source_parameters[plan.source_parameter[copy]]
-        return self._place(plan, number, parameter, plan.source_row[copy], plan.source_col[copy], self.source_step)
+        return self._place(plan, number, parameter, plan.source_row[copy], plan.source_col[copy])
 
     def at_destination(self, plan: ReshardPlan, number: int) -> Place:
         """Where a piece belongs in its worker's memory."""
         copy = self.copy[number]
         parameter = plan.destination_parameters[plan.destination_parameter[copy]]
-        row, col = plan.destination_row[copy], plan.destination_col[copy]
-        return self._place(plan, number, parameter, row, col, self.destination_step)
+        return self._place(plan, number, parameter, plan.destination_row[copy], plan.destination_col[copy])
 
-    def _place(self, plan: ReshardPlan, number: int, parameter: str, row: int, col: int, steps: np.ndarray) -> Place:
+    def _place(self, plan: ReshardPlan, number: int, parameter: str, row: int, col: int) -> Place:
         rows, cols = int(self.rows[number]), int(plan.cols[self.copy[number]])
-        first = int(row) + int(self.row[number])
-        return Place(parameter, first, int(col), rows, cols, int(self.boxes[number]), int(steps[number]))
-
-
-def _even_steps(plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> tuple[np.ndarray, ...]:
-    """Find the runs of copies that are one piece: (first, boxes, source step, destination step), where `first` is a position
-    in `copies`. A copy outside any run is a run of one."""
-    alike = ("source_rank", "source_parameter", "source_col", "destination_parameter", "destination_col", "rows", "cols")
-    same = np.ones(max(0, len(copies) - 1), dtype=bool)
-    for column in alike:
-        values = getattr(plan, column)[copies]
-        same &= values[1:] == values[:-1]
-    source, destination = np.diff(plan.source_row[copies]), np.diff(plan.destination_row[copies])
-    same &= (source > 0) & (destination > 0)
-    most = np.maximum(1, PIECE_BYTES // (plan.rows[copies] * plan.cols[copies] * itemsize)).tolist()
-    links = list(zip(same.tolist(), source.tolist(), destination.tolist(), strict=True))
-    runs: list[tuple[int, int, int, int]] = []
-    first = 0
-    while first < len(copies):
-        last, steps = first, (0, 0)
-        while last < len(links) and links[last][0] and last + 1 - first < most[first]:
-            if last > first and links[last][1:] != steps:
-                break
-            steps = links[last][1:]
-            last += 1
-        runs.append((first, last + 1 - first, *steps))
-        first = last + 1
-    return tuple(np.array(runs, dtype=np.int64).reshape(-1, 4).T)
+        return Place(parameter, int(row) + int(self.row[number]), int(col), rows, cols)
 
 
 def words_of(content: torch.Tensor) -> np.ndarray:
@@ -161,18 +90,9 @@ def words_of(content: torch.Tensor) -> np.ndarray:
     return content.view(_WORDS[content.itemsize]).numpy()
 
 
-def hashed_parts(words: np.ndarray) -> list[np.ndarray]:
-    """Split a piece into parts with contiguous bytes. It stays one part where all bytes are contiguous, or where the boxes
-    themselves are not: then they are copied before they are hashed."""
-    if words.ndim == 3 and not words.flags.c_contiguous and words[0].flags.c_contiguous:
-        return list(words)
-    return [words]
-
-
-def piece_checksum(parts: Sequence[np.ndarray], version: int, number: int) -> int:
-    """Hash a piece in `hashed_parts`, by its number among the pieces of its destination. Only the elements and their order
-    count, not their layout in memory."""
-    return checksum_of_parts([np.ascontiguousarray(part) for part in parts], version, number)
+def piece_checksum(words: np.ndarray, version: int, number: int) -> int:
+    """Hash a piece, by its number among the pieces of its destination; its layout in memory does not count."""
+    return checksum(np.ascontiguousarray(words), version, number)
 
 
 def identity(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -239,19 +159,20 @@ class Home:
         self._places = {name: (files[file], offset, stride) for name, (file, offset, stride) in values["places"].items()}
 
     def box(self, place: Place) -> torch.Tensor:
-        """A piece of a local parameter, [rows, cols] or [boxes, rows, cols]."""
+        """A piece of a local parameter, [rows, cols]."""
         file, offset, stride = self._places[place.parameter]
-        steps = (stride, 1) if place.boxes == 1 else (place.step * stride, stride, 1)
-        return file.as_strided(place.size, steps, offset + place.row * stride + place.col)
+        return file.as_strided((place.rows, place.cols), (stride, 1), offset + place.row * stride + place.col)
 
 
 def own_box(parameters: Mapping[str, torch.Tensor], place: Place) -> torch.Tensor:
     """A piece of one of this rank's own parameters. Raises ValueError for a parameter that is smaller."""
-    try:
-        return part_of(_matrix(parameters[place.parameter]), place.row, place.col, place.size, place.step)
-    except ValueError as error:
-        size = tuple(parameters[place.parameter].shape)
-        raise ValueError(f"{place.parameter} of {size} does not have the size in the plan: {error}") from error
+    box = _matrix(parameters[place.parameter])[place.row : place.row + place.rows, place.col : place.col + place.cols]
+    if box.shape != (place.rows, place.cols):
+        raise ValueError(
+            f"{place.parameter} of {tuple(parameters[place.parameter].shape)} does not have the size in the plan, at least "
+            f"{place.row + place.rows} x {place.col + place.cols}"
+        )
+    return box
 
 
 def _matrix(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """The reshard plan: which boxes move from which trainer rank to which vLLM worker. Computed once, replayed at each sync.
 
-`match_boxes` finds the common rectangles of both sides, `choose_senders` picks one of the ranks that hold each rectangle,
-and `engine_plan` does both for one engine. Both ends compute the same plan from the same boxes.
+`plan_reshard` finds the common rectangles of both sides and picks one of the ranks that hold each rectangle. Both ends
+compute the same plan from the same boxes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -24,64 +24,6 @@ from megarl.weight_sync.boxes import Boxes, megatron_boxes, vllm_boxes
 
 # Compare so many pairs of boxes at once: a large model's comparison stays within a few hundred MB.
 _PAIRS = 1 << 21
-
-
-@dataclass(frozen=True, eq=False)
-class Match:
-    """Every common rectangle of a destination box with a distinct source box, in the order of the destinations.
-
-    `destination` and `source` [rectangles] are positions of a destination and of a group of replicas: equal source boxes of
-    several ranks. Group g is `replicas[starts[g] : starts[g + 1]]`, positions of sources by ascending rank.
-    """
-
-    sources: Boxes
-    destinations: Boxes
-    destination: np.ndarray
-    source: np.ndarray
-    row0: np.ndarray
-    row1: np.ndarray
-    col0: np.ndarray
-    col1: np.ndarray
-    replicas: np.ndarray
-    starts: np.ndarray
-
-
-def match_boxes(sources: Boxes, destinations: Boxes) -> Match:
-    """Find the common rectangles of both sides.
-
-    Raises ValueError for a name that only one side knows, for a destination element that no source holds, and for source
-    boxes that overlap without being equal."""
-    only_one_side = sorted(set(sources.names) ^ set(destinations.names))
-    if only_one_side:
-        raise ValueError(f"reshard plan: only one end knows {only_one_side[:5]} ({len(only_one_side)} names); both must")
-    # Names are compared by their number in the sources' table.
-    numbers = {name: number for number, name in enumerate(sources.names)}
-    name = np.array([numbers[name] for name in destinations.names], dtype=np.int64)[destinations.name]
-    # Equal boxes stand together, by name, rows and columns; within a group by rank.
-    keys = (sources.name, sources.row0, sources.row1, sources.col0, sources.col1)
-    replicas = np.lexsort((sources.rank, *reversed(keys)))
-    sorted_keys = np.stack([key[replicas] for key in keys])
-    first = np.flatnonzero(np.any(sorted_keys[:, 1:] != sorted_keys[:, :-1], axis=0)) + 1
-    starts = np.concatenate([[0], first, [len(replicas)]]).astype(np.int64)
-    distinct = replicas[starts[:-1]]
-    for left, right, (row0, row1, col0, col1) in _pairs(sources, distinct, sources, distinct, sources.name[distinct]):
-        overlap = np.flatnonzero((row0 < row1) & (col0 < col1) & (left != right))
-        if len(overlap):
-            a, b = (sources.segment(int(distinct[side[overlap[0]]])) for side in (left, right))
-            raise ValueError(f"reshard plan: source boxes overlap: {a} and {b}")
-    order = np.argsort(destinations.rank, kind="stable")  # keeps each rank's own order
-    parts = []
-    for left, group, (row0, row1, col0, col1) in _pairs(destinations, order, sources, distinct, name[order]):
-        held = np.flatnonzero((row0 < row1) & (col0 < col1))
-        parts.append((order[left[held]], *(column[held] for column in (group, row0, row1, col0, col1))))
-    destination, source, row0, row1, col0, col1 = (np.concatenate(column) for column in zip(*parts, strict=True))
-    # Distinct source boxes are disjoint, so equal areas mean: every element exactly once.
-    covered = np.bincount(destination, (row1 - row0) * (col1 - col0), len(destinations)).astype(np.int64)
-    missing = destinations.sizes - covered
-    if missing.any():
-        box = int(np.flatnonzero(missing)[0])
-        raise ValueError(f"reshard plan: {missing[box]} elements of {destinations.segment(box)} are held by no source")
-    return Match(sources, destinations, destination, source, row0, row1, col0, col1, replicas, starts)
 
 
 def _pairs(
@@ -107,57 +49,6 @@ def _pairs(
         high = [np.minimum(getattr(left, corner)[a], getattr(right, corner)[b]) for corner in ("row1", "col1")]
         yield i, j, (low[0], high[0], low[1], high[1])
         begin = end
-
-
-def choose_senders(
-    match: Match, source_nodes: Sequence[int] | None, destination_nodes: Sequence[int] | None, turn: int
-) -> np.ndarray:
-    """Choose which source sends each rectangle of `match`: its position, int64 [rectangles]. Deterministic.
-
-    `source_nodes` and `destination_nodes` give the node of each rank and of each worker; None means one node. A holder on
-    the worker's node is preferred, then the holder with the fewest elements to send so far, then the lowest rank, counted
-    from the `turn`-th: other engines have another turn, so what cannot be shared evenly burdens other ranks. Rectangles that
-    few ranks hold are assigned first, and large ones before small ones.
-    """
-    sizes = (match.row1 - match.row0) * (match.col1 - match.col0)
-    ranks = match.sources.rank[match.replicas]
-    groups = [ranks[start:stop] for start, stop in pairwise(match.starts.tolist())]
-    numbers: dict[bytes, int] = {}  # groups of the same ranks share a number
-    holders = np.array([numbers.setdefault(group.tobytes(), len(numbers)) for group in groups], dtype=np.int64)
-    holders = holders[match.source]
-    nodes, wanted = None, np.zeros(len(sizes), dtype=np.int64)
-    if source_nodes is not None and destination_nodes is not None:
-        nodes = np.asarray(source_nodes, dtype=np.int64)
-        wanted = np.asarray(destination_nodes, dtype=np.int64)[match.destinations.rank[match.destination]]
-    order = np.lexsort((-sizes, wanted, holders, np.diff(match.starts)[match.source]))
-    changed = (np.diff(holders[order]) != 0) | (np.diff(wanted[order]) != 0)
-    chosen = np.empty(len(sizes), dtype=np.int64)  # number within the group
-    load: dict[int, int] = {}
-    for rectangles in np.split(order, np.flatnonzero(changed) + 1) if len(order) else ():
-        group = groups[match.source[rectangles[0]]]
-        candidates = np.arange(len(group))
-        if nodes is not None and (near := np.flatnonzero(nodes[group] == wanted[rectangles[0]])).size:
-            candidates = near
-        candidate_ranks = group[candidates].tolist()
-        picks, totals = _share(sizes[rectangles], [load.get(rank, 0) for rank in candidate_ranks], turn)
-        chosen[rectangles] = candidates[picks]
-        load |= dict(zip(candidate_ranks, totals, strict=True))
-    return match.replicas[match.starts[match.source] + chosen]
-
-
-def _share(sizes: np.ndarray, loads: list[int], turn: int) -> tuple[np.ndarray, list[int]]:
-    """Give each size in turn to the sender with the least load; (the sender of each size, the new loads)."""
-    if len(loads) == 1:
-        return np.zeros(len(sizes), dtype=np.int64), [loads[0] + int(sizes.sum())]
-    heap = [(load, (sender - turn) % len(loads), sender) for sender, load in enumerate(loads)]
-    heapq.heapify(heap)
-    picks, totals = [], list(loads)
-    for size in sizes.tolist():
-        load, order, sender = heap[0]
-        heapq.heapreplace(heap, (load + size, order, sender))
-        totals[sender] = load + size
-        picks.append(sender)
-    return np.array(picks, dtype=np.int64), totals
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,71 +108,104 @@ class ReshardPlan:
         )
 
 
-def plan_reshard(
-    sources: Boxes | Iterable[Segment],
-    destinations: Boxes | Iterable[Segment],
-    source_nodes: Sequence[int] | None = None,
-    destination_nodes: Sequence[int] | None = None,
-    turn: int = 0,
-) -> ReshardPlan:
-    """Cover every destination box exactly once from source boxes.
+def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Iterable[Segment]) -> ReshardPlan:
+    """Cover every destination box exactly once from source boxes. Deterministic.
 
-    Where several source ranks hold a box (data-parallel replicas, norms under tensor parallelism) `choose_senders` decides
-    which rank sends; the last three arguments are its. Raises ValueError as `match_boxes` does.
+    Equal source boxes of several ranks are replicas (data parallelism, norms under tensor parallelism): the replica with the
+    fewest elements to send so far sends, then the lowest rank. Rectangles with few replicas are assigned first, and large
+    rectangles before small ones.
+
+    Raises ValueError for a name that only one side knows, for a destination element that no source holds, and for source
+    boxes that overlap without being equal.
     """
-    ends = (end if isinstance(end, Boxes) else Boxes.of(end) for end in (sources, destinations))
-    return plan_match(match_boxes(*ends), source_nodes, destination_nodes, turn)
-
-
-def plan_match(
-    match: Match, source_nodes: Sequence[int] | None = None, destination_nodes: Sequence[int] | None = None, turn: int = 0
-) -> ReshardPlan:
-    """Plan one engine: equal engines share the match, and each has its own senders."""
-    sources, destinations = match.sources, match.destinations
-    sender, receiver = choose_senders(match, source_nodes, destination_nodes, turn), match.destination
+    sources, destinations = (end if isinstance(end, Boxes) else Boxes.of(end) for end in (sources, destinations))
+    only_one_side = sorted(set(sources.names) ^ set(destinations.names))
+    if only_one_side:
+        raise ValueError(f"reshard plan: only one end knows {only_one_side[:5]} ({len(only_one_side)} names); both must")
+    # Groups of replicas, by name, rows and columns: group g is replicas[starts[g] : starts[g + 1]], by ascending rank.
+    keys = (sources.name, sources.row0, sources.row1, sources.col0, sources.col1)
+    replicas = np.lexsort((sources.rank, *reversed(keys)))
+    sorted_keys = np.stack([key[replicas] for key in keys])
+    first = np.flatnonzero(np.any(sorted_keys[:, 1:] != sorted_keys[:, :-1], axis=0)) + 1
+    starts = np.concatenate([[0], first, [len(replicas)]]).astype(np.int64)
+    distinct = replicas[starts[:-1]]
+    for left, right, (row0, row1, col0, col1) in _pairs(sources, distinct, sources, distinct, sources.name[distinct]):
+        overlap = np.flatnonzero((row0 < row1) & (col0 < col1) & (left != right))
+        if len(overlap):
+            a, b = (sources.segment(int(distinct[side[overlap[0]]])) for side in (left, right))
+            raise ValueError(f"reshard plan: source boxes overlap: {a} and {b}")
+    receiver, group, row0, row1, col0, col1 = _rectangles(sources, distinct, destinations)
+    sender = _choose_senders(sources.rank, replicas, starts, group, (row1 - row0) * (col1 - col0))
     columns = (
         sources.name[sender],
         sources.rank[sender],
         sources.parameter[sender],
-        sources.local_row[sender] + match.row0 - sources.row0[sender],
-        sources.local_col[sender] + match.col0 - sources.col0[sender],
+        sources.local_row[sender] + row0 - sources.row0[sender],
+        sources.local_col[sender] + col0 - sources.col0[sender],
         destinations.rank[receiver],
         destinations.parameter[receiver],
-        destinations.local_row[receiver] + match.row0 - destinations.row0[receiver],
-        destinations.local_col[receiver] + match.col0 - destinations.col0[receiver],
-        match.row1 - match.row0,
-        match.col1 - match.col0,
+        destinations.local_row[receiver] + row0 - destinations.row0[receiver],
+        destinations.local_col[receiver] + col0 - destinations.col0[receiver],
+        row1 - row0,
+        col1 - col0,
     )
     for column in columns:
         column.setflags(write=False)
     return ReshardPlan(sources.names, sources.parameters, destinations.parameters, *columns)
 
 
-def engine_plan(
-    shape: ModelShape,
-    layout: Layout,
-    rollout: RolloutLayout,
-    engine: int = 0,
-    source_nodes: Sequence[int] | None = None,
-    worker_nodes: Sequence[int] | None = None,
-) -> ReshardPlan:
-    """Plan one engine by its number; the trainer ranks and the engine's workers compute the same plan.
+def _rectangles(sources: Boxes, distinct: np.ndarray, destinations: Boxes) -> list[np.ndarray]:
+    """The common rectangles of destinations with the `distinct` sources, by destination rank: position of the destination,
+    number of the distinct source, and corners, int64 [rectangles]."""
+    # Names are compared by their number in the sources' table.
+    numbers = {name: number for number, name in enumerate(sources.names)}
+    name = np.array([numbers[name] for name in destinations.names], dtype=np.int64)[destinations.name]
+    order = np.argsort(destinations.rank, kind="stable")  # keeps each rank's own order
+    parts = []
+    for left, group, (row0, row1, col0, col1) in _pairs(destinations, order, sources, distinct, name[order]):
+        held = np.flatnonzero((row0 < row1) & (col0 < col1))
+        parts.append((order[left[held]], *(column[held] for column in (group, row0, row1, col0, col1))))
+    destination, group, row0, row1, col0, col1 = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # Distinct source boxes are disjoint, so equal areas mean: every element exactly once.
+    covered = np.bincount(destination, (row1 - row0) * (col1 - col0), len(destinations)).astype(np.int64)
+    missing = destinations.sizes - covered
+    if missing.any():
+        box = int(np.flatnonzero(missing)[0])
+        raise ValueError(f"reshard plan: {missing[box]} elements of {destinations.segment(box)} are held by no source")
+    return [destination, group, row0, row1, col0, col1]
 
-    `source_nodes` [trainer ranks] and `worker_nodes` [workers of this engine] number the machines, None for no preference.
-    No engine's plan depends on another engine. Raises ValueError for a rollout layout that does not cut the model.
-    """
-    return plan_match(engine_match(shape, layout, rollout), source_nodes, worker_nodes, turn=engine)
+
+def _choose_senders(
+    rank: np.ndarray, replicas: np.ndarray, starts: np.ndarray, group: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """Choose the source that sends each rectangle of `sizes` elements from its `group` of replicas, int64 [rectangles]."""
+    groups = [rank[replicas[start:stop]] for start, stop in pairwise(starts.tolist())]
+    numbers: dict[bytes, int] = {}  # groups of the same ranks share a number
+    holders = np.array([numbers.setdefault(ranks.tobytes(), len(numbers)) for ranks in groups], dtype=np.int64)[group]
+    order = np.lexsort((-sizes, holders, np.diff(starts)[group]))
+    chosen = np.empty(len(sizes), dtype=np.int64)  # number within the group
+    loads: dict[int, int] = {}
+    for rectangles in np.split(order, np.flatnonzero(np.diff(holders[order])) + 1):
+        ranks = groups[group[rectangles[0]]].tolist()
+        heap = [(loads.get(rank, 0), number) for number, rank in enumerate(ranks)]
+        heapq.heapify(heap)
+        for rectangle, size in zip(rectangles.tolist(), sizes[rectangles].tolist(), strict=True):
+            load, number = heap[0]
+            heapq.heapreplace(heap, (load + size, number))
+            chosen[rectangle] = number
+        loads |= {ranks[number]: load for load, number in heap}
+    return replicas[starts[group] + chosen]
 
 
-# All engines of a run share one match; the second entry serves tests and benchmarks that compare two.
+# The ends of a sync that share a process share the plan; the second entry serves tests and benchmarks that compare two.
 @lru_cache(maxsize=2)
-def engine_match(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> Match:
-    """Match both sides for all engines: everything but who sends.
+def engine_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
+    """Plan every engine of a run: trainer ranks and workers compute the same plan.
 
     Tensors that no update moves are left out, and so is what no engine has: a critic's value head, and layers for
-    multi-token prediction, which are in no weight table.
+    multi-token prediction, which are in no weight table. Raises ValueError for a rollout layout that does not cut the model.
     """
-    return match_boxes(_sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
+    return plan_reshard(_sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
 
 
 def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:

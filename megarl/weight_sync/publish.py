@@ -30,7 +30,6 @@ from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_bl
 from megarl.weight_sync.in_place import (
     Pieces,
     has_room,
-    hashed_parts,
     identity,
     own_box,
     piece_checksum,
@@ -188,12 +187,11 @@ class WeightSync:
             for worker in range(workers)
         ]
         self._own = [np.flatnonzero(pieces.source == rank) for pieces in self._in_place]
-        self._elements_before = [pieces.elements_before(self._plan) for pieces in self._in_place]
         sent = self._plan.source_parameter[self._plan.source_rank == rank]  # this rank's parameters that some worker reads
         self._sent = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
         self._homes: tuple[str, ...] = ()
         # This rank's parameters in shared memory: their identity, their address (`share`), and views of them.
-        self._kept: tuple[list[Any], str, list[list[list[np.ndarray]]]] = [], "", []
+        self._kept: tuple[list[Any], str, list[list[np.ndarray]]] = [], "", []
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
         self._sender: Sender
@@ -334,7 +332,7 @@ class WeightSync:
         if settings.transport != "shared_memory" or settings.mode != "reshard" or settings.quantization is not None:
             return None
         pairs = zip(self._in_place, self._streams, strict=True)
-        if any(pieces.table_bytes > NUM_BUCKETS * stream.capacity for pieces, stream in pairs):
+        if any(CHECKSUM_BYTES * len(pieces) > NUM_BUCKETS * stream.capacity for pieces, stream in pairs):
             return None
         if isinstance(parameters, dict) and self._is_kept(parameters):
             return 0
@@ -448,29 +446,27 @@ class WeightSync:
             sender.begin(manifest)
             with span("wait_engines"):
                 last = [int(numbers[-1]) + 1 if len(numbers) else 0 for numbers in self._own]
-                sender.wait_copied(last, self._elements_before)
+                sender.wait_copied(last)
             begun = time.perf_counter()
             views_of_workers = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
             for worker, (numbers, views) in enumerate(zip(self._own, views_of_workers, strict=True)):
                 pairs = zip(views, numbers.tolist(), strict=True)
-                sums = [piece_checksum(parts, manifest.version, number) for parts, number in pairs]
-                num_bytes = sum(part.nbytes for parts in views for part in parts)
+                sums = [piece_checksum(words, manifest.version, number) for words, number in pairs]
+                num_bytes = sum(words.nbytes for words in views)
                 sender.seal(worker, numbers, sums, num_bytes + CHECKSUM_BYTES * len(numbers))
             pack_s = time.perf_counter() - begun
             with span("wait_engines"):
-                sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], self._elements_before)
+                sources = [np.unique(pieces.source) for pieces in self._in_place]
+                sender.wait_read(sources, [len(pieces) + 1 for pieces in self._in_place])
         except BaseException:  # as above
             sender.abort()
             raise
         return Streamed(pack_s, sender.sent_bytes, dict(sender.lost))
 
-    def _views(self, parameters: Mapping[str, torch.Tensor]) -> list[list[list[np.ndarray]]]:
-        """By worker, the pieces that it reads from this rank's memory, in `hashed_parts`."""
+    def _views(self, parameters: Mapping[str, torch.Tensor]) -> list[list[np.ndarray]]:
+        """By worker, the pieces that it reads from this rank's memory, as words."""
         return [
-            [
-                hashed_parts(words_of(own_box(parameters, pieces.at_source(self._plan, number))))
-                for number in numbers.tolist()
-            ]
+            [words_of(own_box(parameters, pieces.at_source(self._plan, number))) for number in numbers.tolist()]
             for pieces, numbers in zip(self._in_place, self._own, strict=True)
         ]
 

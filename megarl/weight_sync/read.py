@@ -16,7 +16,7 @@ from megarl.platform import current as platform
 from megarl.weight_sync.checks import DeviceChecks, HostChecks
 from megarl.weight_sync.codec import TakenParts, read_blocks
 from megarl.weight_sync.copies import RELEASE_PIECES, Box, Copies, Works, num_copy_threads
-from megarl.weight_sync.in_place import Home, Pieces, hashed_parts, piece_checksum, words_of
+from megarl.weight_sync.in_place import Home, Pieces, piece_checksum, words_of
 from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
@@ -229,7 +229,7 @@ class StreamReader:
             for number, source in enumerate(pieces.source.tolist()):
                 content = homes[source].box(pieces.at_source(self._plan, number))
                 to = pieces.at_destination(self._plan, number)
-                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content), to.step))
+                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content)))
             # Set together at the end: a failure above leaves no half of them to the next version.
             self._works, self._in_place, self._homes = works(in_place), in_place, homes
         figures.wait_s += time.perf_counter() - begun
@@ -241,7 +241,7 @@ class StreamReader:
         for count, number in enumerate(copies.left):
             yield self._in_place[number]
             begun = time.perf_counter()
-            sums[number] = piece_checksum(hashed_parts(words[number]), manifest.version, number)
+            sums[number] = piece_checksum(words[number], manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
             figures.verify_s += time.perf_counter() - begun
@@ -254,8 +254,6 @@ class StreamReader:
         wrong = np.flatnonzero(sums != sent_sums)
         if len(wrong):
             which = self._plan.describe(pieces.copy[wrong[0]])
-            if (boxes := pieces.at_source(self._plan, int(wrong[0])).boxes) > 1:
-                which += f" and the {boxes - 1} next to it"
             raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
         # Raises where this engine was given up before it had read all: later reads may be of another version.
         end.release(len(pieces))

@@ -24,7 +24,7 @@ from megarl.platform import current as platform
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.segment import SharedSegment
 from megarl.weight_sync.stream import ALIGNMENT, Stream
-from megarl.weight_sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, WATCH_S, wait_until
+from megarl.weight_sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
@@ -202,33 +202,22 @@ class RingSender:
         self._rings[worker].written[self._rank] = _mark(self._session, 1)
         self.sent_bytes += num_bytes
 
-    def wait_copied(self, num_pieces: Sequence[int], elements_before: Sequence[np.ndarray]) -> None:
-        """Wait until every engine's workers have read `num_pieces` pieces: all that they read in place from this rank.
-        `elements_before` [pieces + 1] counts, for each worker, the elements before each piece and in all pieces."""
-        progress: Progress = {}
-        needed = [before[: count + 1] for count, before in zip(num_pieces, elements_before, strict=True)]
-        begun = time.monotonic()
-
-        def look_s() -> float:
-            """Half of the time that the slowest worker needs for the rest at its rate since `begun`: a look takes 50 us from
-            cores that workers copy and pack with."""
-            share = min((self._share_read(worker, before) for worker, before in enumerate(needed)), default=1.0)
-            rest_s = (time.monotonic() - begun) * (1.0 / share - 1.0) if share else 0.0
-            return min(max(rest_s / 2, READ_LOOK_S), WATCH_S)
-
-        wait_until(partial(self._all_read, num_pieces, progress), math.inf, self._look, look_s)
+    def wait_copied(self, num_pieces: Sequence[int]) -> None:
+        """Wait until every engine's workers have read so many pieces, by worker: all that they read in place from this
+        rank."""
+        wait_until(partial(self._all_read, num_pieces, {}), math.inf, self._look, READ_LOOK_S)
         self._look()
 
-    def wait_read(self, sources: Sequence[np.ndarray], elements_before: Sequence[np.ndarray]) -> None:
+    def wait_read(self, sources: Sequence[np.ndarray], num_reports: Sequence[int]) -> None:
         """On the rank that looks after the engines, wait until all workers have read and compared all that they read in
-        place. `sources` are the ranks that each worker reads from."""
+        place: each worker reports `num_reports` times, and reads from the ranks in `sources`."""
         if self._watch is None:
             return
         for worker, ranks in enumerate(sources):
             # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
             if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
                 return
-        self.wait_copied([len(before) for before in elements_before], elements_before)
+        self.wait_copied(num_reports)
 
     def _all_read(self, num_pieces: Sequence[int], progress: Progress) -> bool:
         """Whether nobody has to be waited for. The rank that looks after the engines gives up an engine that does not
@@ -277,14 +266,6 @@ class RingSender:
             return self._engines[:0]
         read, gone = self._rings[worker].read[self._engines], self._rings[worker].gone[self._engines]
         return self._engines[(read < _mark(self._session, num_read)) & (gone != _mark(self._session))]
-
-    def _share_read(self, worker: int, before: np.ndarray) -> float:
-        """The share of the elements `before` its end that the slowest engine has read."""
-        read, begun = self._rings[worker].read[self._behind(worker, len(before) - 1)], _mark(self._session)
-        if not len(read):
-            return 1.0
-        pieces = int((np.maximum(read, begun) - begun).min())
-        return float(before[min(pieces, len(before) - 1)] / before[-1])  # it may have read on meanwhile
 
     def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
         return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())

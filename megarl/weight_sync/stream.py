@@ -226,21 +226,7 @@ class Stream:
 def checksum(content: np.ndarray, version: int, bucket: int) -> int:
     """Hash every byte of a piece, with the version and the bucket as the seed: bytes of another version or bucket do not
     pass. xxh3 runs at the speed of memory."""
-    return xxhash.xxh3_64_intdigest(content.data, seed=_seed(version, bucket))
-
-
-def checksum_of_parts(parts: Sequence[np.ndarray], version: int, bucket: int) -> int:
-    """The same checksum for a piece whose bytes lie in several places."""
-    if len(parts) == 1:
-        return checksum(parts[0], version, bucket)
-    state = xxhash.xxh3_64(seed=_seed(version, bucket))
-    for part in parts:
-        state.update(part.data)
-    return state.intdigest()
-
-
-def _seed(version: int, bucket: int) -> int:
-    return (version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF
+    return xxhash.xxh3_64_intdigest(content.data, seed=(version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF)
 
 
 def _cut(

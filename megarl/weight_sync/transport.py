@@ -37,7 +37,7 @@ REPORT_WAITS = {
 # Seconds between two looks of a wait. The first looks do not sleep: most waits are short.
 EAGER_LOOKS = 20
 LOOK_S = 0.0002
-READ_LOOK_S = 0.001  # where a rank waits for a whole version to be read: workers need the cores
+READ_LOOK_S = 0.005  # where a rank waits for a whole version to be read: a look takes 50 us from cores that workers need
 WATCH_S = 0.05
 
 
@@ -150,7 +150,7 @@ def wait_until(
     ready: Callable[[], bool],
     timeout_s: float,
     watch: Callable[[], None] | None = None,
-    look_s: Callable[[], float] = lambda: LOOK_S,
+    look_s: float = LOOK_S,
 ) -> bool:
     """Look every `look_s` until `ready`; False at the deadline. `watch` is called now and then, and may raise."""
     looks, begun = 0, time.monotonic()
@@ -166,5 +166,5 @@ def wait_until(
         if watch is not None and now - watched > WATCH_S:
             watch()
             watched = now
-        time.sleep(look_s())
+        time.sleep(look_s)
     return True

@@ -50,15 +50,6 @@ def test_a_delta_gives_back_every_bit(case: tuple[torch.Tensor, torch.Tensor, in
     assert delta.changed_bytes == changed * element_bytes
 
 
-def test_patterns_that_floats_do_not_tell_apart_come_back() -> None:
-    """NaNs of all kinds, zeros of both signs, infinities: by their bits, not their values."""
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    for new in (patterns[::-1], np.roll(patterns, 1), patterns ^ 0x8000, np.full_like(patterns, 0x7FC0)):
-        old = as_bytes(patterns)
-        decode_delta(encode_delta(old, as_bytes(new), 2).payload, old)
-        assert torch.equal(old, as_bytes(new))
-
-
 def step_of(share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 weights before and after a step that moves about a share of them by one unit in the last place."""
     random = torch.Generator().manual_seed(0)
@@ -89,14 +80,6 @@ def test_a_broken_delta_is_refused_or_fills_its_own_content_alone(data: Any) -> 
         decode_delta(torn, content)
     except ValueError:
         assert torch.equal(content, old), "a refused delta changed the content"
-
-
-def test_a_length_that_no_delta_has_is_refused() -> None:
-    old, new = step_of(0.01)
-    payload = encode_delta(old, new, 2).payload
-    payload[39] ^= 0x80  # the highest byte of the inflated length
-    with pytest.raises(ValueError, match="a delta is torn: .* inflated ones"):
-        decode_delta(payload, old.clone())
 
 
 def test_fp8_blocks_are_near_what_they_were() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megarl.weight_sync import copies
 from megarl.weight_sync.copies import Copies, num_copy_threads
-from megarl.weight_sync.in_place import hashed_parts, piece_checksum
+from megarl.weight_sync.in_place import piece_checksum
 
 pytestmark = pytest.mark.sync
 NUM_PIECES = 100
@@ -63,7 +63,7 @@ def works(made: Sequence[np.ndarray], size: int = 3) -> list[Some]:
 
 
 def sums(made: Sequence[np.ndarray]) -> list[int]:
-    return [piece_checksum(hashed_parts(words), 7, number) for number, words in enumerate(made)]
+    return [piece_checksum(words, 7, number) for number, words in enumerate(made)]
 
 
 def ignored(count: int) -> None:
@@ -150,23 +150,6 @@ def test_what_another_thread_cannot_do_is_raised_and_ends_them_all(step: str) ->
     assert sum(bool(work.threads) for work in chosen) <= 2
 
 
-def test_where_no_thread_can_be_started_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[threading.Thread] = []
-
-    class Limited(threading.Thread):
-        def start(self) -> None:
-            if started:
-                raise RuntimeError("can't start new thread")
-            started.append(self)
-            super().start()
-
-    monkeypatch.setattr(copies, "Thread", Limited)
-    made = pieces(2000)
-    with pytest.raises(RuntimeError, match="can't start"):
-        Copies(made, works(made), 7, 4).run(ignored)
-    assert not started[0].is_alive()
-
-
 @pytest.mark.parametrize(
     ("own", "num_threads", "shared"), [(1, 2, 1), (2, 2, 1), (3, 4, 1), (7, 4, 2), (16, 4, 4), (4, 1, 4)]
 )
@@ -192,12 +175,6 @@ def test_threads_share_the_openmp_threads_and_give_them_back(own: int, num_threa
             assert torch.get_num_threads() == own
     finally:
         torch.set_num_threads(before)
-
-
-def test_nothing_to_do_is_no_failure() -> None:
-    one = Copies(pieces(3), [], 7, 2)
-    one.run(ignored)
-    assert one.left == [0, 1, 2] and (one.verify_s, one.pack_s) == (0.0, 0.0)
 
 
 def test_workers_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:

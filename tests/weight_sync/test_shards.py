@@ -204,19 +204,6 @@ def announced(publisher: Publisher, version: int) -> WeightManifest:
     return publisher.sync._begin(version, 1, (0,))
 
 
-def test_a_bucket_with_one_wrong_byte_is_sent_again(published: Published) -> None:
-    publisher, engines, model = published
-    corrupt(publisher, bucket=3, times=1)
-    figures = publisher.publish(2, model, engines)
-    assert figures["sync/attempts"] == 2 and engines.served == [(0, 1), (0, 1), (0, 1)]
-    assert len(engines.failures) == 2
-    assert all(str(error).startswith("weight version 2: wrong bytes in bucket 3 of") for error in engines.failures)
-    assert engines.versions == [2, 2]
-    for engine in (0, 1):
-        taken = engines.taken[engine, 0]
-        assert_has_shard(taken, ModelShape.from_directory(model), model, RolloutLayout(), 0, torch.float32)
-
-
 def test_a_bucket_that_stays_wrong_ends_the_sync_with_its_first_wrong_box(published: Published) -> None:
     publisher, engines, model = published
     corrupt(publisher, bucket=0, times=2)
