@@ -13,8 +13,9 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
+from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import Blocks, dequantise_blocks
+from megarl.weight_sync.codec import Blocks
 from megarl.weight_sync.copies import MOST_THREADS, Box, Works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
@@ -24,6 +25,13 @@ from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]
 LARGEST = (1024, 512)  # of the parameters
+
+
+def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
+    """The matrix that an engine computes with, float32 [rows, columns]."""
+    rows, columns = blocks.weight.shape
+    scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return blocks.weight.float() * scale[:rows, :columns]
 
 
 class ThreadEngines:

@@ -41,13 +41,10 @@ class HostChecks:
         table = self._content[self._table : self._table + CHECKSUM_BYTES * len(self._sums)]
         table.view(np.uint64)[:] = self._sums
 
-    def wrong(self, pieces: Sequence[Piece]) -> Piece | None:
-        """The first piece whose bytes differ from what was written, or None."""
-        for piece in pieces:
-            sent = int.from_bytes(self._content[piece.check : piece.check + CHECKSUM_BYTES].data, sys.byteorder)
-            if checksum(self._content[piece.start : piece.end], self._version, self._bucket) != sent:
-                return piece
-        return None
+    def is_wrong(self, piece: Piece) -> bool:
+        """Whether the bytes of a piece differ from what was written."""
+        sent = int.from_bytes(self._content[piece.check : piece.check + CHECKSUM_BYTES].data, sys.byteorder)
+        return checksum(self._content[piece.start : piece.end], self._version, self._bucket) != sent
 
 
 class DeviceChecks:

@@ -65,13 +65,6 @@ def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
     return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
 
 
-def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
-    """The matrix that an engine computes with, float32 [rows, columns]."""
-    rows, columns = blocks.weight.shape
-    scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return blocks.weight.float() * scale[:rows, :columns]
-
-
 # A delta begins with: form, bytes of an element, bytes of the content, changed elements, bytes of their places, bytes of the
 # rest before it was deflated, and bytes of the rest as it follows.
 _HEADER = struct.Struct("<BBxxxxxxQQQQQ")

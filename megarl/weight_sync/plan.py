@@ -236,4 +236,6 @@ def _sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
 
 def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
     """The plan of a sync in a mode; both ends compute it and compare `plan.hash`."""
-    return {"reshard": engine_plan, "checkpoint": checkpoint_plan}[mode](shape, layout, rollout)
+    if mode == "checkpoint":
+        return checkpoint_plan(shape, layout, rollout)
+    return engine_plan(shape, layout, rollout)

@@ -95,7 +95,7 @@ def engines_present(store: dist.TCPStore, manifest: WeightManifest, engines: Seq
 
 
 class PointToPointSender:
-    """A trainer rank's end, with two buckets for all streams."""
+    """A trainer rank's end, with two buckets for all streams; its methods mean what those of `RingSender` do."""
 
     def __init__(
         self, streams: Sequence[Stream], rank: int, store: dist.TCPStore, on_device: bool, parts: SentParts | None = None
@@ -121,7 +121,8 @@ class PointToPointSender:
         self._hurried = False
         if self._parts is not None:
             self._parts.begin(manifest)
-        meeting = [engine for engine in manifest.leading if self._met(engine) != manifest.meetings[engine]]
+        meetings = {engine: meeting for engine, (meeting, _) in self._groups.items()}
+        meeting = [engine for engine in manifest.leading if meetings.get(engine) != manifest.meetings[engine]]
         for engine in meeting:
             self._leave(engine)
         present = engines_present(self._store, manifest, meeting, self._rank) if meeting else []
@@ -181,10 +182,6 @@ class PointToPointSender:
 
     def close(self) -> None:
         self.abort()
-
-    def _met(self, engine: int) -> int | None:
-        """The meeting of the group that this rank has with an engine."""
-        return self._groups[engine][0] if engine in self._groups else None
 
     def _wait(self, turn: int) -> None:
         """Wait for all messages of a turn, with one deadline: healthy engines wait for this rank meanwhile.

@@ -27,23 +27,14 @@ from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
 from megarl.weight_sync.checks import DeviceChecks, HostChecks
 from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
-from megarl.weight_sync.in_place import (
-    Pieces,
-    has_room,
-    identity,
-    own_box,
-    piece_checksum,
-    private_bytes,
-    share,
-    words_of,
-)
+from megarl.weight_sync.in_place import Pieces, has_room, identity, own_box, piece_checksum, private_bytes, share, words_of
 from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.plan import sync_plan
 from megarl.weight_sync.point_to_point import PointToPointSender, open_store
 from megarl.weight_sync.ring import Ring, RingSender
 from megarl.weight_sync.segment import machine, sweep
 from megarl.weight_sync.stream import CHECKSUM_BYTES, Part, Piece, bucket_sequence, copy_order, last_pieces, sync_stream
-from megarl.weight_sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
+from megarl.weight_sync.transport import NUM_BUCKETS, TRANSPORTS
 
 Value = TypeVar("Value")
 # The memory rate is measured by at most so many copies into buckets, each begun within so many seconds.
@@ -194,7 +185,7 @@ class WeightSync:
         self._kept: tuple[list[Any], str, list[list[np.ndarray]]] = [], "", []
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
-        self._sender: Sender
+        self._sender: RingSender | PointToPointSender
         self._parts = SentParts(self._streams) if settings.wire == "delta" else None
         self._bases = Bases()
         self._starts = [0] * settings.num_engines

@@ -23,7 +23,7 @@ from megarl.weight_sync.point_to_point import MessageGroup, PointToPointReceiver
 from megarl.weight_sync.ring import Ring, RingReceiver, RingSender
 from megarl.weight_sync.segment import PREFIX, ROOT, sweep
 from megarl.weight_sync.stream import Piece, Stream, copy_order, sync_stream
-from megarl.weight_sync.transport import TRANSPORTS, Receiver, wait_until
+from megarl.weight_sync.transport import TRANSPORTS, wait_until
 
 # Divides all boxes that are read in place into works; boxes of no work are handed out.
 FindWorks = Callable[[Sequence[Box]], Works]
@@ -55,7 +55,9 @@ class Link:
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
         self._parts: TakenParts | None = None
 
-    def open(self, manifest: WeightManifest, stream: Stream, engine: int, worker: int) -> Receiver:
+    def open(
+        self, manifest: WeightManifest, stream: Stream, engine: int, worker: int
+    ) -> RingReceiver | PointToPointReceiver:
         """Open the end of the manifest's transport. Raises SyncError where the other end is not there in time, SyncAborted
         where the other end is the leading engine."""
         name, timeout_s = manifest.rings[worker], manifest.timeout_s
@@ -148,8 +150,8 @@ class StreamReader:
         self._plan: ReshardPlan
         self._stream: Stream
         self._elements: dict[str, int] = {}
-        # By bucket: its address in memory, and its boxes there, each with the pieces that it is made of.
-        self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
+        # By bucket: its address in memory, and its boxes there, each with its piece.
+        self._boxes: dict[int, tuple[int, list[tuple[Box, Piece]]]] = {}
         self._checks: DeviceChecks | None = None  # of buckets on a device
         self._pieces: Pieces
         self._homes: list[Home] = []
@@ -258,7 +260,7 @@ class StreamReader:
         # Raises where this engine was given up before it had read all: later reads may be of another version.
         end.release(len(pieces))
 
-    def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
+    def _bucket(self, manifest: WeightManifest, bucket: int, end: RingReceiver | PointToPointReceiver) -> Iterator[Box]:
         """Take a bucket; yield each box as soon as its bytes are verified, while they are in the cache."""
         begun = time.perf_counter()
         memory = end.take(bucket)
@@ -267,25 +269,23 @@ class StreamReader:
         place, boxes = self._boxes.get(bucket, (0, []))
         if place != memory.data_ptr():
             dtype, boxes = DTYPES[manifest.precision], []
-            elements = memory.view(dtype)
-            for joined, parts in self._stream.at_destination(self._plan, bucket):
-                if joined.scale_bytes:
-                    content, scales = read_blocks(memory[joined.start : joined.end], joined.rows, joined.cols)
+            for piece in self._stream.at_destination(self._plan, bucket):
+                content, scales = memory[piece.start : piece.end], None
+                if piece.scale_bytes:
+                    content, scales = read_blocks(content, piece.rows, piece.cols)
                 else:
-                    matrix = elements[joined.start // dtype.itemsize : joined.end // dtype.itemsize]
-                    content, scales = matrix.view(joined.rows, joined.cols), None
-                boxes.append((Box(joined.parameter, joined.row, joined.col, content, scales), parts))
+                    content = content.view(dtype).view(piece.rows, piece.cols)
+                boxes.append((Box(piece.parameter, piece.row, piece.col, content, scales), piece))
             self._boxes[bucket] = memory.data_ptr(), boxes
         begun = time.perf_counter()
         host = HostChecks(memory, manifest.version, bucket) if self._checks is None else None
         if self._checks is not None:
             self._checks.compare(bucket, memory)
-        for box, parts in boxes:
-            wrong = None if host is None else host.wrong(parts)
-            if wrong is not None:
-                raise self._wrong(manifest, wrong.number)
+        for box, piece in boxes:
+            if host is not None and host.is_wrong(piece):
+                raise self._wrong(manifest, piece.number)
             figures.verify_s += time.perf_counter() - begun
-            figures.received_bytes += sum(piece.end - piece.start for piece in parts)
+            figures.received_bytes += piece.end - piece.start
             yield box
             begun = time.perf_counter()
 

@@ -142,15 +142,16 @@ class RingSender:
     ) -> None:
         self._rings, self._streams, self._rank, self._timeout_s, self._watch = rings, streams, rank, timeout_s, watch
         self._session, self._engines = 0, np.empty(0, dtype=np.int64)
-        self.sent_bytes = 0
-        self.lost: dict[int, str] = {}
+        self.sent_bytes = 0  # since `begin`, with checksums
+        self.lost: dict[int, str] = {}  # engines that this rank gave up since `begin`, with the reason
 
     @property
     def buckets(self) -> torch.Tensor:
         return self._rings[0].buckets
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Give up a leading engine that does not offer its device's buckets in time, and all engines that read there."""
+        """Start over for the engines of a manifest. Give up a leading engine that does not offer its device's buckets in
+        time, and all engines that read there."""
         self.begin_for(manifest.session, manifest.engines)
         leader = manifest.leading[0]
         for worker, ring in enumerate(self._rings):
@@ -177,12 +178,13 @@ class RingSender:
         return not len(self._behind(worker, bucket + 1 - NUM_BUCKETS))
 
     def serves(self, worker: int) -> bool:
-        """Always: rank 0 waits for the parts of every rank, whoever reads them."""
+        """Whether a stream has to be written: always, since rank 0 waits for the parts of every rank, whoever reads them."""
         return True
 
     def room(self, worker: int, bucket: int) -> torch.Tensor:
-        """Give up engines that read nothing until the deadline: they take no further part in this sync, and their reports
-        say so."""
+        """Wait until a bucket may be written; its memory, uint8 [capacity]. Gives up engines that read nothing until the
+        deadline: they take no further part in this sync, and their reports say so. Raises SyncAborted where another rank
+        failed."""
         if not wait_until(partial(self.has_room, worker, bucket), self._timeout_s, self._look):
             for engine in self._behind(worker, bucket + 1 - NUM_BUCKETS):
                 self.lost[int(engine)] = f"room: bucket {bucket} of worker {worker} was not read"
@@ -191,6 +193,7 @@ class RingSender:
         return self._rings[worker].bucket(bucket)
 
     def send(self, worker: int, bucket: int) -> None:
+        """Send this rank's part of the bucket that `room` gave last."""
         platform.settle()
         self._rings[worker].written[self._rank] = _mark(self._session, bucket + 1)
         part = self._streams[worker].part(bucket, self._rank)
@@ -249,10 +252,12 @@ class RingSender:
                     return
 
     def lose(self, engine: int) -> None:
+        """Stop waiting for an engine that is gone."""
         for ring in self._rings:
             ring.gone[engine] = _mark(self._session)
 
     def abort(self) -> None:
+        """Tell the engines that this rank failed and sends no more."""
         for ring in self._rings:
             ring.aborted[0] = _mark(self._session, self._rank + 1)
 
@@ -291,6 +296,7 @@ class RingReceiver:
         self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
+        """Wait for all parts of a bucket; its bytes, uint8 [capacity]. Raises SyncError at the deadline."""
         sources, mark = self._sources[bucket], _mark(self._session, bucket + 1)
         if not wait_until(
             lambda: bool((self._ring.written[sources] >= mark).all()), self._waits * self._timeout_s, self._look
@@ -304,6 +310,7 @@ class RingReceiver:
         return self._ring.bucket(bucket)
 
     def release(self, bucket: int) -> None:
+        """Allow the bucket to be written again."""
         self._look()
         platform.settle()
         self._ring.read[self._engine] = _mark(self._session, bucket + 1)
@@ -321,6 +328,7 @@ class RingReceiver:
         return ring.table[:count]
 
     def give_up(self) -> None:
+        """Stop reading, so that nobody waits for this worker."""
         self._ring.gone[self._engine] = _mark(self._session)
 
     def _look(self) -> None:

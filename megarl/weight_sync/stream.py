@@ -174,11 +174,6 @@ class Stream:
         """Position of each bucket's first piece, and behind them the number of pieces, int64 [buckets + 1]."""
         return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all boxes, without checksums and gaps."""
-        return int(self.size.sum())
-
     def part(self, bucket: int, source_rank: int) -> Part | None:
         """What a rank contributes to a bucket; None for nothing, and for a bucket behind the last one."""
         if bucket >= self.num_buckets:
@@ -192,33 +187,22 @@ class Stream:
     def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
         """A part's pieces as its source rank sees them."""
         copy = self.copy[part.pieces]
-        place = plan.source_row[copy] + self.row[part.pieces], plan.source_col[copy]
-        return self._seen(plan, part.pieces, [plan.source_parameters[i] for i in plan.source_parameter[copy]], place)
+        parameters = [plan.source_parameters[number] for number in plan.source_parameter[copy]]
+        return self._as_pieces(plan, part.pieces, parameters, plan.source_row[copy], plan.source_col[copy])
 
-    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[tuple[Piece, list[Piece]]]:
-        """A bucket's pieces as the worker sees them. Pieces that follow each other in a parameter and in the bucket are
-        joined; each joined piece comes with its parts."""
+    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[Piece]:
+        """A bucket's pieces as the worker sees them."""
         numbers = np.array(self.pieces(bucket), dtype=np.int64)
         copy = self.copy[numbers]
-        place = plan.destination_row[copy] + self.row[numbers], plan.destination_col[copy]
-        parameters = [plan.destination_parameters[i] for i in plan.destination_parameter[copy]]
-        joined: list[tuple[Piece, list[Piece]]] = []
-        for piece in self._seen(plan, numbers, parameters, place):
-            whole, parts = joined[-1] if joined else (piece, [])
-            follows = whole.start < piece.start == whole.end and whole.row + whole.rows == piece.row
-            follows = follows and not piece.scale_bytes
-            if follows and (whole.parameter, whole.col, whole.cols) == (piece.parameter, piece.col, piece.cols):
-                joined[-1] = whole._replace(rows=whole.rows + piece.rows, end=piece.end), [*parts, piece]
-            else:
-                joined.append((piece, [piece]))
-        return joined
+        parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
+        return self._as_pieces(plan, numbers, parameters, plan.destination_row[copy], plan.destination_col[copy])
 
-    def _seen(
-        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], place: tuple[np.ndarray, np.ndarray]
+    def _as_pieces(
+        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], row: np.ndarray, col: np.ndarray
     ) -> list[Piece]:
         """Convert columns to pieces of plain integers: the work for each piece must cost less than copying it."""
-        start, (row, col) = self.offset[pieces], place
-        columns = (row, col, self.rows[pieces], plan.cols[self.copy[pieces]], start, start + self.size[pieces])
+        cols, start = plan.cols[self.copy[pieces]], self.offset[pieces]
+        columns = (row + self.row[pieces], col, self.rows[pieces], cols, start, start + self.size[pieces])
         numbers = [column.tolist() for column in (*columns, self.check[pieces], self.scales[pieces])]
         return list(map(Piece, pieces.tolist(), parameters, *numbers))
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from megarl.planner.placement import PlacementError
 from megarl.weight_sync.manifest import WeightManifest
@@ -98,59 +96,8 @@ def engines_of(stream: int, manifest: WeightManifest) -> tuple[int, ...]:
     return (engine,) if engine in manifest.leading else ()
 
 
-class Sender(Protocol):
-    """A trainer rank's end of the streams to all workers; a stream is known by its number (`engines_of`)."""
-
-    sent_bytes: int  # since `begin`, with checksums
-    lost: dict[int, str]  # engines that this rank gave up since `begin`, with the reason
-
-    @property
-    def buckets(self) -> torch.Tensor:
-        """The memory of all buckets, uint8 [NUM_BUCKETS, bytes]."""
-
-    def begin(self, manifest: WeightManifest) -> None:
-        """Start over for the engines of a manifest."""
-
-    def serves(self, stream: int) -> bool:
-        """Whether any engine still takes a stream."""
-
-    def room(self, stream: int, bucket: int) -> torch.Tensor:
-        """Wait until a bucket may be written; its memory, uint8 [capacity]. Raises SyncAborted where another rank failed."""
-
-    def send(self, stream: int, bucket: int) -> None:
-        """Send this rank's part of the bucket that `room` gave last."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left this rank's memory."""
-
-    def lose(self, engine: int) -> None:
-        """Stop waiting for an engine that is gone."""
-
-    def abort(self) -> None:
-        """Tell the engines that this rank failed and sends no more."""
-
-    def close(self) -> None:
-        """Release all memory and connections."""
-
-
-class Receiver(Protocol):
-    """A worker's end of its stream."""
-
-    def take(self, bucket: int) -> torch.Tensor:
-        """Wait for all parts of a bucket; its bytes, uint8 [capacity]. Raises SyncError at the deadline."""
-
-    def release(self, bucket: int) -> None:
-        """Allow the bucket to be written again."""
-
-    def give_up(self) -> None:
-        """Stop reading, so that nobody waits for this worker."""
-
-
 def wait_until(
-    ready: Callable[[], bool],
-    timeout_s: float,
-    watch: Callable[[], None] | None = None,
-    look_s: float = LOOK_S,
+    ready: Callable[[], bool], timeout_s: float, watch: Callable[[], None] | None = None, look_s: float = LOOK_S
 ) -> bool:
     """Look every `look_s` until `ready`; False at the deadline. `watch` is called now and then, and may raise."""
     looks, begun = 0, time.monotonic()

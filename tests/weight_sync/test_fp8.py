@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import dequantise_blocks, quantise_blocks
+from megarl.weight_sync.codec import quantise_blocks
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import checkpoint, cut, megatron_shards
-from tests.sync_cases import ThreadEngines
+from tests.sync_cases import ThreadEngines, dequantise_blocks
 from tests.weight_sync.test_stream import BLOCKS
 
 pytestmark = pytest.mark.sync

@@ -11,10 +11,11 @@ import torch
 
 from megarl.models import FAMILIES, ModelShape
 from megarl.models.quantised_blocks import block_bytes, quantised_tensors
-from megarl.weight_sync.codec import dequantise_blocks, quantise_blocks
+from megarl.weight_sync.codec import quantise_blocks
 from tests.fp8_engine import quantised_by_vllm, sampled
 from tests.rollout_cases import checkpoint
 from tests.rollout_cases import save_model as save_small_model
+from tests.sync_cases import dequantise_blocks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 

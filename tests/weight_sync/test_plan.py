@@ -270,7 +270,7 @@ KIMI_K2 = ModelShape.from_config(
 
 def test_a_model_of_a_trillion_weights_is_planned_like_a_small_one() -> None:
     """512 trainer ranks to engines of 32 workers. A worker needs 1/32 of the experts of 60 layers, 1/8 of what tensor ranks
-    shard, and the rest; the ranks of a stage send the same, within a twentieth."""
+    shard, and the rest; the ranks of a stage send the same, within a hundredth."""
     layout = Layout(8, 8, 8, expert=32, expert_tensor=1, stages=(7, 8, 8, 8, 8, 8, 7, 7))
     rollout = RolloutLayout(8, data=4, expert_parallel=True)
     boxes = vllm_boxes(KIMI_K2, rollout, lambda weight: not weight.fixed)
@@ -279,8 +279,7 @@ def test_a_model_of_a_trillion_weights_is_planned_like_a_small_one() -> None:
     plan = engine_plan(KIMI_K2, layout, rollout)
     assert (np.bincount(plan.destination_rank, plan.sizes) == bound).all()
     stages = np.bincount(plan.source_rank, plan.sizes, layout.ranks).reshape(8, 64)
-    print(stages.max(axis=1) / stages.mean(axis=1))
-    assert (stages.max(axis=1) < 1.05 * stages.mean(axis=1)).all()
+    assert (stages.max(axis=1) < 1.01 * stages.mean(axis=1)).all()
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

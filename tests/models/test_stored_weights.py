@@ -97,7 +97,6 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         set_to(KEY, np.zeros((64, 32), np.float32)),
         rf"[ab]\.safetensors: {KEY} has shape 64 x 32, expected 32 x 64",
     ),
-    "too many dimensions": (set_to(KEY, np.zeros((32, 64, 1), np.float32)), r"has shape 32 x 64 x 1, expected 32 x 64"),
     "extra": (
         set_to("model.layers.0.mlp.gate.weight", np.zeros((8, 64), np.float32)),
         r"[ab]\.safetensors: holds 'model\.layers\.0\.mlp\.gate\.weight', 8 x 64, which a qwen3",
