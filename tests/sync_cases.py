@@ -15,7 +15,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import Blocks
+from megarl.weight_sync.codec import Blocks, quantise_blocks
 from megarl.weight_sync.copies import MOST_THREADS, Box, Works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
@@ -173,12 +173,21 @@ class BoxWork:
 
 
 def assert_has_shard(
-    taken: Parameters, shape: ModelShape, model: Path, rollout: RolloutLayout, worker: int, dtype: torch.dtype
+    taken: Parameters,
+    shape: ModelShape,
+    model: Path,
+    rollout: RolloutLayout,
+    worker: int,
+    dtype: torch.dtype,
+    quantised: bool = False,
 ) -> None:
-    """Exactly the worker's own part of a checkpoint, in the dtype of the wire."""
+    """A worker has exactly its shard of a checkpoint, in the dtype of the wire, or projections in FP8 blocks."""
     expected = cut(vllm_segments(shape, rollout), checkpoint(model))[worker]
     assert taken.keys() == expected.keys()
     for name, content in expected.items():
         rows, cols = content.shape
-        assert torch.equal(taken[name][:rows, :cols], content.to(dtype).float()), name
+        sent = content.to(dtype)
+        if quantised and "_proj" in name:
+            sent = dequantise_blocks(quantise_blocks(sent))
+        assert torch.equal(taken[name][:rows, :cols], sent.float()), name
         assert torch.isnan(taken[name][rows:]).all() and torch.isnan(taken[name][:, cols:]).all(), name
