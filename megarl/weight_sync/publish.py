@@ -247,18 +247,18 @@ class WeightSync:
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
         """Names of the rings that no other run has, chosen by rank 0. Every rank must have its plan and, without messages,
         run on its machine."""
-        mine: dict[str, Any] = {"names": None, "machine": machine(), "plan": self._plan.hash}
+        facts: dict[str, Any] = {"names": None, "machine": machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
-            mine["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
-        everyone = self._gather(mine)
-        for rank, other in enumerate(everyone):
-            if other["plan"] != everyone[0]["plan"]:
+            facts["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
+        all_facts = self._gather(facts)
+        for rank, other in enumerate(all_facts):
+            if other["plan"] != all_facts[0]["plan"]:
                 raise SyncError(f"weight_sync: rank {rank} computed another reshard plan than rank 0")
-            if not TRANSPORTS[self._settings.transport].messages and other["machine"] != everyone[0]["machine"]:
+            if not TRANSPORTS[self._settings.transport].messages and other["machine"] != all_facts[0]["machine"]:
                 transport = self._settings.transport
                 raise SyncError(f"weight_sync.transport = {transport}: rank {rank} is on another machine than rank 0")
-        return everyone[0]["names"]
+        return all_facts[0]["names"]
 
     def _open(self, owner: bool) -> tuple[str, int]:
         """Open this rank's end of the transport, on rank 0 as the owner first; the address of the store."""

@@ -95,7 +95,7 @@ def loads_in_turn(engine: LLM, old: Path, new: Path) -> None:
 
 
 def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path: Path) -> None:
-    """By that ratio a report says what `mode: reshard` would save."""
+    """A report uses the ratio to say what `mode: reshard` would save."""
     model, rollout, bounds = save_model(tmp_path, "llama", False, seed=0), RolloutLayout(2), []
     whole = dict(checkpoint(model))
     for mode in ("reshard", "checkpoint"):
@@ -119,7 +119,7 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
 
 
 def boxes_of(plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
-    """What a worker takes by a plan, in two pieces a box, the later rows first."""
+    """The boxes of a worker, each in two pieces, the later rows first."""
     for copy in copy_order(plan, worker):
         source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
         row, col = int(plan.source_row[copy]), int(plan.source_col[copy])

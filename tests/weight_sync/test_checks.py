@@ -1,4 +1,4 @@
-"""Laws of the checksums, of buckets on a host and on a device, whose arithmetic is the same on a CPU."""
+"""Checksums of buckets on a host and on a device; the arithmetic of a device is the same on a CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_of_a_bucket() -> tuple[Parts, int]:
 def on_device(
     sampled: bool, version: int, bucket: int = BUCKET, source: int | None = None, num: int = 1, where: str = "cpu"
 ) -> DeviceChecks:
-    """Of a stream whose only pieces are those of `num` buckets, from `bucket` on, each with both parts."""
+    """The checks of a stream of `num` buckets, from `bucket` on, each with both parts."""
     parts, size = parts_of_a_bucket()
     pieces = [piece for part in parts for piece in part]
     none = np.zeros(num * len(pieces), dtype=np.int64)
@@ -112,7 +112,7 @@ def test_elements_and_words_that_changed_places_are_found(kind: str, width: int)
 
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_signs_that_flip_in_pairs_do_not_cancel(kind: str) -> None:
-    """A sum of words that are only weighted loses them: twice the highest bit is nothing modulo 2**64."""
+    """A weighted sum of words would miss them: twice the highest bit is 0 modulo 2**64."""
     memory, parts = written(kind)
     piece = parts[0][2]
     for other in range(1, 40):
@@ -148,7 +148,7 @@ def test_a_gpu_adds_up_as_a_cpu_does() -> None:
 
 
 def test_a_word_is_mixed_one_to_one() -> None:
-    """In the last step too: a shift that repeats the sign would make one word of two."""
+    """Also in the last step: a shift that repeats the sign would map two words to one."""
     words = torch.zeros(2, dtype=torch.int64)
     seed, seen = checks._seed(VERSION, BUCKET), set()
     values = {*range(-500, 500), *(1 << bit for bit in range(63)), *(~(1 << bit) for bit in range(63))}

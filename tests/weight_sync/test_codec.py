@@ -1,4 +1,4 @@
-"""Laws of the codecs of weight sync; that FP8 blocks are vLLM's is in `test_conformance.py`."""
+"""Deltas and FP8 blocks; `test_conformance.py` compares the blocks with vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sync_cases import dequantise_blocks
 
 pytestmark = pytest.mark.sync
 
-FORM = 0  # where a delta says its form
+FORM = 0  # the byte of a delta with its form
 
 
 def as_bytes(words: np.ndarray) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_a_small_step_takes_a_small_delta(share: float, form: int, bytes_an_elem
 
 @given(st.data())
 def test_a_broken_delta_is_refused_or_fills_its_own_content_alone(data: Any) -> None:
-    """A flipped byte may give other values, which the checksum sees; it never gives another error or size."""
+    """A flipped byte may change values, which the checksum detects; it never causes another error or size."""
     old, new = (content[: 2 * 3000] for content in step_of(data.draw(st.sampled_from([0.01, 0.3]))))
     payload = encode_delta(old, new, 2).payload.clone()
     payload[data.draw(st.integers(0, payload.numel() - 1))] ^= data.draw(st.integers(1, 255))

@@ -1,4 +1,4 @@
-"""Weights that are read in place: what is wrong, torn or late is not taken, and nobody writes to what is still read."""
+"""Weights that are read in place: wrong, torn or late weights are refused, and nobody writes while a worker reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENT_S = 60.0  # where no test waits for a deadline, a busy machine must not 
 
 
 class Case(NamedTuple):
-    """A trainer of one rank whose weights lie still, an engine of two workers without vLLM, and two models of one shape."""
+    """A trainer of one rank, an engine of two workers without vLLM, and two models of one shape."""
 
     publisher: Publisher
     engines: ThreadEngines
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     shards: Parameters
 
     def publish(self, model: int) -> dict[str, float]:
-        """As an optimizer does: the weights change where they are."""
+        """Change the weights in place, as an optimizer does, and publish."""
         for name, content in self.publisher.shards(self.models[model]).items():
             self.shards[name].copy_(content)
         return self.publisher.publish_shards(self.engines.versions[0] + 1, self.shards, self.engines)
@@ -55,7 +55,7 @@ class Case(NamedTuple):
             assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
 
     def assert_refused(self, model: int, message: str) -> None:
-        """By one worker for that reason; the other one gives up, and either of them may be the first to say so."""
+        """One worker refuses the version for that reason; the other worker gives up, and either may report first."""
         version = self.engines.versions[0]
         with pytest.raises(SyncError, match=f"{message}|given up: another worker of this engine failed"):
             self.publish(model)
@@ -103,7 +103,7 @@ def test_workers_read_the_trainers_own_memory_and_the_next_version_too(case: Cas
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
-    """The ranks hash the right weights, and the workers read a wrong one."""
+    """The ranks hash the right weights, and the workers read a wrong bit."""
     sync = case.publisher.sync
     pieces: Pieces = sync._in_place[0]
     place = pieces.at_source(sync._plan, data.draw(st.integers(0, len(pieces) - 1)))
@@ -127,7 +127,7 @@ def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
 
 @pytest.mark.parametrize("read", [1, 20])
 def test_whoever_writes_while_a_worker_reads_is_found(case: Case, read: int) -> None:
-    """Some of what was read is of the old weights, and some of the new ones."""
+    """The worker then has a mixture of old and new weights."""
     new = case.publisher.shards(case.models[1])
 
     def write(engine: int, worker: int, boxes: int) -> None:
@@ -174,7 +174,7 @@ def test_publish_waits_until_every_worker_has_read_all(case: Case) -> None:
 
 
 def test_an_engine_that_was_given_up_takes_nothing_of_what_it_read(models: tuple[Path, Path]) -> None:
-    """It hangs with all but its last box read, the weights move on, and then it goes on."""
+    """The engine hangs before its last box, the weights change, and then the engine goes on."""
     publisher = Publisher(models[0], engines=2, timeout_s=3.0, in_place=True)
     engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(), engines=2, retries=1)
     sender = publisher.sync._sender
@@ -299,7 +299,7 @@ def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> Non
 
 
 def test_weights_that_moved_are_looked_up_anew(case: Case) -> None:
-    """As after a checkpoint was loaded into new memory: nothing of what was kept is of them."""
+    """As after a checkpoint was loaded into new memory."""
     homes = case.engines._manifest.homes
     for name in case.shards:
         case.shards[name] = case.shards[name].clone()

@@ -1,4 +1,4 @@
-"""The vLLM worker end: what it writes where, what it packs when, and what it owes the trainer when it fails."""
+"""The vLLM worker's end: where it writes, when it packs, and how it fails."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.sync
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """vLLM writes there what it wants of its worker processes, from its import on."""
+    """vLLM sets environment variables for its workers from its import on."""
     with mock.patch.dict(os.environ):
         yield
 
 
 class Reader:
-    """Stands in for a stream; `closed` says whether the worker has told the other end that it reads no more."""
+    """Stands in for a stream; `closed` says whether the worker has stopped reading."""
 
     closed = False
 
@@ -80,7 +80,7 @@ CPU = torch.device("cpu")
 
 
 def test_memory_that_somebody_kept_is_not_lent_again() -> None:
-    """vLLM computes with the weights as they are where it has no kernel that packs them."""
+    """Where vLLM has no packing kernel it computes with the weights as they are."""
     spare = SpareMemory()
     kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
     spare.take_back()
@@ -89,7 +89,7 @@ def test_memory_that_somebody_kept_is_not_lent_again() -> None:
 
 
 def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
-    """A worker whose modules have a weight [4, 8] each, of which so many elements come."""
+    """A worker whose modules have a weight [4, 8] each; `covered` elements of each are sent."""
     pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
     from megarl.weight_sync.receiver import WeightReceiver
 
@@ -107,7 +107,7 @@ def works_for(receiver: Any, boxes: Sequence[Box]) -> Sequence[Work]:
 
 
 def take(receiver: Any, boxes: Sequence[Box], works: Sequence[Work] | None, num_threads: int = 1) -> None:
-    """A version, as a reader hands it to the worker: where there are works it is read in place."""
+    """Give the worker a version as a reader does: in place where there are works."""
 
     def read() -> Iterator[Box]:
         if works is None:
@@ -132,7 +132,7 @@ def linear(elements: int, quant_method: Any) -> torch.nn.Module:
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
 def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_place: bool) -> None:
-    """As with the kernel that vLLM has for small weights on CPUs with AMX."""
+    """vLLM's kernel for small weights on CPUs with AMX does this."""
 
     class Widening:
         def process_weights_after_loading(self, module: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_pla
     receiver._sizes["a.bias"] = (4, 1)
     for value in (1.0, 2.0):
         contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
-        boxes = [Box(name, 0, 0, one, None, words_of(one)) for name, one in contents.items()]
+        boxes = [Box(name, 0, 0, content, None, words_of(content)) for name, content in contents.items()]
         take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
         assert packed.pop() == (32.0 * value, torch.bfloat16)
         assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
@@ -159,7 +159,7 @@ def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_pla
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
 def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_place: bool) -> None:
-    """With a module that packs its weight and drops it, as vLLM's linear layers do on CPUs that have a kernel for it."""
+    """The modules pack their weight and drop it, as vLLM's linear layers do on CPUs with a kernel."""
     places, packed = [], []
 
     class Packing:
@@ -170,11 +170,13 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
             module.weight, module.cpu_linear = torch.nn.Parameter(torch.empty(0), requires_grad=False), "packed"
 
     names = [f"layers.{number}.linear" for number in range(3)]
-    # The last one has a row of padding, which is zero although the memory was written before.
+    # The last module has a row of padding, which is zero although the memory was written before.
     covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
     receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
     contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
-    boxes = [Box(f"{name}.weight", 0, 0, one, None, words_of(one)) for name, one in zip(names, contents, strict=True)]
+    boxes = [
+        Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name, content in zip(names, contents, strict=True)
+    ]
     works = works_for(receiver, boxes) if in_place else None
     for _ in range(2):
         places.clear()
@@ -185,7 +187,7 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
 
 
 class Noting:
-    """Says which modules are packed, in order; those whose names say so are dropped then, as vLLM does."""
+    """Records the modules that are packed, in order, and drops the weights of those named 'packed', as vLLM does."""
 
     def __init__(self, packed: list[str]) -> None:
         self.packed, self.modules = packed, dict[str, torch.nn.Module]()
@@ -199,7 +201,7 @@ class Noting:
 
 @pytest.mark.parametrize(("tied", "pipeline", "packs_head"), [(True, 1, True), (True, 2, False), (False, 1, False)])
 def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipeline: int, packs_head: bool) -> None:
-    """A head that shares its parameter is packed with it, where the stage has one."""
+    """A tied head on the same stage is packed with the embedding."""
     layers = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
     packed: list[str] = []
     method = Noting(packed)
@@ -221,8 +223,7 @@ def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipe
 
 
 def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own packing, of rows 1 KiB long: with what lies between them it would compute something else. Of 40 rows, which
-    its kernel for small weights does not take."""
+    """vLLM's own packing of 40 rows of 1 KiB, which its kernel for small weights does not take. It must skip the gaps."""
     pytest.importorskip("vllm", reason="needs vLLM's kernels")
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

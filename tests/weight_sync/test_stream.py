@@ -107,7 +107,7 @@ def test_nothing_in_a_bucket_lies_over_anything_else_and_parts_are_whole(case: t
 
 
 def test_buckets_are_full_but_for_less_than_a_row_and_what_is_beside_the_boxes() -> None:
-    """A sync is not slower for buckets that travel half empty."""
+    """Otherwise half-empty buckets would slow a sync down."""
     plan = engine_plan(SHAPE, Layout(), RolloutLayout())
     stream = Stream.of(plan, plan.to_destination(0), 4, 16_384)
     beside = stream.num_buckets * (96 * 4 + 3 * ALIGNMENT) + len(stream.copy) * (ALIGNMENT + CHECKSUM_BYTES)
@@ -124,8 +124,8 @@ def test_a_row_that_no_bucket_holds_is_refused_with_the_size_it_needs() -> None:
 
 
 def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
-    """Of a model whose heads are blocks, over a trainer and an engine of two tensor ranks: the pieces of quantised tensors
-    cover their rows once, begin at blocks and have the bytes of scales and elements."""
+    """The heads of the model are blocks, and both sides have two tensor ranks: pieces of quantised tensors cover their rows
+    once, begin at blocks, and have the bytes of scales and elements."""
     shape = ModelShape.from_config(BLOCKS)
     quantised = quantised_tensors(shape)
     assert len(quantised) == 2 * 7 and "model.embed_tokens.weight" not in quantised and "lm_head.weight" not in quantised
@@ -183,14 +183,13 @@ class Merged(Mapping[str, torch.Tensor]):
 
 
 def most_layers(held: Sequence[set[str]]) -> int:
-    """At any time. What stands in no layer is never merged: a tied embedding, which goes to the first stage of an engine and
-    to the last one, is held for nothing."""
+    """The most layers at any time. Weights outside the layers are never merged."""
     found = [[re.match(r".*\.layers\.\d+\.", name) for name in names] for names in held]
     return max(len({match.group() for match in matches if match}) for matches in found)
 
 
 def replay(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool, parameters: Merged, rank: int) -> list[set[str]]:
-    """The names that a rank holds behind each of its pieces; at the end it holds none."""
+    """The names that a rank holds after each of its pieces; at the end it holds none."""
     sequence = bucket_sequence(plan, streams, by_layer)
     matrices, held = Matrices(parameters, last_pieces(plan, streams, sequence, rank)), []
     for bucket, number in sequence:
@@ -214,11 +213,11 @@ def by_layer_streams(shape: ModelShape, plan: ReshardPlan, rollout: RolloutLayou
     ("shape", "layout", "rollout"),
     [
         *[(DEEP, Layout(), RolloutLayout(workers)) for workers in (1, 2, 4, 8)],
-        # The two workers of a stage and those of the other take unlike layers.
+        # The two stages have different layers.
         (DEEP, Layout(), RolloutLayout(2, 2)),
         (DEEP, Layout(2, 2), RolloutLayout(4)),
         (DEEP, Layout(1, 2, virtual_pipeline=2), RolloutLayout(1, 2)),
-        # Workers hold unlike numbers of experts.
+        # Workers hold different numbers of experts.
         (shape_of("qwen3_moe"), Layout(2, 1, 2, expert=2), RolloutLayout(1, 1, 3, True)),
     ],
 )
@@ -236,7 +235,7 @@ def test_by_layer_a_rank_is_in_one_layer_at_a_time_and_merges_each_weight_once(
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_every_bucket_comes_once_and_those_of_a_stream_in_their_order(by_layer: bool) -> None:
-    """So no two ranks wait for each other, and a worker's messages come as it waits for them."""
+    """Then no two ranks wait for each other, and a worker's messages come in the order of its receives."""
     rollout = RolloutLayout(2, 2)
     plan = sync_plan(DEEP, Layout(2, 2), rollout, "reshard")
     streams = by_layer_streams(DEEP, plan, rollout, 1 << 17)
