@@ -37,7 +37,7 @@ SOCKET_BYTES = "4096 16384 16384"
 
 @dataclass
 class Told:
-    """What one trainer rank saw: the engine's answers after successful syncs, and the error and lost engines after the cut."""
+    """What one trainer rank saw: the engine's answers after successful syncs, and error and lost engines after the cut."""
 
     answers: list[Answer | str]
     error: str = ""
