@@ -16,7 +16,7 @@ from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_segments
 from megarl.weight_sync.codec import Blocks, quantise_blocks
-from megarl.weight_sync.copies import MOST_THREADS, Box, Works
+from megarl.weight_sync.copies import Box, Works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import EngineFacts
@@ -35,10 +35,9 @@ def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
 
 
 class ThreadEngines:
-    """What rank 0 knows the engines by. `before` is called in a worker's thread before each box is copied, with the engine,
-    the worker and the number of boxes it has, and `after` when it was; `retries` is how often a failed engine asks to be
-    served again. Of what workers read in place, boxes whose number is `known` are works, one each, of the caller's thread
-    alone or of all threads (`spread`); the others are handed out."""
+    """The engines, seen from rank 0. `before` is called in a worker's thread before each box is copied, with the engine, the
+    worker and the number of boxes so far; a failed engine asks for another attempt `retries` times. Each box that is read in
+    place is a work of its own."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -49,9 +48,6 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.after: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.known: Callable[[int], bool] = lambda number: True
-        self.spread = False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
@@ -59,12 +55,6 @@ class ThreadEngines:
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
         self._taking: dict[tuple[int, int], Taking] = {}
         self._manifest: WeightManifest
-
-    def choose(self, known: Callable[[int], bool], spread: bool) -> None:
-        """Works are made anew."""
-        self.known, self.spread = known, spread
-        for reader in self.readers.values():
-            reader._let_go()
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
@@ -126,16 +116,13 @@ class ThreadEngines:
         self._taking[engine, worker] = taking = Taking({}, 0)
 
         def works(boxes: Sequence[Box]) -> Works:
-            known = [number for number in range(len(boxes)) if self.known(number)]
-            each = [BoxWork(self, (engine, worker), boxes[number], number) for number in known]
-            return Works(each, MOST_THREADS if self.spread else 1)
+            return Works([BoxWork(self, (engine, worker), box, number) for number, box in enumerate(boxes)], most_threads=1)
 
         for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
             self.before(engine, worker, taking.boxes)
             taking.target(box).copy_(
                 box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales))
             )
-            self.after(engine, worker, taking.boxes)
             taking.boxes += 1
         return taking.parameters
 
@@ -167,9 +154,7 @@ class BoxWork:
         return [self._box.within(words_of(taking.parameters[self._box.parameter]))]
 
     def copied(self, thread: int) -> None:
-        taking = self._engines._taking[self._place]
-        self._engines.after(*self._place, taking.boxes)
-        taking.boxes += 1
+        self._engines._taking[self._place].boxes += 1
 
 
 def assert_has_shard(
