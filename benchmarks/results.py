@@ -181,12 +181,7 @@ def rewards_are(result: Results) -> str:
 
 
 # By the name of the file that a part comes from, in the order of the page.
-MAKERS = {
-    "learning": of_learning,
-    "held_out": of_held_out,
-    "end_to_end": of_end_to_end,
-    "weight_sync": of_weight_sync,
-}
+MAKERS = {"learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end, "weight_sync": of_weight_sync}
 
 
 def main() -> int:

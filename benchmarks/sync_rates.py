@@ -31,11 +31,11 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import Works, num_copy_threads
+from megarl.weight_sync.copies import Box, Works, num_copy_threads
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import EngineFacts, SyncSettings, WeightSync
-from megarl.weight_sync.read import Box, StreamReader
+from megarl.weight_sync.read import StreamReader
 from megarl.weight_sync.transport import TRANSPORTS
 from tests.ranks import run_ranks
 
@@ -202,7 +202,7 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     words = {name: words_of(target) for name, target in targets.items()}
 
     def works(boxes: Sequence[Box]) -> Works:
-        return Works([_Work((number,), box.words_within(words[box.parameter])) for number, box in enumerate(boxes)])
+        return Works([_Work((number,), box.within(words[box.parameter])) for number, box in enumerate(boxes)])
 
     connection.send(None)
     while (values := connection.recv()) is not None:

@@ -152,10 +152,7 @@ class Trainer:
             begun = time.perf_counter()
             figures = self.whole.publish(self.version, own, self.pool)
         gather_s = gathered - began
-        return {
-            "total_s": gather_s + time.perf_counter() - begun,
-            "transfer_s": gather_s + figures["sync/transfer_s"],
-        }
+        return {"total_s": gather_s + time.perf_counter() - begun, "transfer_s": gather_s + figures["sync/transfer_s"]}
 
     def disk(self) -> Times:
         """Gather, write a file, have the engine read it."""
@@ -261,10 +258,7 @@ def judge(case: str, found: dict[str, Times]) -> dict[str, tuple[float, float, b
     if case == ALONE:
         rate = megarl["received_bytes"] / megarl["transfer_s"] / found["memcpy"]["bytes_per_s"]
         whole = megarl["total_s"] / (megarl["transfer_s"] + megarl["repack_s"])
-        return {
-            "transfer / memcpy": (rate, 0.8, rate >= 0.8),
-            "whole / (transfer + repack)": (whole, 1.3, whole <= 1.3),
-        }
+        return {"transfer / memcpy": (rate, 0.8, rate >= 0.8), "whole / (transfer + repack)": (whole, 1.3, whole <= 1.3)}
     ratios = {
         "checkpoint's movement / megarl's": (others["transfer_s"] / megarl["transfer_s"], 5.0),
         "checkpoint's whole / megarl's": (others["total_s"] / megarl["total_s"], 2.0),

@@ -6,7 +6,7 @@
 
 For each model: a trainer layout, engines, and nodes of GPUs; with --only the layouts may be others. The trainer and the
 engines have GPUs of their own, as far as possible on nodes of their own. Weights travel in bf16, as a run sends them: by one
-plan for all engines, to the workers of each in its order (`megarl/weight_sync/order.py`), into two buckets. Columns:
+plan for all engines, to the workers of each in its order (`megarl/weight_sync/stream.py`), into two buckets. Columns:
 
 - bytes: what a worker receives, over the bytes of its own shard.
 - GB: the most that goes out of a rank's network card, into a worker's, and out of a worker's NVLink.
@@ -69,11 +69,9 @@ from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
-from megarl.weight_sync.engines import engine_plan  # noqa: E402
-from megarl.weight_sync.order import copy_order  # noqa: E402
-from megarl.weight_sync.plan import ReshardPlan  # noqa: E402
-from megarl.weight_sync.sides import vllm_boxes  # noqa: E402
-from megarl.weight_sync.stream import Stream  # noqa: E402
+from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
+from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
+from megarl.weight_sync.stream import Stream, copy_order  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
@@ -149,7 +147,7 @@ class Case:
     def order(self, plan: ReshardPlan, engine: int, worker: int) -> np.ndarray:
         """As `megarl.weight_sync.manifest.sync_stream` has it, which needs torch."""
         workers = self.rollout.workers
-        return copy_order(plan, worker, engine * workers + worker, self.engines * workers)
+        return copy_order(plan, worker, (engine * workers + worker, self.engines * workers))
 
     def cut(self, arguments: argparse.Namespace) -> Case:
         """With the layouts that the command line gives in place of its own. Raises ValueError naming an option that does not
@@ -331,7 +329,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
 def machine_order(plan: ReshardPlan, worker: int, workers: int, engines: int, in_place: bool) -> np.ndarray:
     """As `megarl.weight_sync.publish` has it, which needs torch. Of engines on one node the first leads, in its own order
     where engines have some; what is read in place has one for all of them."""
-    return copy_order(plan, worker, worker, workers if in_place else engines * workers)
+    return copy_order(plan, worker, (worker, workers if in_place else engines * workers))
 
 
 def machine_readers(

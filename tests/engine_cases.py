@@ -172,11 +172,7 @@ class Figures:
 
 
 def train(
-    directory: str,
-    layouts: Mapping[str, Layout],
-    steps: int,
-    max_tokens: int,
-    precision: str = "fp32",
+    directory: str, layouts: Mapping[str, Layout], steps: int, max_tokens: int, precision: str = "fp32"
 ) -> dict[str, list[Figures]]:
     """`train_roles` under the layouts of some roles."""
     places = start_places(layouts.values())

@@ -17,7 +17,8 @@ import torch
 def reference_kernel() -> type:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
-    from megarl.weight_sync.codec import Blocks, dequantise_blocks
+    from megarl.weight_sync.codec import Blocks
+    from tests.sync_cases import dequantise_blocks
 
     class ReferenceKernel(Fp8BlockScaledMMLinearKernel):
         """Products with the dequantised weights."""

@@ -27,11 +27,7 @@ QWEN_7B = {
 }
 GRPO_QWEN: dict[str, Any] = {
     "run": {"name": "qwen", "steps": 3},
-    "algorithm": {
-        "advantage": "grpo",
-        "group_size": 8,
-        "kl": {"place": "loss", "coefficient": 0.01, "estimator": "k3"},
-    },
+    "algorithm": {"advantage": "grpo", "group_size": 8, "kl": {"place": "loss", "coefficient": 0.01, "estimator": "k3"}},
     "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 1024}, "max_prompt_tokens": 1024},
     "reward": [{"kind": "last_number"}],
     "trainer": {"ranks": 8, "precision": "bf16"},

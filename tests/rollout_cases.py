@@ -226,9 +226,9 @@ def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piec
     words = words_of(own_box(shards, place))
     first, wait = (0,) * words.ndim, sender.wait_copied
 
-    def put_right(num_pieces: Sequence[int], elements_before: Sequence[np.ndarray]) -> None:
+    def put_right(num_pieces: Sequence[int]) -> None:
         sender.wait_copied = wait  # type: ignore[method-assign]
-        wait(num_pieces, elements_before)
+        wait(num_pieces)
         words[first] ^= 1
 
     words[first] ^= 1

@@ -13,24 +13,31 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
+from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import Blocks, dequantise_blocks
-from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.codec import Blocks, quantise_blocks
+from megarl.weight_sync.copies import Box, Works
 from megarl.weight_sync.in_place import words_of
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import EngineFacts
-from megarl.weight_sync.read import Box, StreamReader
+from megarl.weight_sync.read import StreamReader
 from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]
 LARGEST = (1024, 512)  # of the parameters
 
 
+def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
+    """The matrix that an engine computes with, float32 [rows, columns]."""
+    rows, columns = blocks.weight.shape
+    scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return blocks.weight.float() * scale[:rows, :columns]
+
+
 class ThreadEngines:
-    """What rank 0 knows the engines by. `before` is called in a worker's thread before each box is copied, with the engine,
-    the worker and the number of boxes it has, and `after` when it was; `retries` is how often a failed engine asks to be
-    served again. Of what workers read in place, boxes whose number is `known` are works, one each, of the caller's thread
-    alone or of all threads (`spread`); the others are handed out."""
+    """The engines, seen from rank 0. `before` is called in a worker's thread before each box is copied, with the engine, the
+    worker and the number of boxes so far; a failed engine asks for another attempt `retries` times. Each box that is read in
+    place is a work of its own."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
@@ -41,9 +48,6 @@ class ThreadEngines:
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.after: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.known: Callable[[int], bool] = lambda number: True
-        self.spread = False
         self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
@@ -51,12 +55,6 @@ class ThreadEngines:
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
         self._taking: dict[tuple[int, int], Taking] = {}
         self._manifest: WeightManifest
-
-    def choose(self, known: Callable[[int], bool], spread: bool) -> None:
-        """Works are made anew."""
-        self.known, self.spread = known, spread
-        for reader in self.readers.values():
-            reader._let_go()
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
@@ -118,16 +116,13 @@ class ThreadEngines:
         self._taking[engine, worker] = taking = Taking({}, 0)
 
         def works(boxes: Sequence[Box]) -> Works:
-            known = [number for number in range(len(boxes)) if self.known(number)]
-            each = [BoxWork(self, (engine, worker), boxes[number], number) for number in known]
-            return Works(each, MOST_THREADS if self.spread else 1)
+            return Works([BoxWork(self, (engine, worker), box, number) for number, box in enumerate(boxes)], most_threads=1)
 
         for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
             self.before(engine, worker, taking.boxes)
             taking.target(box).copy_(
                 box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales))
             )
-            self.after(engine, worker, taking.boxes)
             taking.boxes += 1
         return taking.parameters
 
@@ -156,21 +151,28 @@ class BoxWork:
         taking = self._engines._taking[self._place]
         self._engines.before(*self._place, taking.boxes)
         taking.target(self._box)
-        return [self._box.words_within(words_of(taking.parameters[self._box.parameter]))]
+        return [self._box.within(words_of(taking.parameters[self._box.parameter]))]
 
     def copied(self, thread: int) -> None:
-        taking = self._engines._taking[self._place]
-        self._engines.after(*self._place, taking.boxes)
-        taking.boxes += 1
+        self._engines._taking[self._place].boxes += 1
 
 
 def assert_has_shard(
-    taken: Parameters, shape: ModelShape, model: Path, rollout: RolloutLayout, worker: int, dtype: torch.dtype
+    taken: Parameters,
+    shape: ModelShape,
+    model: Path,
+    rollout: RolloutLayout,
+    worker: int,
+    dtype: torch.dtype,
+    quantised: bool = False,
 ) -> None:
-    """Exactly the worker's own part of a checkpoint, in the dtype of the wire."""
+    """A worker has exactly its shard of a checkpoint, in the dtype of the wire, or projections in FP8 blocks."""
     expected = cut(vllm_segments(shape, rollout), checkpoint(model))[worker]
     assert taken.keys() == expected.keys()
     for name, content in expected.items():
         rows, cols = content.shape
-        assert torch.equal(taken[name][:rows, :cols], content.to(dtype).float()), name
+        sent = content.to(dtype)
+        if quantised and "_proj" in name:
+            sent = dequantise_blocks(quantise_blocks(sent))
+        assert torch.equal(taken[name][:rows, :cols], sent.float()), name
         assert torch.isnan(taken[name][rows:]).all() and torch.isnan(taken[name][:, cols:]).all(), name

@@ -13,7 +13,7 @@ from megarl.cluster.ray_cluster import ClusterError, join_cluster, node_share, n
 from megarl.planner.placement import Cluster, EnginePlace, PlacementError, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
-from megarl.weight_sync.choice import choose_transport
+from megarl.weight_sync.transport import choose_transport
 
 # The first task on a node starts a Python there.
 NODE_ANSWER_S = 120.0

@@ -1,22 +1,33 @@
-"""What weights become on the wire: FP8 blocks for engines that serve FP8, differences to the last version for slow links.
+"""What travels in place of the weights: FP8 blocks for engines that serve FP8, differences to the last version for slow
+links.
 
-Pure functions of tensors. A cast to a shorter float needs none: `Tensor.copy_` does it.
+For differences each end keeps the bytes of the last version: a trainer rank the bytes of its parts, a worker the bytes of
+its stream. The next version travels as the changes and is put together in the worker's copy, where boxes and checksums are
+read as usual. Checksums cover the whole content, so a difference to other bytes never passes. A version without a base
+travels whole. A message is the table of checksums of its part, followed by a delta of the bytes before that table; its
+memory has room for the longest message.
+
+A cast to a shorter float needs no codec: `Tensor.copy_` does it.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
+from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
+from megarl.weight_sync.stream import Part, Stream
+from megarl.weight_sync.transport import NUM_BUCKETS
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max  # 448
-_SMALLEST = 1e-4  # a block's largest value counts as this at least, so that a block of zeros has a scale
+_SMALLEST = 1e-4  # the least value that counts as a block's largest, so that a block of zeros has a scale
 
 
 class Blocks(NamedTuple):
@@ -27,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 def quantise_blocks(matrix: torch.Tensor) -> Blocks:
-    """A matrix [rows, columns] of any float format as FP8 blocks that start at its first element.
+    """Quantise a matrix [rows, columns] of any float format into FP8 blocks that start at its first element.
 
     The numbers are those of vLLM's `per_block_cast_to_fp8` (`vllm.utils.deep_gemm`), bit for bit: scale = largest / 448, and
     elements times 1 / scale. NaN and infinity give blocks of NaN.
@@ -41,105 +52,94 @@ def quantise_blocks(matrix: torch.Tensor) -> Blocks:
 
 
 def write_blocks(blocks: Blocks, memory: torch.Tensor) -> None:
-    """Blocks as they travel, uint8 [bytes]: the scales, and the elements behind them."""
+    """Write blocks as they travel, uint8 [bytes]: the scales, then the elements."""
     num_scales = blocks.weight_scale_inv.nbytes
     memory[:num_scales].view(torch.float32).view_as(blocks.weight_scale_inv).copy_(blocks.weight_scale_inv)
     memory[num_scales:].view(FP8).view_as(blocks.weight).copy_(blocks.weight)
 
 
 def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
-    """The blocks of a matrix [rows, columns] that `write_blocks` wrote, where they lie."""
+    """View what `write_blocks` wrote as the blocks of a matrix [rows, columns]."""
     scales = memory[: scale_bytes(rows, columns)]
     weight = memory[len(scales) :].view(FP8).view(rows, columns)
     return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
 
 
-def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
-    """The matrix that an engine computes with, float32 [rows, columns]."""
-    rows, columns = blocks.weight.shape
-    scale = blocks.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return blocks.weight.float() * scale[:rows, :columns]
-
-
-# A delta begins with: form, bytes of an element, whether the rest is deflated, bytes of the content, changed elements,
-# bytes of their places, bytes of the rest before it was deflated, and as it follows.
-_HEADER = struct.Struct("<BBBxxxxxQQQQQ")
+# A delta begins with: form, bytes of an element, bytes of the content, changed elements, bytes of their places, bytes of the
+# rest before it was deflated, and bytes of the rest as it follows.
+_HEADER = struct.Struct("<BBxxxxxxQQQQQ")
 HEADER_BYTES = _HEADER.size
-# How the changed elements are told apart: not at all, one bit for each element, or one byte for each changed one, which is
-# the number of equal elements before it; 255 of them make a byte of their own.
+# How a delta stores its content: RAW bytes; or the changed elements, with their places as one BIT an element, or as GAPS:
+# one byte for each changed element, the number of equal elements before it, where 255 of them make a byte of their own. All
+# but raw bytes is deflated.
 RAW, BITS, GAPS = range(3)
 _SKIP = 255
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Delta(NamedTuple):
-    """A content as its difference to an older one of the same size."""
+    """A content as its difference to an older content of the same size."""
 
     payload: torch.Tensor  # uint8 [bytes]
     changed_bytes: int  # of the elements that differ
-    num_bytes: int  # of the content
-
-    @property
-    def changed_share(self) -> float:
-        return self.changed_bytes / max(1, self.num_bytes)
 
 
-def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int, level: int = 1) -> Delta:
-    """`new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU. With
-    `old` None it is the content itself, all of which counts as changed.
+def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int) -> Delta:
+    """Encode `new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU. With
+    `old` None the delta holds all of `new`, which counts as changed.
 
     Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2, 4 or 8), so every bit pattern comes back,
     NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
-    small numbers and then zeros: `level` (zlib's, 1 fast to 9, 0 for none) of deflation takes them to a half. Where all that
-    does not pay, the content itself travels, in `HEADER_BYTES` more.
+    small numbers and then zeros, which deflate to a half. Where the delta would be longer, the content itself travels, in
+    `HEADER_BYTES` more.
 
-    Raises ValueError for contents of other sizes.
+    Raises ValueError for contents of different sizes.
     """
     after = _words(new, element_bytes)
-    if old is None:
-        return Delta(_payload(RAW, element_bytes, False, new.numel(), 0, 0, new.numel(), after), new.numel(), new.numel())
-    before = _words(old, element_bytes)
-    if len(before) != len(after):
-        raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
-    changed = before != after
-    places = np.flatnonzero(changed)
-    form, table = _place_table(changed, places)
-    # Of floats of 32 bits an update changes nearly all: without deflation there is nothing to gain.
-    may_pay = level > 0 or table.nbytes + len(places) * element_bytes < new.numel()
-    body = table.tobytes() + _planes(before[places], after[places]).tobytes() if may_pay else b""
-    size, deflated = len(body), False
-    if level and body:
-        shorter = zlib.compress(body, level)
-        deflated = len(shorter) < size
-        body = shorter if deflated else body
-    rest = np.frombuffer(body, np.uint8)
-    if not may_pay or len(body) >= new.numel():
-        form, deflated, table, rest, size = RAW, False, table[:0], after, new.numel()
-    payload = _payload(form, element_bytes, deflated, new.numel(), len(places), table.nbytes, size, rest)
-    return Delta(payload, len(places) * element_bytes, new.numel())
+    form, num_changed, table_bytes, size, rest = RAW, len(after), 0, new.numel(), after.view(np.uint8)
+    if old is not None:
+        before = _words(old, element_bytes)
+        if len(before) != len(after):
+            raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
+        changed = before != after
+        places = np.flatnonzero(changed)
+        num_changed = len(places)
+        short_form, table = _place_table(changed, places)
+        body = table.tobytes() + _planes(before[places], after[places]).tobytes()
+        shorter = np.frombuffer(zlib.compress(body, 1), np.uint8)
+        if len(shorter) < new.numel():
+            form, table_bytes, size, rest = short_form, table.nbytes, len(body), shorter
+    header = _HEADER.pack(form, element_bytes, new.numel(), num_changed, table_bytes, size, rest.nbytes)
+    payload = torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), rest]))
+    return Delta(payload, num_changed * element_bytes)
 
 
 def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
-    """Make the old `content`, uint8 [bytes], the new one, in place. What follows the delta in `payload` is not looked at.
+    """Turn the old `content`, uint8 [bytes], into the new one in place. Bytes behind the delta in `payload` are ignored.
 
     Raises ValueError for a payload that is no delta of such a content, before anything is written. A delta of another old
-    content is not seen here: the checksum of the result tells.
+    content is not detected here but by the checksum of the result.
     """
     data = payload.numpy()
-    if data.size < _HEADER.size:
-        raise ValueError(f"a delta of {data.size} bytes is torn: its header has {_HEADER.size}")
-    header = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size, length = header
+    if data.size < HEADER_BYTES:
+        raise ValueError(f"a delta of {data.size} bytes is torn: its header has {HEADER_BYTES}")
+    form, element_bytes, num_bytes, num_changed, table_bytes, size, length = _HEADER.unpack(data[:HEADER_BYTES].tobytes())
     if form > GAPS or element_bytes not in _WORDS or num_bytes != content.numel():
         raise ValueError(
             f"no delta of {content.numel()} bytes: form {form} of {num_bytes} bytes, {element_bytes} an element"
         )
-    body = data[_HEADER.size : _HEADER.size + length]
-    # Places take no more than a bit for each element, and some bytes.
-    if body.size != length or size > 2 * num_bytes + _HEADER.size:
+    body = data[HEADER_BYTES : HEADER_BYTES + length]
+    # Places take at most a bit an element, and some bytes.
+    if body.size != length or size > 2 * num_bytes + HEADER_BYTES:
         raise ValueError(f"a delta is torn: {body.size} bytes instead of {length}, of {size} inflated ones")
-    if deflated:
-        body = _inflated(body, size)
+    if form != RAW:
+        inflater = zlib.decompressobj()
+        try:
+            body = np.frombuffer(inflater.decompress(body.tobytes(), size), np.uint8)
+        except zlib.error as error:
+            raise ValueError(f"a delta is torn: {error}") from error
+        if not inflater.eof and size:
+            raise ValueError(f"a delta is torn: it inflates to more than {size} bytes")
     if body.size != size or (form == RAW and size != num_bytes):
         raise ValueError(f"a delta is torn: {body.size} bytes instead of {size}")
     words = _words(content, element_bytes)
@@ -148,25 +148,18 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
         return
     if size != table_bytes + num_changed * element_bytes:
         raise ValueError(f"a delta is torn: {size} bytes of {num_changed} elements and {table_bytes} of their places")
-    places = _places(form, body[:table_bytes], len(words))
+    table = body[:table_bytes]
+    if form == BITS:
+        places = np.flatnonzero(np.unpackbits(table)[: len(words)])
+    else:
+        steps = np.where(table == _SKIP, _SKIP, table.astype(np.int64) + 1)
+        places = (np.cumsum(steps) - 1)[table != _SKIP]
     if len(places) != num_changed or (num_changed and places[-1] >= len(words)):
         raise ValueError(f"a delta is torn: {len(places)} places for {num_changed} elements of {len(words)}")
-    words[places] += _differences(body[table_bytes:], words.dtype)
-
-
-def _payload(
-    form: int,
-    element_bytes: int,
-    deflated: bool,
-    num_bytes: int,
-    num_changed: int,
-    table_bytes: int,
-    size: int,
-    rest: np.ndarray,
-) -> torch.Tensor:
-    """The header's numbers and what follows them, uint8 [bytes]."""
-    header = _HEADER.pack(form, element_bytes, deflated, num_bytes, num_changed, table_bytes, size, rest.nbytes)
-    return torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), rest.view(np.uint8)]))
+    folded = np.zeros(num_changed, words.dtype)  # the inverse of `_planes`
+    for place, plane in enumerate(body[table_bytes:].reshape(element_bytes, -1)):
+        folded |= plane.astype(words.dtype) << 8 * place
+    words[places] += (folded >> 1) ^ (0 - (folded & 1))
 
 
 def _words(content: torch.Tensor, element_bytes: int) -> np.ndarray:
@@ -176,7 +169,7 @@ def _words(content: torch.Tensor, element_bytes: int) -> np.ndarray:
 
 
 def _place_table(changed: np.ndarray, places: np.ndarray) -> tuple[int, np.ndarray]:
-    """The shorter form of the places, and its bytes."""
+    """The shorter of the two forms of the places, and its bytes."""
     if len(places) > len(changed) // 8:
         return BITS, np.packbits(changed)
     gaps = np.diff(places, prepend=-1) - 1
@@ -197,28 +190,97 @@ def _places(form: int, table: np.ndarray, num_elements: int) -> np.ndarray:
 
 
 def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Differences, small ones either way as small numbers (0, -1, 1, -2, 2 … are 0, 1, 2, 3, 4 …), all their lowest bytes
-    first: uint8 [bytes of an element, elements]."""
+    """The differences, small ones of either sign as small numbers (0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 …), with the
+    lowest bytes of all elements first: uint8 [bytes of an element, elements]."""
     difference = after - before  # modulo 2 ** bits
     negative = difference >> (8 * before.dtype.itemsize - 1)
     folded = (difference << 1) ^ (0 - negative)
     return np.stack([(folded >> 8 * place).astype(np.uint8) for place in range(before.dtype.itemsize)])
 
 
-def _differences(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The inverse of `_planes`: what to add, [elements]."""
-    folded = np.zeros(planes.size // dtype.itemsize, dtype)
-    for place, plane in enumerate(planes.reshape(dtype.itemsize, -1)):
-        folded |= plane.astype(dtype) << 8 * place
-    return (folded >> 1) ^ (0 - (folded & 1))
+class Bases:
+    """Rank 0's record of the version that both ends keep, to which a difference may be sent."""
+
+    def __init__(self) -> None:
+        self._sent: int | None = None  # the version that the trainer ranks keep
+        self._taken: dict[int, tuple[int, int]] = {}  # by leading engine: the version it received, and its starts then
+
+    def begin(self, attempt: int, leading: Sequence[int], starts: Sequence[int]) -> int | None:
+        """The version that every end of an attempt keeps, or None; `starts` counts how often each engine was started.
+        Until `finish` nothing is known to be kept. A version that failed once travels whole."""
+        base, self._sent = self._sent, None
+        taken = {self._taken.pop(engine, (None, 0)) == (base, starts[engine]) for engine in leading}
+        return base if attempt == 1 and taken == {True} else None
+
+    def finish(self, version: int, received: Sequence[int], starts: Sequence[int]) -> None:
+        """All ranks have sent a version, and the engines `received` took it from them, whole and verified."""
+        self._sent = version
+        self._taken |= {engine: (version, starts[engine]) for engine in received}
 
 
-def _inflated(body: np.ndarray, size: int) -> np.ndarray:
-    stream = zlib.decompressobj()
-    try:
-        content = stream.decompress(body.tobytes(), size)
-    except zlib.error as error:
-        raise ValueError(f"a delta is torn: {error}") from error
-    if not stream.eof and size:
-        raise ValueError(f"a delta is torn: more than the {size} bytes that it says")
-    return np.frombuffer(content, np.uint8)
+class SentParts:
+    """A trainer rank's copy of what it sent last, in host memory."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._contents: dict[tuple[int, int], torch.Tensor] = {}  # by worker and bucket
+        self._has_base, self._element_bytes = False, 1
+        self.changed_bytes = self.content_bytes = 0  # since `begin`
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self._has_base = manifest.base is not None
+        self._element_bytes = 1 if manifest.quantization else DTYPES[manifest.precision].itemsize
+        self.changed_bytes = self.content_bytes = 0
+
+    def message(self, worker: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:
+        """The message for a part's bytes, uint8 [bytes]; the bytes are kept for the next version."""
+        table = _table(self._streams[worker], part) - part.start
+        new, key = content[:table], (worker, bucket)
+        delta = encode_delta(self._contents[key] if self._has_base else None, new, self._element_bytes)
+        self.changed_bytes += delta.changed_bytes
+        self.content_bytes += new.numel()
+        self._contents.setdefault(key, torch.empty(table, dtype=torch.uint8)).copy_(new)
+        return torch.cat([content[table:], delta.payload])
+
+
+class TakenParts:
+    """A worker's copy of the stream that it received last, in host memory."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.version: int | None = None  # of all contents
+        self._contents = [[torch.zeros(_table(stream, p) - p.start, dtype=torch.uint8) for p in b] for b in stream.parts]
+        headers_bytes = HEADER_BYTES * max(map(len, stream.parts), default=0)
+        self._rooms = torch.zeros(NUM_BUCKETS, stream.capacity + headers_bytes, dtype=torch.uint8)
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Raises SyncError where the next version is a difference to another version than is kept."""
+        kept, self.version = self.version, None
+        if manifest.base is not None and manifest.base != kept:
+            raise SyncError(
+                f"weight version {manifest.version} comes as its difference to version {manifest.base}, but this worker "
+                f"keeps {'none' if kept is None else f'version {kept}'}"
+            )
+
+    def room(self, bucket: int, number: int) -> torch.Tensor:
+        """Memory for the longest message of a part, by its number in the bucket."""
+        part, offset = self.stream.parts[bucket][number], number * HEADER_BYTES
+        return self._rooms[bucket % NUM_BUCKETS, part.start + offset : part.end + offset + HEADER_BYTES]
+
+    def put(self, message: torch.Tensor, bucket: int, number: int, memory: torch.Tensor) -> None:
+        """Write the bytes that a message stands for into the bucket's memory; the part is known by its number in the bucket.
+        Raises SyncError for a torn message."""
+        part, kept = self.stream.parts[bucket][number], self._contents[bucket][number]
+        table = _table(self.stream, part)
+        table_bytes = part.end - table
+        try:
+            decode_delta(message[table_bytes:], kept)
+        except ValueError as error:
+            raise SyncError(f"take: bucket {bucket}, from trainer rank {part.source_rank}: {error}") from error
+        memory[part.start : table].copy_(kept)
+        memory[table : part.end].copy_(message[:table_bytes])
+
+
+def _table(stream: Stream, part: Part) -> int:
+    """Where in the bucket a part's checksums begin."""
+    return int(stream.check[part.pieces[0]])

@@ -1,18 +1,54 @@
-"""Which boxes move from which rank to which: computed once, replayed at each weight sync."""
+"""The reshard plan: which boxes move from which trainer rank to which vLLM worker. Computed once, replayed at each sync.
+
+`plan_reshard` finds the common rectangles of both sides and picks one of the ranks that hold each rectangle. Both ends
+compute the same plan from the same boxes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from megarl.models.layout import Segment
-from megarl.weight_sync.columns import Boxes
-from megarl.weight_sync.match import Match, match_boxes
-from megarl.weight_sync.senders import choose_senders
+from megarl.models import ModelShape, Weight
+from megarl.models.decoder_weights import head
+from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.vllm_weights import fixed_tensors
+from megarl.weight_sync.boxes import Boxes, megatron_boxes, vllm_boxes
+
+# Compare so many pairs of boxes at once: a large model's comparison stays within a few hundred MB.
+_PAIRS = 1 << 21
+
+
+def _pairs(
+    left: Boxes, left_boxes: np.ndarray, right: Boxes, right_boxes: np.ndarray, name: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]]:
+    """Pair the boxes of the same name: numbers into `left_boxes` and `right_boxes`, and the corners of the intersection.
+
+    `name` are the names of `left_boxes` as numbers of the right table; `right_boxes` stand in the order of their names.
+    Pairs come in the order of `left_boxes` and then of `right_boxes`, a few million at a time.
+    """
+    right_name = right.name[right_boxes]
+    first, last = np.searchsorted(right_name, name, "left"), np.searchsorted(right_name, name, "right")
+    ends = np.cumsum(last - first)
+    begin = 0
+    while begin < len(left_boxes):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + _PAIRS, "right")))
+        counts = last[begin:end] - first[begin:end]
+        i = np.repeat(np.arange(begin, end), counts)
+        j = np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first[begin:end], counts)
+        a, b = left_boxes[i], right_boxes[j]
+        low = [np.maximum(getattr(left, corner)[a], getattr(right, corner)[b]) for corner in ("row0", "col0")]
+        high = [np.minimum(getattr(left, corner)[a], getattr(right, corner)[b]) for corner in ("row1", "col1")]
+        yield i, j, (low[0], high[0], low[1], high[1])
+        begin = end
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,54 +99,143 @@ class ReshardPlan:
         return np.flatnonzero(self.destination_rank == rank)
 
     def describe(self, copy: int) -> str:
-        """One copy in words, for an error."""
-        row, col, name = (
-            int(self.destination_row[copy]),
-            int(self.destination_col[copy]),
-            self.names[self.name[copy]],
-        )
+        """Describe one copy for an error message."""
         parameter = self.destination_parameters[self.destination_parameter[copy]]
         return (
-            f"{name} ({self.rows[copy]} x {self.cols[copy]}) from trainer rank {self.source_rank[copy]} "
-            f"to {parameter}[{row}:, {col}:] of worker {self.destination_rank[copy]}"
+            f"{self.names[self.name[copy]]} ({self.rows[copy]} x {self.cols[copy]}) from trainer rank "
+            f"{self.source_rank[copy]} to {parameter}[{self.destination_row[copy]}:, {self.destination_col[copy]}:] "
+            f"of worker {self.destination_rank[copy]}"
         )
 
 
-def plan_reshard(
-    sources: Boxes | Iterable[Segment],
-    destinations: Boxes | Iterable[Segment],
-    source_nodes: Sequence[int] | None = None,
-    destination_nodes: Sequence[int] | None = None,
-    turn: int = 0,
-) -> ReshardPlan:
-    """Cover every destination box exactly once from source boxes; both ends get the same plan from the same boxes.
+def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Iterable[Segment]) -> ReshardPlan:
+    """Cover every destination box exactly once from source boxes. Deterministic.
 
-    Where several source ranks hold a box (data-parallel replicas, norms under tensor parallelism) `choose_senders` says
-    which one sends; the last three arguments are its. Raises ValueError as `match_boxes` does.
+    Equal source boxes of several ranks are replicas (data parallelism, norms under tensor parallelism): the replica with the
+    fewest elements to send so far sends, then the lowest rank. Rectangles with few replicas are assigned first, and large
+    rectangles before small ones.
+
+    Raises ValueError for a name that only one side knows, for a destination element that no source holds, and for source
+    boxes that overlap without being equal.
     """
-    ends = (end if isinstance(end, Boxes) else Boxes.of(end) for end in (sources, destinations))
-    return plan_match(match_boxes(*ends), source_nodes, destination_nodes, turn)
-
-
-def plan_match(
-    match: Match, source_nodes: Sequence[int] | None = None, destination_nodes: Sequence[int] | None = None, turn: int = 0
-) -> ReshardPlan:
-    """The plan of one of several engines that are alike: they share the match, and each has its own senders."""
-    sources, destinations = match.sources, match.destinations
-    sender, receiver = choose_senders(match, source_nodes, destination_nodes, turn), match.destination
+    sources, destinations = (end if isinstance(end, Boxes) else Boxes.of(end) for end in (sources, destinations))
+    only_one_side = sorted(set(sources.names) ^ set(destinations.names))
+    if only_one_side:
+        raise ValueError(f"reshard plan: only one end knows {only_one_side[:5]} ({len(only_one_side)} names); both must")
+    # Groups of replicas, by name, rows and columns: group g is replicas[starts[g] : starts[g + 1]], by ascending rank.
+    keys = (sources.name, sources.row0, sources.row1, sources.col0, sources.col1)
+    replicas = np.lexsort((sources.rank, *reversed(keys)))
+    sorted_keys = np.stack([key[replicas] for key in keys])
+    first = np.flatnonzero(np.any(sorted_keys[:, 1:] != sorted_keys[:, :-1], axis=0)) + 1
+    starts = np.concatenate([[0], first, [len(replicas)]]).astype(np.int64)
+    distinct = replicas[starts[:-1]]
+    for left, right, (row0, row1, col0, col1) in _pairs(sources, distinct, sources, distinct, sources.name[distinct]):
+        overlap = np.flatnonzero((row0 < row1) & (col0 < col1) & (left != right))
+        if len(overlap):
+            a, b = (sources.segment(int(distinct[side[overlap[0]]])) for side in (left, right))
+            raise ValueError(f"reshard plan: source boxes overlap: {a} and {b}")
+    receiver, group, row0, row1, col0, col1 = _rectangles(sources, distinct, destinations)
+    sender = _choose_senders(sources.rank, replicas, starts, group, (row1 - row0) * (col1 - col0))
     columns = (
         sources.name[sender],
         sources.rank[sender],
         sources.parameter[sender],
-        sources.local_row[sender] + match.row0 - sources.row0[sender],
-        sources.local_col[sender] + match.col0 - sources.col0[sender],
+        sources.local_row[sender] + row0 - sources.row0[sender],
+        sources.local_col[sender] + col0 - sources.col0[sender],
         destinations.rank[receiver],
         destinations.parameter[receiver],
-        destinations.local_row[receiver] + match.row0 - destinations.row0[receiver],
-        destinations.local_col[receiver] + match.col0 - destinations.col0[receiver],
-        match.row1 - match.row0,
-        match.col1 - match.col0,
+        destinations.local_row[receiver] + row0 - destinations.row0[receiver],
+        destinations.local_col[receiver] + col0 - destinations.col0[receiver],
+        row1 - row0,
+        col1 - col0,
     )
     for column in columns:
         column.setflags(write=False)
     return ReshardPlan(sources.names, sources.parameters, destinations.parameters, *columns)
+
+
+def _rectangles(sources: Boxes, distinct: np.ndarray, destinations: Boxes) -> list[np.ndarray]:
+    """The common rectangles of destinations with the `distinct` sources, by destination rank: position of the destination,
+    number of the distinct source, and corners, int64 [rectangles]."""
+    # Names are compared by their number in the sources' table.
+    numbers = {name: number for number, name in enumerate(sources.names)}
+    name = np.array([numbers[name] for name in destinations.names], dtype=np.int64)[destinations.name]
+    order = np.argsort(destinations.rank, kind="stable")  # keeps each rank's own order
+    parts = []
+    for left, group, (row0, row1, col0, col1) in _pairs(destinations, order, sources, distinct, name[order]):
+        held = np.flatnonzero((row0 < row1) & (col0 < col1))
+        parts.append((order[left[held]], *(column[held] for column in (group, row0, row1, col0, col1))))
+    destination, group, row0, row1, col0, col1 = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # Distinct source boxes are disjoint, so equal areas mean: every element exactly once.
+    covered = np.bincount(destination, (row1 - row0) * (col1 - col0), len(destinations)).astype(np.int64)
+    missing = destinations.sizes - covered
+    if missing.any():
+        box = int(np.flatnonzero(missing)[0])
+        raise ValueError(f"reshard plan: {missing[box]} elements of {destinations.segment(box)} are held by no source")
+    return [destination, group, row0, row1, col0, col1]
+
+
+def _choose_senders(
+    rank: np.ndarray, replicas: np.ndarray, starts: np.ndarray, group: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """Choose the source that sends each rectangle of `sizes` elements from its `group` of replicas, int64 [rectangles]."""
+    groups = [rank[replicas[start:stop]] for start, stop in pairwise(starts.tolist())]
+    numbers: dict[bytes, int] = {}  # groups of the same ranks share a number
+    holders = np.array([numbers.setdefault(ranks.tobytes(), len(numbers)) for ranks in groups], dtype=np.int64)[group]
+    order = np.lexsort((-sizes, holders, np.diff(starts)[group]))
+    chosen = np.empty(len(sizes), dtype=np.int64)  # number within the group
+    loads: dict[int, int] = {}
+    for rectangles in np.split(order, np.flatnonzero(np.diff(holders[order])) + 1):
+        ranks = groups[group[rectangles[0]]].tolist()
+        heap = [(loads.get(rank, 0), number) for number, rank in enumerate(ranks)]
+        heapq.heapify(heap)
+        for rectangle, size in zip(rectangles.tolist(), sizes[rectangles].tolist(), strict=True):
+            load, number = heap[0]
+            heapq.heapreplace(heap, (load + size, number))
+            chosen[rectangle] = number
+        loads |= {ranks[number]: load for load, number in heap}
+    return replicas[starts[group] + chosen]
+
+
+# The ends of a sync that share a process share the plan; the second entry serves tests and benchmarks that compare two.
+@lru_cache(maxsize=2)
+def engine_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
+    """Plan every engine of a run: trainer ranks and workers compute the same plan.
+
+    Tensors that no update moves are left out, and so is what no engine has: a critic's value head, and layers for
+    multi-token prediction, which are in no weight table. Raises ValueError for a rollout layout that does not cut the model.
+    """
+    return plan_reshard(_sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
+
+
+def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
+    """Plan checkpoint mode: every worker gets all of every tensor, in a parameter of the checkpoint's own name.
+
+    It needs no table of vLLM's parameters, and moves the whole model to each worker.
+    """
+    fixed = fixed_tensors(shape)
+    wholes = [
+        Segment(name, 0, rows, 0, columns, worker, name, 0, 0)
+        for worker in range(rollout.workers)
+        for name, (rows, columns) in checkpoint_sizes(shape).items()
+        if name not in fixed
+    ]
+    return plan_reshard(_sent_boxes(shape, layout), wholes)
+
+
+def _sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
+    """The boxes that trainer ranks may send: no tensor that no update moves. Under a pipeline the last stage keeps a copy of
+    a tied embedding; only the first stage sends it."""
+
+    def is_sent(weight: Weight) -> bool:
+        copied = shape.tied and weight.megatron.parameter == head(shape).megatron.parameter
+        return not weight.fixed and not copied
+
+    return megatron_boxes(shape, layout, is_sent)
+
+
+def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
+    """The plan of a sync in a mode; both ends compute it and compare `plan.hash`."""
+    if mode == "checkpoint":
+        return checkpoint_plan(shape, layout, rollout)
+    return engine_plan(shape, layout, rollout)

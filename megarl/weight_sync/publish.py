@@ -1,4 +1,5 @@
-"""The trainer's end: every rank writes its boxes into the buckets of their destinations, while the engines read them."""
+"""The trainer's end of a sync: every rank writes its boxes into the buckets of their destinations, while engines read
+them."""
 
 from __future__ import annotations
 
@@ -23,46 +24,26 @@ from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import is_mapped
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
+from megarl.weight_sync.boxes import shard_bytes
 from megarl.weight_sync.checks import DeviceChecks, HostChecks
-from megarl.weight_sync.codec import quantise_blocks, write_blocks
-from megarl.weight_sync.delta import Bases, SentParts
-from megarl.weight_sync.in_place import (
-    Pieces,
-    has_room,
-    hashed_parts,
-    identity,
-    own_box,
-    piece_checksum,
-    private_bytes,
-    share,
-    words_of,
-)
-from megarl.weight_sync.manifest import (
-    PRECISIONS,
-    SyncAborted,
-    SyncError,
-    SyncLate,
-    WeightManifest,
-    sync_plan,
-    sync_stream,
-    turn_order,
-)
+from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
+from megarl.weight_sync.in_place import Pieces, has_room, identity, own_box, piece_checksum, private_bytes, share, words_of
+from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.plan import sync_plan
 from megarl.weight_sync.point_to_point import PointToPointSender, open_store
 from megarl.weight_sync.ring import Ring, RingSender
 from megarl.weight_sync.segment import machine, sweep
-from megarl.weight_sync.sequence import Matrices, bucket_sequence, last_pieces
-from megarl.weight_sync.sides import shard_bytes
-from megarl.weight_sync.stream import CHECKSUM_BYTES, Part, Piece
-from megarl.weight_sync.transport import NUM_BUCKETS, TRANSPORTS, Sender
+from megarl.weight_sync.stream import CHECKSUM_BYTES, Part, Piece, bucket_sequence, copy_order, last_pieces, sync_stream
+from megarl.weight_sync.transport import NUM_BUCKETS, TRANSPORTS
 
 Value = TypeVar("Value")
-# What a transfer is measured by: at most so many copies into buckets, each begun within so many seconds.
+# The memory rate is measured by at most so many copies into buckets, each begun within so many seconds.
 MEMCPY_COPIES, MEMCPY_S = 7, 0.003
 
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights travel; `num_engines` may take them, in `dtype`."""
+    """How weights travel to at most `num_engines` engines, in `dtype`."""
 
     dtype: torch.dtype
     rollout: RolloutLayout
@@ -75,12 +56,12 @@ class SyncSettings:
     wire: str = "full"  # or "delta", with transport "gloo"
     verify: str = "all"  # or "sampled", where buckets lie on a device
     quantization: str | None = None  # or "fp8", with mode "reshard"
-    merges: bool = False  # adapters into weights, whenever these are sent; then weights go by layer
+    merges: bool = False  # adapters are merged into weights while these are sent; then weights go by layer
 
 
 class Streamed(NamedTuple):
-    """What one rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up and why; and
-    where differences travel, how many of the bytes before that were others than the last time."""
+    """What one rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up with the
+    reasons; where differences travel, also how many of all content bytes changed."""
 
     pack_s: float
     sent_bytes: int
@@ -90,7 +71,7 @@ class Streamed(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """Where an engine runs, and how often it was started; of the same `node` are those that share memory."""
+    """The node of an engine, where engines share memory, and how often the engine was started."""
 
     node: str
     starts: int
@@ -100,26 +81,54 @@ class Engines(Protocol):
     """The engines, seen from rank 0."""
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
-        """Have some engines begin to pause for the first attempt at a version; does not wait."""
+        """Ask some engines to pause for the first attempt at a version; does not wait."""
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
-        """Have some engines pause for a version, where they were not asked to yet, and wait; the facts of all."""
+        """Pause some engines for a version, as far as they were not asked yet, and wait; the facts of all engines."""
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Have the manifest's engines receive; does not wait for them."""
+        """Start the receive of the manifest's engines; does not wait."""
 
     def failed(self) -> Sequence[int]:
-        """Those that ended without success so far; does not wait."""
+        """Engines that have failed so far; does not wait."""
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Wait for all; those that must be served again, ready to be, and the figures of the others."""
+        """Wait for all; the engines that need another attempt and are ready for it, and the figures of the others."""
+
+
+class Matrices:
+    """The local parameters that streams are in the middle of, by name, each [rows, columns].
+
+    The mapping may make a parameter anew at each access (adapters are merged in). So each parameter is accessed once, for
+    its first piece of any stream, and released after its last piece of the last stream. Where streams go by layer, at most
+    one layer is held.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], last: Mapping[str, tuple[int, int]]) -> None:
+        """`last` gives the stream and the number of each parameter's last piece (`last_pieces`)."""
+        self._parameters, self._last = parameters, last
+        self._held: dict[str, torch.Tensor] = {}
+
+    def box(self, piece: Piece) -> torch.Tensor:
+        """A view of a piece, [rows, cols]. Nobody may keep it: a merged weight lives as long as its views."""
+        matrix = self._held.get(piece.parameter)
+        if matrix is None:
+            parameter = self._parameters[piece.parameter].detach()
+            matrix = self._held[piece.parameter] = parameter.view(parameter.shape[0], -1)  # a vector is one column
+        rows = matrix[piece.row : piece.row + piece.rows]
+        return rows if rows.shape[1] == piece.cols else rows[:, piece.col : piece.col + piece.cols]
+
+    def packed(self, stream: int, piece: Piece) -> None:
+        """Record that a piece's bytes are in a bucket."""
+        if (stream, piece.number) == self._last[piece.parameter]:
+            del self._held[piece.parameter]
 
 
 class WeightSync:
     """Streams actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
-    No version is kept: an engine that missed one is streamed to again. What rank 0 owns of a transport, shared memory or a
-    store, is gone when it ends.
+    No version is kept: an engine that missed a version needs another stream. Rank 0 owns the shared memory, or the store,
+    and takes it along when it ends.
     """
 
     def __init__(
@@ -131,10 +140,10 @@ class WeightSync:
         rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`rank` is the trainer rank; `group` a gloo group of all of them, None for a single rank without one.
+        """`rank` is the trainer rank; `group` a gloo group of all ranks, None for a single rank.
 
-        Weights are cast to the settings' dtype before they are written. Raises SyncError where ranks computed different
-        plans or run on different machines, ValueError where shared memory or a bucket is too small.
+        Weights are cast to the settings' dtype. Raises SyncError where ranks computed different plans or run on different
+        machines, ValueError where shared memory or a bucket is too small.
         """
         if (group is None) != (layout.ranks == 1):
             raise ValueError(f"a layout of {layout.ranks} ranks needs a group of as many")
@@ -143,12 +152,12 @@ class WeightSync:
         self._layout, self._rank, self._group, self._settings = layout, rank, group, settings
         self._plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._held = set(parameter_sizes(shape, layout, rank))
-        # What rank 0, a rank of the first stage, has for certain, and what no adapter is merged into.
+        # Rank 0, a rank of the first stage, always has the embedding, and no adapter is merged into it.
         self._embedding = chunk_prefix(layout, 0) + embedding(shape).megatron.parameter
         workers, form = settings.rollout.workers, (settings.dtype, settings.bucket_bytes, settings.quantization)
-        # Each engine has an order of its own, so that they ask unlike ranks at the same time. One is for all where they read
-        # the same memory, and where a rank keeps something of what it sends: all that it sent last, or the merged weights of
-        # the layer that it is in, for which the workers of an engine go by layer too.
+        # Each engine has its own order, so that engines ask different ranks at the same time. There is only one order where
+        # engines read the same memory, and where a rank keeps what it sends: its last parts, or the merged weights of the
+        # current layer, for which the workers of an engine go by layer too.
         several = TRANSPORTS[settings.transport].messages and settings.wire == "full" and not settings.merges
         self._orders = settings.num_engines if several else 1
         readers = self._orders * workers
@@ -156,29 +165,27 @@ class WeightSync:
         self._streams = [sync_stream(shape, self._plan, n % workers, turn, *form) for n, turn in enumerate(turns)]
         self._sequence = bucket_sequence(self._plan, self._streams, settings.merges)
         quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
-        # Of one engine; unknown where no table says what its workers hold.
+        # Bytes of one engine; None where no table lists what its workers hold.
         element_bytes = settings.dtype.itemsize
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if is_mapped(shape) else None
         self._last = last_pieces(self._plan, self._streams, self._sequence, rank)
-        # Of this rank, by stream and bucket: where the bucket lies in memory, and the pieces with their places there.
+        # By stream and bucket: the address of the bucket, and the pieces of this rank with their places there.
         self._pieces: dict[tuple[int, int], tuple[int, list[tuple[Piece, torch.Tensor]]]] = {}
-        # By stream, where buckets lie on a device; made at the first sync.
-        self._device_checks: list[DeviceChecks] = []
-        # What workers read where it is: the pieces of each, and of this rank their numbers and places.
+        self._device_checks: list[DeviceChecks] = []  # by stream, for buckets on a device; made at the first sync
+        # Pieces that each worker reads in place, and the numbers of those that this rank holds.
         self._in_place = [
-            Pieces.of(self._plan, turn_order(self._plan, worker, turns[worker]), settings.dtype.itemsize)
+            Pieces.of(self._plan, copy_order(self._plan, worker, turns[worker]), settings.dtype.itemsize)
             for worker in range(workers)
         ]
-        self._own = [pieces.of_rank(rank) for pieces in self._in_place]
-        self._elements_before = [pieces.elements_before(self._plan) for pieces in self._in_place]
+        self._own = [np.flatnonzero(pieces.source == rank) for pieces in self._in_place]
         sent = self._plan.source_parameter[self._plan.source_rank == rank]  # this rank's parameters that some worker reads
         self._sent = [self._plan.source_parameters[number] for number in sorted(set(sent.tolist()))]
         self._homes: tuple[str, ...] = ()
-        # Of this rank's parameters in shared memory: their identity, what `share` said, and views of them.
-        self._kept: tuple[list[Any], str, list[list[list[np.ndarray]]]] = [], "", []
+        # This rank's parameters in shared memory: their identity, their address (`share`), and views of them.
+        self._kept: tuple[list[Any], str, list[list[np.ndarray]]] = [], "", []
         self._session, self._begun = 0, 0.0
         self._engines: Engines | None = None
-        self._sender: Sender
+        self._sender: RingSender | PointToPointSender
         self._parts = SentParts(self._streams) if settings.wire == "delta" else None
         self._bases = Bases()
         self._starts = [0] * settings.num_engines
@@ -195,10 +202,10 @@ class WeightSync:
         engines: Engines | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Bring a version to all engines, or to those that rank 0 has chosen; the `sync/...` figures, on every rank.
+        """Send a version to all engines, or to the `chosen` engines of rank 0; the `sync/...` figures, on every rank.
 
-        `parameters` are all of the rank's own, by Megatron's local names; `engines` are given on rank 0. Engines that died
-        or took wrong bytes are streamed to again, as often as `engines` has them. Raises SyncError on every rank, naming
+        `parameters` are all parameters of this rank by Megatron's local names; only rank 0 has `engines`. Engines that died
+        or took wrong bytes get further attempts, as often as `engines` asks for them. Raises SyncError on every rank, naming
         the rank or the engine that failed and why; rank 0 raises what `engines` raised.
         """
         self._engines, self._begun = engines, time.perf_counter()
@@ -214,7 +221,7 @@ class WeightSync:
                 with span("send"):
                     done = self._together("weight_sync: stream", partial(self._stream, manifest, parameters))
             except SyncError:
-                self._meetings = [0] * len(self._meetings)  # every end lets go of its groups
+                self._meetings = [0] * len(self._meetings)  # every end has left its groups
                 raise
             pack_s += max(streamed.pack_s for streamed in done)
             sent_bytes += sum(streamed.sent_bytes for streamed in done)
@@ -233,27 +240,28 @@ class WeightSync:
         }
 
     def close(self) -> None:
-        """Give the transport back. Not a collective: it also runs on the way out of a failure."""
-        self._pieces, self._kept = {}, ([], "", [])  # views of what is given back, and of what others may free
+        """Close the transport. Not a collective: it also runs on the way out of a failure."""
+        self._pieces, self._kept = {}, ([], "", [])  # views of memory that is about to go
         self._sender.close()
 
     def _agree_on_names(self, run_id: str) -> tuple[str, ...]:
-        """Rank 0 chooses names that no other run has; everyone must be on its machine and have its plan."""
-        mine: dict[str, Any] = {"names": None, "machine": machine(), "plan": self._plan.hash}
+        """Names of the rings that no other run has, chosen by rank 0. Every rank must have its plan and, without messages,
+        run on its machine."""
+        facts: dict[str, Any] = {"names": None, "machine": machine(), "plan": self._plan.hash}
         if self._rank == 0:
             unique = f"{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
-            mine["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
-        everyone = self._gather(mine)
-        for rank, other in enumerate(everyone):
-            if other["plan"] != everyone[0]["plan"]:
+            facts["names"] = tuple(f"{unique}-{worker}" for worker in range(self._settings.rollout.workers))
+        all_facts = self._gather(facts)
+        for rank, other in enumerate(all_facts):
+            if other["plan"] != all_facts[0]["plan"]:
                 raise SyncError(f"weight_sync: rank {rank} computed another reshard plan than rank 0")
-            if not TRANSPORTS[self._settings.transport].messages and other["machine"] != everyone[0]["machine"]:
+            if not TRANSPORTS[self._settings.transport].messages and other["machine"] != all_facts[0]["machine"]:
                 transport = self._settings.transport
                 raise SyncError(f"weight_sync.transport = {transport}: rank {rank} is on another machine than rank 0")
-        return everyone[0]["names"]
+        return all_facts[0]["names"]
 
     def _open(self, owner: bool) -> tuple[str, int]:
-        """This rank's end of the transport, first on rank 0; where the store is."""
+        """Open this rank's end of the transport, on rank 0 as the owner first; the address of the store."""
         address, settings = self._store_address, self._settings
         if owner != (self._rank == 0):
             return address
@@ -261,8 +269,11 @@ class WeightSync:
         if not messages:
             if owner:
                 sweep()
-            make, size = Ring.create if owner else Ring.open, (self._layout.ranks, settings.num_engines)
-            rings = [make(name, *size, s.capacity, on_device) for name, s in zip(self._names, self._streams, strict=True)]
+            size = self._layout.ranks, settings.num_engines
+            rings = [
+                Ring(name, *size, stream.capacity, on_device, create=owner)
+                for name, stream in zip(self._names, self._streams, strict=True)
+            ]
             watch = self._watch if owner else None
             self._sender = RingSender(rings, self._streams, self._rank, settings.timeout_s, watch)
             return address
@@ -271,13 +282,17 @@ class WeightSync:
         return settings.host, store.port
 
     def _find_homes(self, parameters: Mapping[str, torch.Tensor], version: int, engines: Sequence[int]) -> tuple[str, ...]:
-        """Where the parameters of each rank are read in place; none where they have to be written into buckets. All ranks
-        move theirs into shared memory, or none does: there is room for all of them. Meanwhile engines come to a stand."""
+        """Where the parameters of each rank are read in place; nothing where they must be written into buckets. All ranks
+        move their parameters into shared memory if all fit there, or none does. Engines pause meanwhile."""
 
         def begin() -> tuple[int | None, str]:
+            """Bytes that this rank would have to move, None for buckets; and its address once everything is shared."""
             if self._engines is not None:
                 self._engines.ask(version, engines)
-            return self._begin_in_place(parameters)
+            private = self._private_bytes(parameters)
+            if private != 0:
+                return private, ""
+            return private, self._kept[1] if self._is_kept(parameters) else self._keep(parameters)
 
         begun = self._together("weight_sync: begin", begin)
         total = sum(private for private, _ in begun if private is not None)
@@ -285,48 +300,37 @@ class WeightSync:
             self._kept = [], "", []
             return ()
         if not total:
-            return tuple(said for _, said in begun)
+            return tuple(address for _, address in begun)
         return tuple(self._together("weight_sync: share", lambda: self._keep(parameters)))
 
-    def _begin_in_place(self, parameters: Mapping[str, torch.Tensor]) -> tuple[int | None, str]:
-        """What this rank would have to move, None where buckets are the way; and where its parameters are, if all of them
-        are in shared memory."""
-        private = self._private_bytes(parameters)
-        if private != 0:
-            return private, ""
-        return private, self._kept[1] if self._is_kept(parameters) else self._keep(parameters)
-
     def _keep(self, parameters: Mapping[str, torch.Tensor]) -> str:
-        """Bring this rank's parameters into shared memory, where they are not yet, and say where."""
-        said = share(parameters, self._sent)
-        self._kept = identity(parameters, self._sent), said, self._views(parameters)
-        return said
+        """Move this rank's parameters into shared memory, as far as they are not there yet; their address."""
+        address = share(parameters, self._sent)
+        self._kept = identity(parameters, self._sent), address, self._views(parameters)
+        return address
 
     def _is_kept(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether they lie where they lay: the views keep anything else from lying there."""
+        """Whether the parameters still have their addresses; the kept views stop other memory from getting these."""
         return bool(self._kept[0]) and self._kept[0] == identity(parameters, self._sent)
 
     def _private_bytes(self, parameters: Mapping[str, torch.Tensor]) -> int | None:
-        """What this rank would have to move; None where buckets are the way."""
-        self._check_names(parameters)
+        """Bytes that this rank would have to move; None where buckets are needed."""
+        differing = sorted(self._held ^ parameters.keys())
+        if differing:
+            counts = f"rank holds {len(self._held)} parameters, was given {len(parameters)}"
+            raise ValueError(f"{counts}; differ in {differing[:5]}")
         settings = self._settings
         if settings.transport != "shared_memory" or settings.mode != "reshard" or settings.quantization is not None:
             return None
-        if any(
-            pieces.table_bytes > NUM_BUCKETS * s.capacity for pieces, s in zip(self._in_place, self._streams, strict=True)
-        ):
+        pairs = zip(self._in_place, self._streams, strict=True)
+        if any(CHECKSUM_BYTES * len(pieces) > NUM_BUCKETS * stream.capacity for pieces, stream in pairs):
             return None
         if isinstance(parameters, dict) and self._is_kept(parameters):
             return 0
         return private_bytes(parameters, self._sent, settings.dtype)
 
-    def _check_names(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        odd = sorted(self._held ^ parameters.keys())
-        if odd:
-            raise ValueError(f"rank holds {len(self._held)} parameters, was given {len(parameters)}; differ in {odd[:5]}")
-
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> WeightManifest:
-        """Rank 0: the next attempt, with the engines told."""
+        """On rank 0, begin the next attempt and start the engines' receive."""
         self._session += 1
         facts = [EngineFacts("", 0)] * self._settings.num_engines
         if self._engines is not None:
@@ -370,7 +374,7 @@ class WeightSync:
     def _finish(
         self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor], done: Sequence[Streamed]
     ) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Rank 0: who must be served again, and the figures."""
+        """On rank 0, wait for the engines: those that need another attempt, and the figures."""
         lost = [(rank, engine, why) for rank, streamed in enumerate(done) for engine, why in streamed.lost.items()]
         for _, engine, _ in lost:
             self._meetings[engine] = 0
@@ -378,32 +382,36 @@ class WeightSync:
             return (), {}
         try:
             again, figures = self._engines.finish()
-        except Exception as error:  # whatever fails: engines meet anew in the next sync; it is raised again
-            self._meetings = [0] * len(self._meetings)  # a failed engine has let go of its group
+        except Exception as error:  # raised again; engines meet anew in the next sync
+            self._meetings = [0] * len(self._meetings)  # a failed engine has left its group
             for rank, engine, why in lost:
                 error.add_note(f"trainer rank {rank} gave up engine {engine}: {why}")
             raise
         received = [engine for engine in manifest.leading if engine not in again]
         self._bases.finish(manifest.version, received, self._starts)
         figures["sync/total_s"] = time.perf_counter() - self._begun
-        if again:  # buckets in the memory of an engine that died are gone
+        if again:  # buckets in the memory of a dead engine are gone
             return again, figures
         rate = memcpy_bytes_per_s(parameters[self._embedding], self._sender.buckets)
         return again, figures | {"sync/memcpy_bytes_per_s": rate}
 
     def _watch(self) -> None:
-        """Rank 0, while it waits: the others need not wait for an engine that has failed."""
+        """On rank 0, called while it waits: stop waiting for engines that have failed."""
         for engine in () if self._engines is None else self._engines.failed():
             self._sender.lose(engine)
 
     def _stream(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
-        """Write all parts of this rank, in the one order in which all ranks go, so that no two can wait for each other."""
+        """Write all parts of this rank, in the same order on all ranks, so that no two ranks wait for each other."""
         if manifest.homes:
             return self._seal(manifest, parameters)
         pack_s, matrices = 0.0, Matrices(parameters, self._last)
         try:
             self._sender.begin(manifest)
-            self._begin_checks(manifest.version)
+            if TRANSPORTS[self._settings.transport].on_device and not self._device_checks:
+                where, sampled = self._sender.buckets.device, self._settings.verify == "sampled"
+                self._device_checks = [DeviceChecks(stream, where, sampled, self._rank) for stream in self._streams]
+            for checks in self._device_checks:
+                checks.begin(manifest.version)
             for bucket, number in self._sequence:
                 part = self._streams[number].part(bucket, self._rank) if self._sender.serves(number) else None
                 if part is not None:
@@ -414,52 +422,56 @@ class WeightSync:
                     self._sender.send(number, bucket)
                     pack_s += time.perf_counter() - begun
             self._sender.finish()
-        except BaseException:  # SystemExit too: engines wait for what is not sent any more; it is raised again
+        except BaseException:  # SystemExit too, since engines wait for this rank; raised again
             self._sender.abort()
             raise
-        sent, parts = (self._sender.sent_bytes, dict(self._sender.lost)), self._parts
-        return Streamed(pack_s, *sent, *((0, 0) if parts is None else (parts.changed_bytes, parts.content_bytes)))
+        changed = (0, 0) if self._parts is None else (self._parts.changed_bytes, self._parts.content_bytes)
+        return Streamed(pack_s, self._sender.sent_bytes, dict(self._sender.lost), *changed)
 
     def _seal(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> Streamed:
-        """Hash what workers have read in place of this rank, once they have: whatever was written to it meanwhile is in the
-        hashes. Nobody may write to it before they all have compared, which they do when vLLM has packed."""
+        """Hash what workers read in place from this rank, after they have read it, so that the hashes include any write
+        meanwhile. Nobody may write before all workers have compared, which they do when vLLM has packed."""
         sender = self._sender
         assert isinstance(sender, RingSender), "only what shares memory is read in place"
         try:
             sender.begin(manifest)
             with span("wait_engines"):
-                last = [int(own[-1]) + 1 if len(own) else 0 for own in self._own]
-                sender.wait_copied(last, self._elements_before)
+                last = [int(numbers[-1]) + 1 if len(numbers) else 0 for numbers in self._own]
+                sender.wait_copied(last)
             begun = time.perf_counter()
-            everyones = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
-            for worker, (own, views) in enumerate(zip(self._own, everyones, strict=True)):
-                numbers = own.tolist()
-                sums = [piece_checksum(one, manifest.version, number) for one, number in zip(views, numbers, strict=True)]
-                num_bytes = sum(part.nbytes for one in views for part in one)
-                sender.seal(worker, own, sums, num_bytes + CHECKSUM_BYTES * len(own))
+            views_of_workers = self._kept[2] if self._is_kept(parameters) else self._views(parameters)
+            for worker, (numbers, views) in enumerate(zip(self._own, views_of_workers, strict=True)):
+                pairs = zip(views, numbers.tolist(), strict=True)
+                sums = [piece_checksum(words, manifest.version, number) for words, number in pairs]
+                num_bytes = sum(words.nbytes for words in views)
+                sender.seal(worker, numbers, sums, num_bytes + CHECKSUM_BYTES * len(numbers))
             pack_s = time.perf_counter() - begun
             with span("wait_engines"):
-                sender.wait_read([np.unique(pieces.source) for pieces in self._in_place], self._elements_before)
-        except BaseException:  # the same
+                sources = [np.unique(pieces.source) for pieces in self._in_place]
+                sender.wait_read(sources, [len(pieces) + 1 for pieces in self._in_place])
+        except BaseException:  # as above
             sender.abort()
             raise
         return Streamed(pack_s, sender.sent_bytes, dict(sender.lost))
 
-    def _views(self, parameters: Mapping[str, torch.Tensor]) -> list[list[list[np.ndarray]]]:
-        """By worker, the pieces that it reads of this rank's memory, in the parts that are hashed."""
+    def _views(self, parameters: Mapping[str, torch.Tensor]) -> list[list[np.ndarray]]:
+        """By worker, the pieces that it reads from this rank's memory, as words."""
         return [
-            [hashed_parts(words_of(own_box(parameters, pieces.at_source(self._plan, number)))) for number in own.tolist()]
-            for pieces, own in zip(self._in_place, self._own, strict=True)
+            [words_of(own_box(parameters, pieces.at_source(self._plan, number))) for number in numbers.tolist()]
+            for pieces, numbers in zip(self._in_place, self._own, strict=True)
         ]
 
     @torch.no_grad()
     def _pack(
         self, manifest: WeightManifest, stream: int, part: Part, matrices: Matrices, bucket: int, memory: torch.Tensor
     ) -> None:
-        """Cast and copy a part's boxes into the bucket, each with its checksum."""
+        """Cast and copy a part's boxes into the bucket, with their checksums."""
         place, pieces = self._pieces.get((stream, bucket), (0, []))
         if place != memory.data_ptr():
-            pieces = self._pieces_in(memory, stream, part)
+            dtype, pieces = self._settings.dtype, []
+            for piece in self._streams[stream].at_source(self._plan, part):
+                target = memory[piece.start : piece.end]  # of FP8 blocks the bytes, otherwise [rows, cols]
+                pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
             self._pieces[stream, bucket] = memory.data_ptr(), pieces
         checks = None if self._device_checks else HostChecks(memory, manifest.version, bucket)
         for piece, target in pieces:
@@ -475,53 +487,39 @@ class WeightSync:
         else:
             self._device_checks[stream].write(bucket, memory)
 
-    def _begin_checks(self, version: int) -> None:
-        """Have checksums made on the device where the buckets lie there."""
-        if TRANSPORTS[self._settings.transport].on_device and not self._device_checks:
-            where, sampled = self._sender.buckets.device, self._settings.verify == "sampled"
-            self._device_checks = [DeviceChecks(stream, where, sampled, self._rank) for stream in self._streams]
-        for checks in self._device_checks:
-            checks.begin(version)
-
-    def _pieces_in(self, memory: torch.Tensor, stream: int, part: Part) -> list[tuple[Piece, torch.Tensor]]:
-        """A part's pieces, each with where it goes in a bucket's memory: [rows, cols], or the bytes of FP8 blocks."""
-        dtype, pieces = self._settings.dtype, []
-        for piece in self._streams[stream].at_source(self._plan, part):
-            target = memory[piece.start : piece.end]
-            pieces.append((piece, target if piece.scale_bytes else target.view(dtype).view(piece.rows, piece.cols)))
-        return pieces
-
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
-        """Run a step on every rank and wait for all; the results in rank order. A failure of one is raised on every rank,
-        naming it: the first one that no other rank's failure caused."""
+        """Run a step on every rank and wait for all; the results in rank order. A failure is raised on every rank and names
+        the first rank that failed for a reason of its own."""
         value: Value | None = None
         error: Exception | None = None
         try:
             value = step()
-        except Exception as caught:  # raised below, once the others know
+        except Exception as caught:  # raised below, once the other ranks know
             error = caught
-        failure = None if error is None else (isinstance(error, SyncAborted), _said(error), isinstance(error, TimeoutError))
+        failure = (
+            None if error is None else (isinstance(error, SyncAborted), _described(error), isinstance(error, TimeoutError))
+        )
         answers = self._gather((value, failure))
         failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
-            _, text, late, rank = min(failures, key=lambda one: (one[0], one[3]))
+            _, text, late, rank = min(failures, key=lambda failure: (failure[0], failure[3]))
             raise (SyncLate if late else SyncError)(f"{call} failed on rank {rank}: {text}") from error
         return [value for value, _ in answers]
 
     def _from_first(self, step: Callable[[], Value]) -> Value:
-        """What a step gives on rank 0, on every rank. Its failure is raised there as it is, and as SyncError elsewhere,
-        SyncLate where a deadline has passed."""
+        """Run a step on rank 0; its result, on every rank. A failure is raised unchanged on rank 0, and as SyncError on the
+        other ranks (SyncLate where a deadline has passed)."""
         box: list[Any] = [None, None, False]
         error: Exception | None = None
-        with span("wait_engines"):  # there rank 0 waits for them, and here all others for it
+        with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
             if self._rank == 0:
                 try:
                     box[0] = step()
-                except Exception as caught:  # raised below, once the others know
-                    error, box[1], box[2] = caught, _said(caught), isinstance(caught, TimeoutError)
+                except Exception as caught:  # raised below, once the other ranks know
+                    error, box[1], box[2] = caught, _described(caught), isinstance(caught, TimeoutError)
             if self._group is not None:
                 dist.broadcast_object_list(box, src=0, group=self._group)
-            # Raised in here: it is engines that a rank has waited for in vain.
+            # Raised inside the span, which says that the rank waited for engines.
             if error is not None:
                 raise error
             if box[1] is not None:
@@ -529,7 +527,7 @@ class WeightSync:
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
-        """One object of each rank, in rank order; bounded by the group's timeout."""
+        """Gather one object from each rank, in rank order; bounded by the group's timeout."""
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * self._layout.ranks
@@ -539,22 +537,22 @@ class WeightSync:
 
 
 def _leaders(facts: Sequence[EngineFacts], engines: Sequence[int]) -> tuple[int, ...]:
-    """The first of the engines on each node leads there; one that takes no part leads itself."""
+    """By engine, the engine that leads: the first chosen engine of the node; an engine that takes no part leads itself."""
     first: dict[str, int] = {}
     for engine in sorted(engines):
         first.setdefault(facts[engine].node, engine)
-    return tuple(first[one.node] if engine in engines else engine for engine, one in enumerate(facts))
+    return tuple(first[fact.node] if engine in engines else engine for engine, fact in enumerate(facts))
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def memcpy_bytes_per_s(weight: torch.Tensor, buckets: torch.Tensor) -> float:
-    """Rate at which this process copies bytes of a weight [rows, columns] to idle buckets, as they are: what a transfer is
-    measured by. The median of a few copies, milliseconds in all, each of other rows: these come from memory. The same bytes,
-    copied again and again, come from the cache at up to four times the rate, which no transfer of a model reaches."""
-    content = weight.detach().view(torch.uint8)[:, : buckets.shape[1]]  # of a row that no bucket holds, its beginning
+    """Measure the rate at which this process copies bytes of a weight [rows, columns] to idle buckets, as a bound for
+    transfers. The median of a few copies, milliseconds in all, each of different rows, which come from memory: the same
+    bytes again would come from the cache at up to four times the rate, which no transfer of a model reaches."""
+    content = weight.detach().view(torch.uint8)[:, : buckets.shape[1]]  # rows may be longer than a bucket
     parts = content.split(max(1, buckets.shape[1] // content.shape[1]))
     rates: list[float] = []
     device.settle()

@@ -1,79 +1,43 @@
-"""The rollout worker's end: take bucket after bucket, verify each, hand out the boxes in it."""
+"""The rollout worker's end of a sync: open the transport, take bucket after bucket, verify each, and hand out its boxes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
 from megarl.weight_sync.checks import DeviceChecks, HostChecks
-from megarl.weight_sync.codec import read_blocks
-from megarl.weight_sync.copies import RELEASE_PIECES, Copies, Works, num_copy_threads
-from megarl.weight_sync.in_place import Home, Pieces, hashed_parts, part_of, piece_checksum, words_of
-from megarl.weight_sync.link import Link
-from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest, sync_plan, sync_stream, turn_order
-from megarl.weight_sync.plan import ReshardPlan
-from megarl.weight_sync.ring import RingReceiver
-from megarl.weight_sync.stream import Piece, Stream
-from megarl.weight_sync.transport import TRANSPORTS, Receiver
+from megarl.weight_sync.codec import TakenParts, read_blocks
+from megarl.weight_sync.copies import RELEASE_PIECES, Box, Copies, Works, num_copy_threads
+from megarl.weight_sync.in_place import Home, Pieces, piece_checksum, words_of
+from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
+from megarl.weight_sync.plan import ReshardPlan, sync_plan
+from megarl.weight_sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
+from megarl.weight_sync.ring import Ring, RingReceiver, RingSender
+from megarl.weight_sync.segment import PREFIX, ROOT, sweep
+from megarl.weight_sync.stream import Piece, Stream, copy_order, sync_stream
+from megarl.weight_sync.transport import TRANSPORTS, wait_until
 
-
-class Box(NamedTuple):
-    """A rectangle of a local parameter: `content` [rows, cols] belongs at (row, col); of FP8 blocks `scales` at the place of
-    their blocks. What is read in place may be several, [boxes, rows, cols], each `step` rows behind the one before. It is
-    there as `words` too: whole numbers, for which numpy takes a fraction of the time that torch does."""
-
-    parameter: str
-    row: int
-    col: int
-    content: torch.Tensor
-    scales: torch.Tensor | None = None
-    words: np.ndarray | None = None
-    step: int = 0
-
-    @property
-    def in_words(self) -> np.ndarray:
-        """Of what is read in place."""
-        assert self.words is not None, "what comes in buckets has no words"
-        return self.words
-
-    def within(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Where the content belongs in all of the parameter, [rows, columns]."""
-        return part_of(matrix, self.row, self.col, self.content.shape, self.step)
-
-    def words_within(self, matrix: np.ndarray) -> np.ndarray:
-        """Where the words belong in all of the parameter as words, [rows, columns]. Raises ValueError where it ends before
-        them."""
-        *boxes, rows, cols = self.in_words.shape
-        rows += self.step * (boxes[0] - 1) if boxes else 0  # with those between the boxes
-        place = matrix[self.row : self.row + rows, self.col : self.col + cols]
-        if place.shape != (rows, cols):
-            raise ValueError(f"a matrix of {matrix.shape} ends before {self.row + rows} x {self.col + cols}")
-        if not boxes:
-            return place
-        down, right = place.strides
-        return np.lib.stride_tricks.as_strided(place, self.in_words.shape, (self.step * down, down, right))
-
-
-# What is done with boxes that are read in place, of all of them; those of no work are handed out.
+# Divides all boxes that are read in place into works; boxes of no work are handed out.
 FindWorks = Callable[[Sequence[Box]], Works]
 
 
 def no_works(boxes: Sequence[Box]) -> Works:
-    """All of them are to be handed out."""
+    """Have all boxes handed out."""
     return Works()
 
 
 @dataclass
 class ReadFigures:
-    """What a reader did for one version; seconds waited for buckets, spent on checksums, and on the ends of works; bytes of
-    boxes. What several threads did counts as if they had shared it evenly."""
+    """What a reader did for one version: seconds of waiting for buckets, of checksums and of finishing works, and bytes of
+    boxes. Seconds of several threads are divided by their number."""
 
     wait_s: float = 0.0
     verify_s: float = 0.0
@@ -81,22 +45,117 @@ class ReadFigures:
     received_bytes: int = 0
 
 
+class Link:
+    """Opens a worker's end of its stream. Between two syncs it keeps the mapped rings, the process group with the trainer
+    ranks, and the bytes that a difference is added to."""
+
+    def __init__(self) -> None:
+        self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
+        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and meeting of the group
+        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
+        self._parts: TakenParts | None = None
+
+    def open(
+        self, manifest: WeightManifest, stream: Stream, engine: int, worker: int
+    ) -> RingReceiver | PointToPointReceiver:
+        """Open the end of the manifest's transport. Raises SyncError where the other end is not there in time, SyncAborted
+        where the other end is the leading engine."""
+        name, timeout_s = manifest.rings[worker], manifest.timeout_s
+        if not TRANSPORTS[manifest.transport].messages:
+            ring = self._mapped(name, manifest.layout.ranks, manifest, stream, owner=False)
+            self._begin(ring, manifest, engine, manifest.leading[0])
+            return RingReceiver(ring, stream, manifest.session, engine, timeout_s)
+        leader = manifest.leaders[engine]
+        # A restarted leader makes a new ring: nothing that is left in the old ring can count.
+        name = f"{name}-{leader}-{manifest.meetings[leader]}"
+        if leader != engine and not wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s):
+            raise SyncAborted(
+                f"begin: engine {leader}, which leads, made no buckets to read within weight_sync.timeout_s = {timeout_s:g}"
+            )
+        ring = self._mapped(name, 1, manifest, stream, owner=leader == engine)
+        self._begin(ring, manifest, engine, leader)
+        if leader != engine:
+            self._parts = None  # of a version that it received as a leading engine
+            return RingReceiver(ring, stream, manifest.session, engine, timeout_s, leader)
+        try:
+            group = self._join(manifest, engine, manifest.layout.ranks + worker)
+        except SyncError:
+            relay = RingSender([ring], [stream], 0, timeout_s, None)
+            relay.begin_for(manifest.session, manifest.followers[engine])
+            relay.abort()  # the followers need not wait
+            raise
+        if manifest.wire == "delta" and (self._parts is None or self._parts.stream is not stream):
+            self._parts = TakenParts(stream)
+        followers = manifest.followers[engine]
+        return PointToPointReceiver(ring, stream, group, manifest, followers, self._leave, self._parts)
+
+    def completed(self, version: int) -> None:
+        """Record that all of a version was read and verified."""
+        if self._parts is not None:
+            self._parts.version = version
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring[1].close()
+        self._leave()
+        self._ring = self._store = self._parts = None
+
+    def _begin(self, ring: Ring, manifest: WeightManifest, engine: int, leader: int) -> None:
+        """Wait for the buckets; on a device they belong to the worker of the leading engine."""
+        session, timeout_s = manifest.session, manifest.timeout_s
+        if ring.on_device and engine == leader:
+            ring.offer(session)
+        if not ring.begin(session, leader, timeout_s):
+            raise SyncAborted(
+                f"begin: engine {leader}, which leads, offered no buckets within weight_sync.timeout_s = {timeout_s:g}"
+            )
+
+    def _mapped(self, name: str, num_writers: int, manifest: WeightManifest, stream: Stream, owner: bool) -> Ring:
+        key = (name, stream.capacity, manifest.num_engines)
+        if self._ring is None or self._ring[0] != key:
+            if self._ring is not None:
+                self._ring[1].close()
+                self._ring = None
+            if owner:
+                sweep()
+            on_device = TRANSPORTS[manifest.transport].on_device
+            ring = Ring(name, num_writers, manifest.num_engines, stream.capacity, on_device, create=owner)
+            self._ring = key, ring
+        return self._ring[1]
+
+    def _join(self, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
+        if self._store is None or self._store[0] != manifest.store:
+            self._leave()  # its trainers are gone; new trainers count their meetings from the first
+            self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
+        key = (engine, manifest.meetings[engine])
+        if self._group is None or self._group[0] != key:
+            self._leave()  # leave the old group first: its members then see that it is gone
+            self._group = key, open_group(self._store[1], manifest, engine, member)
+        return self._group[1]
+
+    def _leave(self) -> None:
+        """Leave the group, so that pending messages on the other side fail at once."""
+        if self._group is not None:
+            self._group[1].leave()
+            self._group = None
+
+
 class StreamReader:
-    """Reads the stream of one worker number for one engine. Plan and stream are made at the first version and kept, and so
-    is what the transport needs."""
+    """Reads the stream of one worker number for one engine. Plan, stream and transport are set up at the first version and
+    kept."""
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
-        self._key: tuple[Any, ...] | None = None  # what the plan and the stream belong to
+        self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
         self._stream: Stream
         self._elements: dict[str, int] = {}
-        # By bucket: where it lies in memory, and its boxes there with what each is made of.
-        self._boxes: dict[int, tuple[int, list[tuple[Box, list[Piece]]]]] = {}
+        # By bucket: its address in memory, and its boxes there, each with its piece.
+        self._boxes: dict[int, tuple[int, list[tuple[Box, Piece]]]] = {}
         self._checks: DeviceChecks | None = None  # of buckets on a device
         self._pieces: Pieces
         self._homes: list[Home] = []
-        self._in_place: list[Box] = []  # what is read where it is
+        self._in_place: list[Box] = []  # boxes that are read in place
         self._works = Works()
         self._link = Link()
         self.figures = ReadFigures()
@@ -108,12 +167,15 @@ class StreamReader:
         meanwhile: Callable[[], None] = lambda: None,
         works: FindWorks = no_works,
     ) -> Generator[Box, None, None]:
-        """Every box of a version, layer by layer; a box larger than a bucket comes in pieces. The contents are overwritten
-        after the next one was asked for. What comes in buckets of the host is verified before it is handed out; what comes
-        in those of a device, or is read in place, at the end. `meanwhile` is called after the last box, while ranks make the
-        checksums of what was read in place. Who asks for no more boxes has to close it. Boxes that are read in place and
-        belong to one of `works` are not handed out: works are done before, and their boxes hashed where they were copied to.
-        `works` is asked when memory was mapped, and its works are done again in every version that is read there.
+        """Yield every box of a version, layer by layer; a box larger than a bucket comes in pieces.
+
+        The content of a box is overwritten after the next box was requested. A caller that stops early must close the
+        generator. Boxes in host buckets are verified before they are yielded; boxes in device buckets, or read in place, at
+        the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place.
+
+        Boxes that are read in place and belong to a work are not yielded: all works are done first, and their boxes hashed
+        where they were copied to. `works` is called once the memory is mapped; its works are done in every later version
+        that is read there.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
@@ -131,7 +193,12 @@ class StreamReader:
                 yield from self._bucket(manifest, bucket, end)
                 end.release(bucket)
             if not manifest.homes:
-                self._refuse_wrong(manifest)
+                if self._checks is not None:
+                    begun = time.perf_counter()
+                    wrong = self._checks.wrong()  # the only time that verification waits for the device
+                    self.figures.verify_s += time.perf_counter() - begun
+                    if wrong:
+                        raise self._wrong(manifest, wrong[0])
                 meanwhile()
             self._link.completed(manifest.version)
             complete = True
@@ -140,7 +207,7 @@ class StreamReader:
                 end.give_up()
 
     def elements(self, parameter: str) -> int:
-        """Elements of a local parameter that come with a version; the others are padding."""
+        """Elements of a local parameter that come with a version; its other elements are padding."""
         return self._elements[parameter]
 
     def close(self) -> None:
@@ -148,35 +215,35 @@ class StreamReader:
         self._link.close()
 
     def _let_go(self) -> None:
-        """Of all memory that is not this process's own."""
+        """Drop all views of memory that other processes own."""
         self._boxes, self._in_place, self._works, self._homes = {}, [], Works(), []
 
     def _read_in_place(
         self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], works: FindWorks
     ) -> Iterator[Box]:
-        """Do all works, then hand out the other boxes where they lie, to be hashed there. The ranks make their sums when all
-        was read, and these are compared."""
+        """Do all works, then yield the other boxes where they lie, and hash them there. When everything was read the ranks
+        make their sums, which are then compared."""
         figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
-        if tuple(home.said for home in self._homes) != manifest.homes:
+        if tuple(home.address for home in self._homes) != manifest.homes:
             self._let_go()
             dtype, in_place = DTYPES[manifest.precision], list[Box]()
-            homes = [Home(said, rank, dtype) for rank, said in enumerate(manifest.homes)]
+            homes = [Home(address, rank, dtype) for rank, address in enumerate(manifest.homes)]
             for number, source in enumerate(pieces.source.tolist()):
                 content = homes[source].box(pieces.at_source(self._plan, number))
                 to = pieces.at_destination(self._plan, number)
-                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content), to.step))
-            # Known by the next version once all of them are: one that fails here leaves no half.
+                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content)))
+            # Set together at the end: a failure above leaves no half of them to the next version.
             self._works, self._in_place, self._homes = works(in_place), in_place, homes
         figures.wait_s += time.perf_counter() - begun
         words = [box.in_words for box in self._in_place]
         num_threads = min(num_copy_threads(manifest.rollout.workers), self._works.most_threads)
         copies = Copies(words, self._works.each, manifest.version, num_threads)
         copies.run(lambda count: end.release(count - 1))
-        figures.verify_s, figures.pack_s, own = copies.verify_s, copies.pack_s, copies.sums
+        figures.verify_s, figures.pack_s, sums = copies.verify_s, copies.pack_s, copies.sums
         for count, number in enumerate(copies.left):
             yield self._in_place[number]
             begun = time.perf_counter()
-            own[number] = piece_checksum(hashed_parts(words[number]), manifest.version, number)
+            sums[number] = piece_checksum(words[number], manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
             figures.verify_s += time.perf_counter() - begun
@@ -184,70 +251,52 @@ class StreamReader:
         end.release(len(pieces) - 1)
         meanwhile()
         begun = time.perf_counter()
-        sums = end.sums(np.unique(pieces.source), len(pieces))
+        sent_sums = end.sums(np.unique(pieces.source), len(pieces))
         figures.wait_s += time.perf_counter() - begun
-        wrong = np.flatnonzero(own != sums)
+        wrong = np.flatnonzero(sums != sent_sums)
         if len(wrong):
             which = self._plan.describe(pieces.copy[wrong[0]])
-            if (boxes := pieces.at_source(self._plan, int(wrong[0])).boxes) > 1:
-                which += f" and the {boxes - 1} beside it"
             raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
-        # Says whether this engine was given up before it had read all: what it read since may be of another version.
+        # Raises where this engine was given up before it had read all: later reads may be of another version.
         end.release(len(pieces))
 
-    def _bucket(self, manifest: WeightManifest, bucket: int, end: Receiver) -> Iterator[Box]:
-        """Take a bucket; each box is handed out as soon as its own bytes are verified, while they are in the cache."""
+    def _bucket(self, manifest: WeightManifest, bucket: int, end: RingReceiver | PointToPointReceiver) -> Iterator[Box]:
+        """Take a bucket; yield each box as soon as its bytes are verified, while they are in the cache."""
         begun = time.perf_counter()
         memory = end.take(bucket)
         figures, taken = self.figures, time.perf_counter()
         figures.wait_s += taken - begun
         place, boxes = self._boxes.get(bucket, (0, []))
         if place != memory.data_ptr():
-            boxes = self._boxes_in(memory, bucket, DTYPES[manifest.precision])
+            dtype, boxes = DTYPES[manifest.precision], []
+            for piece in self._stream.at_destination(self._plan, bucket):
+                content, scales = memory[piece.start : piece.end], None
+                if piece.scale_bytes:
+                    content, scales = read_blocks(content, piece.rows, piece.cols)
+                else:
+                    content = content.view(dtype).view(piece.rows, piece.cols)
+                boxes.append((Box(piece.parameter, piece.row, piece.col, content, scales), piece))
             self._boxes[bucket] = memory.data_ptr(), boxes
         begun = time.perf_counter()
         host = HostChecks(memory, manifest.version, bucket) if self._checks is None else None
         if self._checks is not None:
             self._checks.compare(bucket, memory)
-        for box, parts in boxes:
-            wrong = None if host is None else host.wrong(parts)
-            if wrong is not None:
-                raise self._wrong(manifest, wrong.number)
+        for box, piece in boxes:
+            if host is not None and host.is_wrong(piece):
+                raise self._wrong(manifest, piece.number)
             figures.verify_s += time.perf_counter() - begun
-            figures.received_bytes += sum(piece.end - piece.start for piece in parts)
+            figures.received_bytes += piece.end - piece.start
             yield box
             begun = time.perf_counter()
-
-    def _refuse_wrong(self, manifest: WeightManifest) -> None:
-        """Raises SyncError where a bucket on a device had other bytes than were written; the only wait for the device that
-        verifying takes."""
-        begun = time.perf_counter()
-        wrong = [] if self._checks is None else self._checks.wrong()
-        self.figures.verify_s += time.perf_counter() - begun
-        if wrong:
-            raise self._wrong(manifest, wrong[0])
 
     def _wrong(self, manifest: WeightManifest, piece: int) -> SyncError:
         which = self._plan.describe(self._stream.copy[piece])
         where = f"bucket {self._stream.bucket[piece]} of {self._stream.num_buckets}"
         return SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {which}")
 
-    def _boxes_in(self, memory: torch.Tensor, bucket: int, dtype: torch.dtype) -> list[tuple[Box, list[Piece]]]:
-        """A bucket's boxes, whose contents are views of its memory, each with the pieces that it is made of."""
-        boxes, elements = [], memory.view(dtype)
-        for whole, parts in self._stream.at_destination(self._plan, bucket):
-            place = whole.parameter, whole.row, whole.col
-            if whole.scale_bytes:
-                blocks = read_blocks(memory[whole.start : whole.end], whole.rows, whole.cols)
-                boxes.append((Box(*place, blocks.weight, blocks.weight_scale_inv), parts))
-            else:
-                matrix = elements[whole.start // dtype.itemsize : whole.end // dtype.itemsize]
-                boxes.append((Box(*place, matrix.view(whole.rows, whole.cols)), parts))
-        return boxes
-
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
         workers = manifest.rollout.workers
-        order = manifest.leaders[engine] if manifest.orders > 1 else 0  # who leads receives in its own
+        order = manifest.leaders[engine] if manifest.orders > 1 else 0  # the order of the leading engine
         turn = None if manifest.by_layer else (order * workers + self._worker, manifest.orders * workers)
         on_device, sampled = TRANSPORTS[manifest.transport].on_device, manifest.verify == "sampled"
         form = manifest.precision, manifest.bucket_bytes, manifest.quantization
@@ -261,7 +310,7 @@ class StreamReader:
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
         self._plan = plan
-        copies = turn_order(plan, self._worker, turn)
+        copies = copy_order(plan, self._worker, turn)
         dtype = DTYPES[manifest.precision]
         self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
@@ -270,3 +319,23 @@ class StreamReader:
         self._checks = DeviceChecks(self._stream, platform.current_device(), sampled) if on_device else None
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._key = key
+
+
+def whole_tensors(boxes: Iterable[Box], sizes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Join boxes, in any order, into checkpoint tensors, for checkpoint mode; yields each tensor once it is complete.
+
+    The boxes' parameters are checkpoint names; `sizes` are (rows, columns) of the tensors. Every tensor has its own memory,
+    as `load_checkpoint_tensors` needs. Tensors that stay incomplete are not yielded.
+    """
+    filled: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    for box in boxes:
+        name, (rows, columns) = box.parameter, box.content.shape
+        if name not in filled:
+            filled[name] = torch.empty(sizes[name], dtype=box.content.dtype, device=box.content.device)
+            missing[name] = filled[name].numel()
+        filled[name][box.row : box.row + rows, box.col : box.col + columns] = box.content
+        missing[name] -= rows * columns
+        if not missing[name]:
+            tensor = filled.pop(name)
+            yield name, tensor[:, 0] if tensor.shape[1] == 1 else tensor

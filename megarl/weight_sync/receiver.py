@@ -1,12 +1,12 @@
-"""The vLLM side of a weight sync, in every worker process. All that touches vLLM's model objects is in this file.
+"""The vLLM side of a weight sync, in every worker process: the file that touches vLLM's model objects.
 
-Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN object after load and the parameter is left
-with shape (0,). So a live parameter of the full shape is written in place, and a packed one is built anew and packed
-again; both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU
-too, under the parameter's own name and with room for padding.
+Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN object after load, and the parameter is left with
+shape (0,). So a live parameter of the full shape is written in place, and a packed parameter is built anew and packed again,
+both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU too,
+under the parameter's own name and with room for padding.
 
-On GPUs vLLM captures CUDA graphs, which read parameters where they were at the capture. What vLLM makes anew of them, as
-scales in a kernel's layout, is copied there.
+On GPUs vLLM captures CUDA graphs, which read parameters at their address during the capture. Whatever vLLM makes anew of the
+parameters, such as scales in a kernel's layout, is copied there.
 """
 
 from __future__ import annotations
@@ -14,24 +14,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from vllm._custom_ops import CPUDNNLGEMMHandler
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization.online.fp8 import (
-    Fp8PerBlockOnlineLinearMethod,
-    Fp8PerBlockOnlineMoEMethod,
-)
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.models import ModelShape
@@ -43,39 +36,36 @@ from megarl.platform import current as platform
 from megarl.rollout.cpu_workers import RoutingRecorder, complete
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
 from megarl.weight_sync.codec import FP8
-from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, module_works
 from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.module_work import module_works
-from megarl.weight_sync.read import Box, StreamReader, no_works
-from megarl.weight_sync.spare import SpareMemory
-from megarl.weight_sync.whole import whole_tensors
+from megarl.weight_sync.read import StreamReader, no_works, whole_tensors
 
 logger = logging.getLogger(__name__)
-SCALES = "_scale_inv"  # behind the name of a weight in FP8 blocks: that of their scales
+SCALES = "_scale_inv"  # suffix of the scales of a weight in FP8 blocks
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Everything a receiver must know comes with each version."""
+    """Empty: everything a receiver needs comes with each version."""
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """`WeightManifest.as_dict()`, and which of its engines this one is."""
+    """`WeightManifest.as_dict()`, and the number of this engine."""
 
     manifest: dict[str, Any]
     engine: int
 
 
 class WeightReceiver(WeightTransferEngine[NoInit, Update]):
-    """Takes this worker's shards of one version while they arrive. A version that breaks off leaves a mixture, so the engine
-    must answer nothing until a version went through.
+    """Takes this worker's shards of a version while they arrive. A version that breaks off leaves a mixture, so the engine
+    must answer nothing until a sync succeeds.
     """
 
     init_info_cls = NoInit
     update_info_cls = Update
     supports_draft_weight_update = False
-    # By module and parameter: where those live whose content is in spare memory. None on CPUs, which have no CUDA graphs.
+    # By module and parameter: the live tensor of what is in spare memory. None on CPUs, which have no CUDA graphs.
     _homes: dict[str, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -91,28 +81,27 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._reader: StreamReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
-        self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # each thread has its own
+        self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # one for each thread
         self._owner: str | None = None  # the module that is being written
-        self._unpacked: list[str] = []  # those whose own parameters were written: no memory waits for them to be packed
+        self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
-        self._repack_s = 0.0  # by the thread that called
+        self._repack_s = 0.0  # in the caller's thread
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect."""
 
     def start_weight_update(self) -> None:
-        """`update_weights` does all, so that no half-open session can outlive a failure. Until then no report of an earlier
-        version can be taken for one of this."""
+        """Forget the last report. `update_weights` does all the work, so that no half-open session can outlive a failure."""
         self.report = (False, "took no weights", False)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Never raises; `report` says how it went. Where one worker's call fails, vLLM's executor leaves the answers of the
-        workers behind it unread, and takes them for answers to the calls that follow (0.32)."""
+        """Take a version; never raises, `report` has the result. Where one worker's call fails, vLLM's executor leaves the
+        answers of later workers unread, and takes them for answers to the next calls (0.32)."""
         try:
             # The base method synchronizes torch.accelerator, which raises where there is none.
             self.receive_weights(self.parse_update_info(update_info))
@@ -120,7 +109,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 torch.accelerator.synchronize()
         except SyncError as error:
             self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
-        except Exception as error:  # a call that fails would mix up the answers of other workers (above): `report` has it
+        except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
             logger.exception("a worker took no weights")
             self.report = (False, f"{type(error).__name__}: {error}", False)
 
@@ -136,7 +125,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         reshards = manifest.mode == "reshard"
         meanwhile = self._pack_rest if reshards else lambda: None
         works = partial(self._works, manifest.bucket_bytes) if reshards and self.device.type == "cpu" else no_works
-        # Closed here, also where a failure's traceback still holds it: then the other end waits for this worker no more.
+        # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
         with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes:
             if manifest.mode == "checkpoint":
                 tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
@@ -171,44 +160,38 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         data_rank = self.parallel_config.data_parallel_rank
         return self._rollout.worker(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group, data_rank)
 
-    def _check_names(self, worker: int, sizes: Mapping[str, tuple[int, int]]) -> None:
-        """The table of `vllm_segments` and the model must know the same parameters."""
-        live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
-        idle = idle_parameters(self._shape, self._rollout, worker)
-        live = {name for name in live if not name.endswith(SCALES)}
-        odd = sorted((live - self._derived_names() - idle) ^ sizes.keys())
-        if odd:
-            raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {odd[:5]}")
-
     def _latent_attentions(self) -> list[tuple[str, MLAAttention]]:
         return [(name, module) for name, module in self._modules.items() if isinstance(module, MLAAttention)]
 
-    def _derived_names(self) -> set[str]:
-        """Parameters that no checkpoint has: vLLM's latent attention owns no weight, and registers as parameters of its own
-        what it makes of `kv_b_proj` after load (`W_UK_T`, `W_UV`)."""
-        return {
-            f"{owner}.{name}"
-            for owner, attention in self._latent_attentions()
-            for name, _ in attention.named_parameters(recurse=False)
-        }
-
-    def _know_modules(self) -> None:
-        if not self._sizes:
-            self._modules = dict(self.model.named_modules())
-            sizes = parameter_sizes(self._shape, self._rollout, self._worker())
-            self._check_names(self._worker(), sizes)
-            self._sizes = sizes
+    def _index_modules(self) -> None:
+        """Look up the modules and the sizes of their parameters, once. Raises SyncError where vLLM's model has other
+        parameters than megarl's table of it."""
+        if self._sizes:
+            return
+        self._modules = dict(self.model.named_modules())
+        sizes = parameter_sizes(self._shape, self._rollout, self._worker())
+        live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
+        live = {name for name in live if not name.endswith(SCALES)} - idle_parameters(
+            self._shape, self._rollout, self._worker()
+        )
+        # vLLM's latent attention has no weights in a checkpoint, but registers what it makes of `kv_b_proj` after load.
+        for owner, attention in self._latent_attentions():
+            live -= {f"{owner}.{name}" for name, _ in attention.named_parameters(recurse=False)}
+        differing = sorted(live ^ sizes.keys())
+        if differing:
+            raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {differing[:5]}")
+        self._sizes = sizes
 
     def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
-        """Write boxes that are handed out, module by module: all but those of works."""
+        """Write the boxes that belong to no work, module by module."""
         self._owner, self._unpacked = None, []
         targets: dict[str, torch.Tensor] = {}
         for box in boxes:
             if box.parameter not in targets:
-                self._know_modules()
+                self._index_modules()
                 module_name = box.parameter.rpartition(".")[0]
                 if module_name != self._owner:
-                    targets = {}  # first: spare memory that somebody refers to is not lent again
+                    targets = {}  # first, since spare memory is not lent again while it is referred to
                     self._written()
                     self._owner = module_name
                 spare = self._spares[0]
@@ -222,8 +205,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._written()
 
     def _works(self, bucket_bytes: int, boxes: Sequence[Box]) -> Works:
-        """For weights that are read in place."""
-        self._know_modules()
+        """Divide weights that are read in place into works."""
+        self._index_modules()
         return module_works(self, boxes, self._sizes, self._spares, bucket_bytes)
 
     def is_large(self, owner: str) -> bool:
@@ -231,26 +214,25 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         return isinstance(self._modules[owner], VocabParallelEmbedding)
 
     def address(self, parameter: str) -> int:
-        """Where a parameter lives, 0 where nothing but its packed form does."""
+        """Address of a parameter, 0 where only its packed form lives."""
         owner, _, name = parameter.rpartition(".")
         live: torch.Tensor = getattr(self._modules[owner], name)
         return live.data_ptr() if live.numel() else 0
 
     def _pack_rest(self) -> None:
-        """Let vLLM pack what does that after everything has come."""
+        """Have vLLM pack the modules that are packed at the end."""
         self._written()
         begun = time.perf_counter()
         for name in dict.fromkeys(self._unpacked):
             self._process(name)
         for _, attention in self._latent_attentions():
-            # Made of the old `kv_b_proj`: views of it where it is kept as it is, copies of their own where vLLM packs it.
+            # It was made of the old `kv_b_proj`: views where vLLM keeps that as it is, copies where vLLM packs it.
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
     def other_formats(self) -> list[str]:
-        """Quantised weights and their scales that vLLM keeps in another number format, for the kernel it has chosen: no sync
-        can write them. Each with what it is, and the kernel."""
-        found, modules = [], dict(self.model.named_modules())
+        """Describe quantised weights and scales that vLLM keeps in another dtype for its kernel: no sync can write them."""
+        descriptions, modules = [], dict(self.model.named_modules())
         for parameter in quantised_parameters(self._shape, self._rollout, self._worker()):
             owner, _, name = parameter.rpartition(".")
             module = modules[owner]
@@ -258,16 +240,19 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 live = getattr(module, part, None)
                 if live is None or live.dtype != dtype:
                     held = "missing" if live is None else live.dtype
-                    found.append(f"{owner}.{part} is {held}, not {dtype}, under {_kernel(module)}")
-        return found
+                    method = getattr(module, "quant_method", None)
+                    backend = getattr(method, "fp8_backend", None)  # of experts
+                    kernel = backend.value if backend is not None else type(getattr(method, "fp8_linear", method)).__name__
+                    descriptions.append(f"{owner}.{part} is {held}, not {dtype}, under {kernel}")
+        return descriptions
 
     def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
-        """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live one, or memory for one of which
-        only the packed form lives. A vector is one column; experts stand one below the other."""
+        """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live tensor, or spare memory where
+        only the packed form lives. A vector is one column; experts are stacked along the rows."""
         owner, _, name = parameter.rpartition(".")
         module = self._modules[owner]
-        live = getattr(module, name).data  # not vLLM's own kind of parameter, which takes long to say what it is
-        # vLLM's kernel for small weights has biases in fp32, which it makes of those that were loaded.
+        live = getattr(module, name).data  # vLLM's own parameter class is slow to inspect
+        # vLLM's kernel for small weights converts loaded biases to fp32.
         widened = name == "bias" and live.dtype == torch.float32 and self.device.type == "cpu" and live.dtype != dtype
         if live.dtype != dtype and not widened:
             raise SyncError(f"{parameter} is {live.dtype} in the engine but {dtype} in the manifest")
@@ -276,13 +261,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             rows, cols = -(-rows // BLOCK), -(-cols // BLOCK)
         # Experts in FP8 are laid out for a kernel, scales too, whatever the device.
         stacked = live.dim() >= 3 and (self.device.type == "cpu" or dtype == FP8 or name.endswith(SCALES))
-        packed = live.numel() == 0 or stacked or widened
-        if not packed and live.numel() == rows * cols:
-            return live.view(rows, cols)
-        if not packed:
+        if not (live.numel() == 0 or stacked or widened):
+            if live.numel() == rows * cols:
+                return live.view(rows, cols)
             raise SyncError(f"{parameter} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
-        target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and _takes_rows_apart(module))
+        # oneDNN packs faster when the rows lie apart; vLLM's kernel for small weights wants contiguous rows. The kernel of
+        # the last time is in the closure.
+        cells = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
+        apart = platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in cells)
+        target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and apart)
         assert self._reader is not None  # it gave the box
         if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
             target.zero_()  # padding is never sent
@@ -292,7 +280,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         return target if len(shape) == 2 else target.view(rows, cols)
 
     def _written(self) -> None:
-        """The module that boxes were handed out of is complete."""
+        """Complete the module that boxes were written to."""
         if self._owner is not None:
             begun = time.perf_counter()
             self.complete(self._owner, self._spares[0])
@@ -300,9 +288,9 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._owner = None
 
     def complete(self, owner: str, spare: SpareMemory) -> None:
-        """A module is complete, or a part of a large one. What is in spare memory is packed at once, so that the next one
-        may have it; all others when everything has come: trainer ranks make their checksums meanwhile, and between two
-        buckets packing would take the cache from them."""
+        """A module, or a part of a large module, is complete. A module in spare memory is packed at once, so that the next
+        module can use the memory. Other modules are packed at the end: trainer ranks make their checksums meanwhile, and
+        between two buckets packing would take the cache from them."""
         if spare.in_use:
             self._process(owner)
             spare.take_back()
@@ -310,7 +298,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._unpacked.append(owner)
 
     def _process(self, owner: str) -> None:
-        """Let vLLM pack what was written, as it does after load; on a GPU every parameter stays where it is."""
+        """Have vLLM pack what was written, as after load; on a GPU every parameter keeps its address."""
         module = self._modules[owner]
         if self._homes is None:
             self._repack(module)
@@ -321,8 +309,10 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         for name, home in homes.items():
             made = getattr(module, name)
             if made.shape != home.shape or made.dtype != home.dtype:
-                what = f"{made.dtype} of {tuple(made.shape)}, and CUDA graphs read {home.dtype} of {tuple(home.shape)}"
-                raise SyncError(f"vLLM made {owner}.{name} anew as {what}")
+                raise SyncError(
+                    f"vLLM made {owner}.{name} anew as {made.dtype} of {tuple(made.shape)}, and CUDA graphs read "
+                    f"{home.dtype} of {tuple(home.shape)}"
+                )
             if made.data_ptr() != home.data_ptr():
                 home.copy_(made)
                 made.data = home  # kernels that refer to the new parameter read it too
@@ -330,62 +320,42 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
     def _repack(self, module: torch.nn.Module) -> None:
         quant_method = getattr(module, "quant_method", None)
-        # These quantise what a checkpoint brings, once. What came now is quantised: what follows that is left to be done.
+        # These methods quantise a checkpoint, once. The weights arrive quantised: do only the steps after that.
         if isinstance(quant_method, Fp8PerBlockOnlineMoEMethod):
             blocks = [getattr(module, name + end).data for end in ("", SCALES) for name in ("w13_weight", "w2_weight")]
             quant_method._setup_kernel(module, *blocks, module.w13_input_scale, module.w2_input_scale)
         elif isinstance(quant_method, Fp8PerBlockOnlineLinearMethod):
             quant_method.fp8_linear.process_weights_after_loading(module)
         elif isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-            self._process_embedding(module)
+            # Rows are looked up in the parameter itself. On CPUs vLLM (0.32) packs an embedding like an output head: as
+            # large as the parameter and never used. Any user of it gets the parameter's own product.
+            if self.device.type == "cpu" and hasattr(module, "cpu_linear"):
+                module.cpu_linear = torch.nn.functional.linear
+            if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
+                self._process("lm_head")  # it shares the embedding's parameter but has its own packed copy
         elif quant_method is not None:
             if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
-                # With a kernel of an earlier load it takes the weights for packed ones.
-                quant_method.moe_kernel = None
+                quant_method.moe_kernel = None  # otherwise it takes the weights for packed weights
             if hasattr(module, "cpu_linear"):
-                del module.cpu_linear  # the old packed form goes before there is a new one beside it
+                del module.cpu_linear  # free the old packed form before the new one exists
             quant_method.process_weights_after_loading(module)
-
-    def _process_embedding(self, module: VocabParallelEmbedding) -> None:
-        """Rows of it are looked up in the parameter itself, and nothing else: what vLLM packs of it on CPUs, as of an output
-        head (0.32), is as large as the parameter and never used. Whoever did use it gets the parameter's own product."""
-        if self.device.type == "cpu" and hasattr(module, "cpu_linear"):
-            module.cpu_linear = torch.nn.functional.linear
-        if self._shape.tied and self._rollout.coordinates(self._worker())[1] == self._rollout.pipeline - 1:
-            # The output head shares the embedding's parameter but has a packed copy of its own.
-            self._process("lm_head")
-
-
-def _takes_rows_apart(module: torch.nn.Module) -> bool:
-    """Whether vLLM packs its weight with oneDNN, by what is left of the last time, on a CPU where that gains by it. Its
-    kernel for small weights wants rows side by side."""
-    kept = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
-    return platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in kept)
-
-
-def _kernel(module: torch.nn.Module) -> str:
-    """The name of the kernel that vLLM has chosen for a quantised module."""
-    method = getattr(module, "quant_method", None)
-    backend = getattr(method, "fp8_backend", None)  # of experts
-    return str(backend.value if backend is not None else type(getattr(method, "fp8_linear", method)).__name__)
 
 
 class WorkerReport:
-    """Mixed into vLLM's worker (`worker_extension_cls`), so that `collective_rpc` reaches what a receiver did and
-    what routers chose."""
+    """Mixed into vLLM's worker (`worker_extension_cls`): what `collective_rpc` can call."""
 
     def megarl_complete(self) -> None:
-        """Make up for what vLLM leaves out where an engine has several workers."""
+        """Do what vLLM leaves out where an engine has several workers."""
         complete(self)
 
     def megarl_other_formats(self) -> list[str]:
-        """Quantised parameters that no sync could write."""
+        """Describe quantised parameters that no sync could write."""
         worker: Any = self
         return worker.weight_transfer_engine.other_formats()
 
     def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
-        """Take a version, as vLLM's three calls would have it: each of them asks all of an engine's processes. Version and
-        figures; or whether another process failed before this one, and what happened."""
+        """Take a version in one call: vLLM's three calls would each ask all of an engine's processes. Returns the version
+        and figures; or after a failure whether another process caused it, the message, and whether a deadline passed."""
         worker: Any = self
         worker.start_weight_update()
         worker.update_weights({"manifest": manifest, "engine": engine})
@@ -393,7 +363,7 @@ class WorkerReport:
         return worker.weight_transfer_engine.report
 
     def megarl_record_routing(self) -> None:
-        """From here on the experts that tokens choose are kept until they are taken."""
+        """Record the experts that tokens choose, until they are taken."""
         self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def megarl_take_routing(self, requests: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:

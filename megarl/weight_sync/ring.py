@@ -1,13 +1,13 @@
-"""Buckets that processes of one machine share and use again and again, with counters beside them.
+"""Buckets that processes of one machine share and reuse, with counters that say who has written and read what.
 
-Counters are in /dev/shm, and so are the buckets, or these are in the memory of a device (`on_device`). Then one worker owns
-them, that of the engine that leads, on whose device they are: a trainer rank casts and writes a box to where it is read in
-one step over NVLink, and no other process needs room for it. Who owns them says so anew in each session, and gives a handle.
+The counters are in /dev/shm. The buckets are there too, or in the memory of a device (`on_device`). Then one worker of the
+leading engine owns them: a trainer rank casts and writes a box to the place where it is read in one step over NVLink, and
+no other process needs memory for it. The owner offers its buckets anew in each session with a handle.
 
-All engines read the same buckets: K engines cost one copy. A counter holds a session in its upper half, so that what is left
-of an earlier sync, or of a process that should be dead, is never taken for news. A reader sees a counter only after the
-bytes it stands for: stores keep their order on x86, and elsewhere a bucket that was read too early fails its checksums; a
-device has finished (`platform.settle`) before a counter is raised.
+All engines read the same buckets: K engines cost one copy. A counter holds a session in its upper half, so counters of an
+earlier sync, or of a process that should be dead, never count. A reader sees a counter only after the bytes it stands for:
+stores keep their order on x86, and elsewhere a bucket that was read too early fails its checksums; a device has finished
+(`platform.settle`) before a counter is raised.
 """
 
 from __future__ import annotations
@@ -24,61 +24,58 @@ from megarl.platform import current as platform
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.segment import SharedSegment
 from megarl.weight_sync.stream import ALIGNMENT, Stream
-from megarl.weight_sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, WATCH_S, wait_until
+from megarl.weight_sync.transport import ENGINE_WAITS, FOLLOWER_WAITS, NUM_BUCKETS, READ_LOOK_S, wait_until
 
 COUNTER_BYTES = 8
 SESSION_SHIFT = 32
 HANDLE_BYTES = 1024
+# By engine: how far it had read when it last advanced, and when that was.
+Progress = dict[int, tuple[tuple[int, ...], float]]
 
 
 class Ring:
     """One stream's buckets and counters, mapped into this process.
 
     `written` [trainer ranks]: buckets that a rank has completed. `read` [engines]: buckets that an engine's worker has read.
-    `gone` [engines]: nobody waits for this one. `aborted` [1]: the trainer rank that failed, from 1. `offered` [1]: the
+    `gone` [engines]: nobody waits for this engine. `aborted` [1]: the trainer rank that failed, from 1. `offered` [1]: the
     session for which the handle of the buckets holds. Buckets on a device are empty until they are offered, or reached.
     """
 
-    def __init__(self, segment: SharedSegment, num_ranks: int, num_engines: int, capacity: int, on_device: bool) -> None:
+    def __init__(
+        self, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False, *, create: bool
+    ) -> None:
+        """Create a ring, or map a ring of this machine.
+
+        Raises ValueError where shared memory is too small, SyncError where the ring is missing or has another size."""
+        control = -(-(num_ranks + 2 * num_engines + 2) * COUNTER_BYTES // ALIGNMENT) * ALIGNMENT
+        size = control + (HANDLE_BYTES if on_device else NUM_BUCKETS * capacity)
+        if create:
+            smaller = f", or lower weight_sync.bucket_bytes: {NUM_BUCKETS} buckets have {capacity} bytes each"
+            segment = SharedSegment.create(name, size, "" if on_device else smaller)
+        else:
+            try:
+                segment = SharedSegment.open(name)
+            except FileNotFoundError as error:
+                raise SyncError(
+                    f"no shared memory {name!r} on this machine: its owner is gone; or engines and trainer run on two "
+                    "machines, and weight_sync.transport = shared_memory and cuda_ipc need one"
+                ) from error
+            if segment.num_bytes != size:
+                segment.close()
+                raise SyncError(f"shared memory {name!r} of {segment.num_bytes} bytes, not {size}")
         self._segment, self._capacity, self.on_device = segment, capacity, on_device
-        control = _control_bytes(num_ranks, num_engines)
         counters = segment.data[:control].view(np.uint64)
         ends = np.cumsum([num_ranks, num_engines, num_engines, 1, 1])
         parts = (counters[a:b] for a, b in zip([0, *ends], ends, strict=False))
         self.written, self.read, self.gone, self.aborted, self.offered = parts
         self._shown = segment.data[control : control + HANDLE_BYTES]
         self._handle = b""  # of the buckets that this process has
-        self._owned: tuple[torch.Tensor, bytes] | None = None  # its own ones and their handle
+        self._owned: tuple[torch.Tensor, bytes] | None = None  # this process's own buckets and their handle
         buckets = torch.empty(0, dtype=torch.uint8) if on_device else torch.from_numpy(segment.data[control:])
         self.buckets = buckets.view(NUM_BUCKETS, -1)
 
-    @classmethod
-    def create(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
-        """Raises ValueError where shared memory is too small."""
-        smaller = f", or lower weight_sync.bucket_bytes: {NUM_BUCKETS} buckets have {capacity} bytes each"
-        size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
-        segment = SharedSegment.create(name, size, "" if on_device else smaller)
-        return cls(segment, num_ranks, num_engines, capacity, on_device)
-
-    @classmethod
-    def open(cls, name: str, num_ranks: int, num_engines: int, capacity: int, on_device: bool = False) -> Ring:
-        """Map a ring of this machine. Raises SyncError where there is none, or one of another size."""
-        try:
-            segment = SharedSegment.open(name)
-        except FileNotFoundError as error:
-            raise SyncError(
-                f"no shared memory {name!r} on this machine: its owner is gone; or engines and trainer run on two "
-                "machines, and weight_sync.transport = shared_memory and cuda_ipc need one"
-            ) from error
-        size = _segment_bytes(num_ranks, num_engines, capacity, on_device)
-        if segment.num_bytes != size:
-            found = segment.num_bytes
-            segment.close()
-            raise SyncError(f"shared memory {name!r} of {found} bytes, not {size}")
-        return cls(segment, num_ranks, num_engines, capacity, on_device)
-
     def offer(self, session: int) -> None:
-        """This process owns the buckets of a session: memory of its device, made at the first one."""
+        """Own the buckets of a session, in memory of this process's device that is allocated at the first session."""
         if self._owned is None:
             self._owned = platform.shared_device_bytes(NUM_BUCKETS * self._capacity)
         memory, self._handle = self._owned
@@ -105,6 +102,15 @@ class Ring:
             self.buckets, self._handle = memory.view(NUM_BUCKETS, -1), handle
         return True
 
+    def begin(self, session: int, leader: int, timeout_s: float, look: Callable[[], None] | None = None) -> bool:
+        """Wait for the buckets of a session; False where the leading engine is gone or late. `look` may raise."""
+        wait_until(lambda: self.reached(session) or self.is_gone(leader, session), timeout_s, look)
+        return self.reached(session)
+
+    def use_private_buckets(self) -> None:
+        """Give a rank buckets to fill that nobody reads, where no engine offered any."""
+        self.buckets, self._handle = platform.device_bytes(NUM_BUCKETS * self._capacity).view(NUM_BUCKETS, -1), b""
+
     def bucket(self, number: int) -> torch.Tensor:
         """Memory of a bucket, uint8 [capacity]."""
         return self.buckets[number % NUM_BUCKETS]
@@ -117,10 +123,6 @@ class Ring:
     def is_gone(self, engine: int, session: int) -> bool:
         return bool(self.gone[engine] >= _mark(session))
 
-    def make_do(self) -> None:
-        """Buckets of this process's own, which nobody reads: for a rank to fill where nobody offered any."""
-        self.buckets, self._handle = platform.device_bytes(NUM_BUCKETS * self._capacity).view(NUM_BUCKETS, -1), b""
-
     def close(self) -> None:
         empty = np.empty(0, dtype=np.uint64)
         self.written = self.read = self.gone = self.aborted = self.offered = empty
@@ -129,69 +131,60 @@ class Ring:
         self._segment.close()
 
 
-# How far each engine had read when it was last seen to move, and when that was.
-Moved = dict[int, tuple[tuple[int, ...], float]]
-
-
 class RingSender:
-    """A writer's end of the rings of all streams; `rank` is its place in their `written`.
+    """A writer's end of the rings of all streams; `rank` is its position in `written`.
 
-    `watch` is called while it waits; the rank that has one looks after the engines.
+    The rank that looks after the engines has a `watch`, which is called while it waits.
     """
 
     def __init__(
-        self,
-        rings: Sequence[Ring],
-        streams: Sequence[Stream],
-        rank: int,
-        timeout_s: float,
-        watch: Callable[[], None] | None,
+        self, rings: Sequence[Ring], streams: Sequence[Stream], rank: int, timeout_s: float, watch: Callable[[], None] | None
     ) -> None:
         self._rings, self._streams, self._rank, self._timeout_s, self._watch = rings, streams, rank, timeout_s, watch
         self._session, self._engines = 0, np.empty(0, dtype=np.int64)
-        self.sent_bytes = 0
-        self.lost: dict[int, str] = {}
+        self.sent_bytes = 0  # since `begin`, with checksums
+        self.lost: dict[int, str] = {}  # engines that this rank gave up since `begin`, with the reason
 
     @property
     def buckets(self) -> torch.Tensor:
         return self._rings[0].buckets
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Where the buckets are an engine's own and it does not offer them in time, it is given up, and with it all that
-        read there."""
+        """Start over for the engines of a manifest. Give up a leading engine that does not offer its device's buckets in
+        time, and all engines that read there."""
         self.begin_for(manifest.session, manifest.engines)
         leader = manifest.leading[0]
         for worker, ring in enumerate(self._rings):
             why = f"begin: engine {leader} offered no buckets for worker {worker}"
             try:
-                wait_until(partial(self._can_begin, ring, leader), self._timeout_s, self._look)
-                reached = ring.reached(self._session)
+                reached = ring.begin(self._session, leader, self._timeout_s, self._look)
             except SyncAborted:
                 raise
-            except SyncError as error:  # it died in between, or no other process reaches its memory
+            except SyncError as error:  # the engine died meanwhile, or no other process reaches its memory
                 reached, why = False, f"begin: worker {worker} of engine {leader}: {error}"
             if not reached:
-                ring.make_do()
+                ring.use_private_buckets()
                 for engine in manifest.engines:
                     self.lost.setdefault(engine, why)
                     self.lose(engine)
 
     def begin_for(self, session: int, engines: Sequence[int]) -> None:
-        """Start over for readers that are not all engines of a manifest."""
+        """Start over for some readers, not all engines of a manifest."""
         self._session, self._engines = session, np.array(engines, dtype=np.int64)
         self.sent_bytes, self.lost = 0, {}
 
     def has_room(self, worker: int, bucket: int) -> bool:
-        """Whether every engine has read what lies in a bucket's memory."""
+        """Whether every engine has read the previous content of a bucket's memory."""
         return not len(self._behind(worker, bucket + 1 - NUM_BUCKETS))
 
     def serves(self, worker: int) -> bool:
-        """Rank 0 waits for what every rank wrote, whoever reads it."""
+        """Whether a stream has to be written: always, since rank 0 waits for the parts of every rank, whoever reads them."""
         return True
 
     def room(self, worker: int, bucket: int) -> torch.Tensor:
-        """An engine that reads nothing until the deadline is given up: it takes part in this sync no more, and its
-        report says so."""
+        """Wait until a bucket may be written; its memory, uint8 [capacity]. Gives up engines that read nothing until the
+        deadline: they take no further part in this sync, and their reports say so. Raises SyncAborted where another rank
+        failed."""
         if not wait_until(partial(self.has_room, worker, bucket), self._timeout_s, self._look):
             for engine in self._behind(worker, bucket + 1 - NUM_BUCKETS):
                 self.lost[int(engine)] = f"room: bucket {bucket} of worker {worker} was not read"
@@ -200,48 +193,45 @@ class RingSender:
         return self._rings[worker].bucket(bucket)
 
     def send(self, worker: int, bucket: int) -> None:
+        """Send this rank's part of the bucket that `room` gave last."""
         platform.settle()
         self._rings[worker].written[self._rank] = _mark(self._session, bucket + 1)
         part = self._streams[worker].part(bucket, self._rank)
         self.sent_bytes += 0 if part is None else part.end - part.start
 
     def seal(self, worker: int, numbers: np.ndarray, sums: Sequence[int], num_bytes: int) -> None:
-        """What a worker reads in place of this rank's memory has these checksums, by the numbers of the pieces."""
+        """Publish the checksums of what a worker reads in place from this rank, by the numbers of the pieces."""
         self._rings[worker].table[numbers] = np.array(sums, dtype=np.uint64)
         self._rings[worker].written[self._rank] = _mark(self._session, 1)
         self.sent_bytes += num_bytes
 
-    def wait_copied(self, num_pieces: Sequence[int], elements_before: Sequence[np.ndarray]) -> None:
-        """Until every engine's workers have read so many pieces: all that they read in place of this rank's memory. Before
-        each of all pieces of a worker come so many elements, and before what would follow the last."""
-        moved: Moved = {}
-        needed = [before[: count + 1] for count, before in zip(num_pieces, elements_before, strict=True)]
-        look_s = partial(self._look_s, needed, time.monotonic())
-        wait_until(partial(self._all_read, num_pieces, moved), math.inf, self._look, look_s)
+    def wait_copied(self, num_pieces: Sequence[int]) -> None:
+        """Wait until every engine's workers have read so many pieces, by worker: all that they read in place from this
+        rank."""
+        wait_until(partial(self._all_read, num_pieces, {}), math.inf, self._look, READ_LOOK_S)
         self._look()
 
-    def wait_read(self, sources: Sequence[np.ndarray], elements_before: Sequence[np.ndarray]) -> None:
-        """Until every engine's workers have read and compared all that they read in place, for the rank that looks after the
-        engines. `sources` are the ranks that each worker reads from, and `elements_before` says what, as above."""
+    def wait_read(self, sources: Sequence[np.ndarray], num_reports: Sequence[int]) -> None:
+        """On the rank that looks after the engines, wait until all workers have read and compared all that they read in
+        place: each worker reports `num_reports` times, and reads from the ranks in `sources`."""
         if self._watch is None:
             return
         for worker, ranks in enumerate(sources):
             # Twice the deadline, as in `finish`: an engine may wait for a rank that is late.
             if not wait_until(partial(self._has_written, worker, ranks, 0), 2 * self._timeout_s, self._look):
                 return
-        self.wait_copied([len(before) for before in elements_before], elements_before)
+        self.wait_copied(num_reports)
 
-    def _all_read(self, num_pieces: Sequence[int], moved: Moved) -> bool:
-        """`moved`: how far each engine was when it was last seen to move, and when that was. One that reads no further until
-        the deadline is given up by the rank that looks after the engines; the others wait for it no longer than twice that.
-        """
+    def _all_read(self, num_pieces: Sequence[int], progress: Progress) -> bool:
+        """Whether nobody has to be waited for. The rank that looks after the engines gives up an engine that does not
+        advance until the deadline; the other ranks wait for such an engine at most twice as long."""
         behind = {int(engine) for worker, count in enumerate(num_pieces) for engine in self._behind(worker, count)}
         waits = len(behind)
         for engine in behind:
             read, now = tuple(int(ring.read[engine]) for ring in self._rings), time.monotonic()
-            known, since = moved.setdefault(engine, (read, now))
-            if read != known:
-                moved[engine] = read, now
+            last_read, since = progress.setdefault(engine, (read, now))
+            if read != last_read:
+                progress[engine] = read, now
             elif self._watch is None:
                 waits -= now - since > 2 * self._timeout_s
             elif now - since > self._timeout_s:
@@ -250,22 +240,24 @@ class RingSender:
         return waits == 0
 
     def finish(self) -> None:
-        """What is in a ring has left this rank's memory. The rank that looks after the engines does so until every other
-        rank has found room for all of its parts."""
+        """On the rank that looks after the engines, wait until every other rank has found room for all of its parts. What is
+        in a ring has left this rank's memory anyway."""
         if self._watch is None:
             return
         for worker, stream in enumerate(self._streams):
             for bucket, parts in enumerate(stream.parts):
                 sources = np.array([part.source_rank for part in parts], dtype=np.int64)
-                # Twice the deadline: the others give an engine up at theirs. Who is later still is named by what comes next.
+                # Twice the deadline: the other ranks give up an engine at theirs. The next collective names a later rank.
                 if not wait_until(partial(self._has_written, worker, sources, bucket), 2 * self._timeout_s, self._look):
                     return
 
     def lose(self, engine: int) -> None:
+        """Stop waiting for an engine that is gone."""
         for ring in self._rings:
             ring.gone[engine] = _mark(self._session)
 
     def abort(self) -> None:
+        """Tell the engines that this rank failed and sends no more."""
         for ring in self._rings:
             ring.aborted[0] = _mark(self._session, self._rank + 1)
 
@@ -273,30 +265,12 @@ class RingSender:
         for ring in self._rings:
             ring.close()
 
-    def _can_begin(self, ring: Ring, leader: int) -> bool:
-        return ring.reached(self._session) or ring.is_gone(leader, self._session)
-
     def _behind(self, worker: int, num_read: int) -> np.ndarray:
-        """Engines that have to read on before there is room."""
+        """Engines that have read less than `num_read` and are waited for."""
         if num_read <= 0:
             return self._engines[:0]
         read, gone = self._rings[worker].read[self._engines], self._rings[worker].gone[self._engines]
         return self._engines[(read < _mark(self._session, num_read)) & (gone != _mark(self._session))]
-
-    def _look_s(self, needed: Sequence[np.ndarray], begun: float) -> float:
-        """Half of the time that the slowest worker needs for the rest, if it goes on as it has since `begun`: a look takes
-        50 us from cores that workers copy and pack with."""
-        share = min((self._share_read(worker, before) for worker, before in enumerate(needed)), default=1.0)
-        rest_s = (time.monotonic() - begun) * (1.0 / share - 1.0) if share else 0.0
-        return min(max(rest_s / 2, READ_LOOK_S), WATCH_S)
-
-    def _share_read(self, worker: int, before: np.ndarray) -> float:
-        """How many of the elements `before` its end the slowest engine that is waited for has read."""
-        read, begun = self._rings[worker].read[self._behind(worker, len(before) - 1)], _mark(self._session)
-        if not len(read):
-            return 1.0
-        pieces = int((np.maximum(read, begun) - begun).min())
-        return float(before[min(pieces, len(before) - 1)] / before[-1])  # it may have read on since it was behind
 
     def _has_written(self, worker: int, sources: np.ndarray, bucket: int) -> bool:
         return bool((self._rings[worker].written[sources] >= _mark(self._session, bucket + 1)).all())
@@ -314,7 +288,7 @@ class RingReceiver:
     def __init__(
         self, ring: Ring, stream: Stream, session: int, engine: int, timeout_s: float, leader: int | None = None
     ) -> None:
-        """From a `leader`, the engine that leads on this node, buckets come whole, and not from trainer ranks."""
+        """Buckets come in parts from the trainer ranks, or whole from the `leader`, the leading engine of this node."""
         self._ring, self._session, self._engine, self._timeout_s = ring, session, engine, timeout_s
         self._leader = leader
         self._waits = ENGINE_WAITS if leader is None else FOLLOWER_WAITS
@@ -322,9 +296,13 @@ class RingReceiver:
         self._sources = [np.array(ranks, dtype=np.int64) for ranks in sources]
 
     def take(self, bucket: int) -> torch.Tensor:
-        if not wait_until(lambda: not len(self._missing(bucket)), self._waits * self._timeout_s, self._look):
-            late = f"trainer rank {', '.join(map(str, self._missing(bucket)))}"
-            who = late if self._leader is None else f"engine {self._leader}, which leads,"
+        """Wait for all parts of a bucket; its bytes, uint8 [capacity]. Raises SyncError at the deadline."""
+        sources, mark = self._sources[bucket], _mark(self._session, bucket + 1)
+        if not wait_until(
+            lambda: bool((self._ring.written[sources] >= mark).all()), self._waits * self._timeout_s, self._look
+        ):
+            late = ", ".join(map(str, sources[self._ring.written[sources] < mark]))
+            who = f"trainer rank {late}" if self._leader is None else f"engine {self._leader}, which leads,"
             raise (SyncLate if self._leader is None else SyncAborted)(
                 f"take: bucket {bucket} of {len(self._sources)} has nothing from {who} within "
                 f"{self._waits} times weight_sync.timeout_s = {self._timeout_s:g}"
@@ -332,13 +310,14 @@ class RingReceiver:
         return self._ring.bucket(bucket)
 
     def release(self, bucket: int) -> None:
+        """Allow the bucket to be written again."""
         self._look()
         platform.settle()
         self._ring.read[self._engine] = _mark(self._session, bucket + 1)
 
     def sums(self, sources: np.ndarray, count: int) -> np.ndarray:
-        """The checksums of what is read in place, uint64 [count], once all of its ranks have made theirs. Raises SyncLate
-        at the deadline."""
+        """Wait until all `sources` have sealed; the checksums of what is read in place, uint64 [count]. Raises SyncLate at
+        the deadline."""
         ring, mark = self._ring, _mark(self._session, 1)
         if not wait_until(lambda: bool((ring.written[sources] >= mark).all()), ENGINE_WAITS * self._timeout_s, self._look):
             late = ", ".join(map(str, sources[ring.written[sources] < mark]))
@@ -349,41 +328,31 @@ class RingReceiver:
         return ring.table[:count]
 
     def give_up(self) -> None:
+        """Stop reading, so that nobody waits for this worker."""
         self._ring.gone[self._engine] = _mark(self._session)
 
-    def _missing(self, bucket: int) -> np.ndarray:
-        sources = self._sources[bucket]
-        return sources[self._ring.written[sources] < _mark(self._session, bucket + 1)]
-
     def _look(self) -> None:
-        """A worker that was given up must not go on: its bucket may be overwritten under its hands."""
+        """Raise where another process failed, or this worker was given up: its bucket may then be overwritten while it
+        reads."""
         if self._leader is None:
             _raise_aborted(self._ring, self._session, None)
         elif int(self._ring.aborted[0]) >> SESSION_SHIFT == self._session:
             raise SyncAborted(f"engine {self._leader}, which leads, failed and passes nothing on")
         if self._ring.is_gone(self._engine, self._session):
-            # vLLM shows the failure of one worker alone, so this one says where else to look.
+            # vLLM shows the failure of only one worker, so the message says where else to look.
             raise SyncAborted(
                 "given up: another worker of this engine failed (the engine's log says why), or this one read nothing for "
                 f"weight_sync.timeout_s = {self._timeout_s:g}"
             )
 
 
-def _raise_aborted(ring: Ring, session: int, own_rank: int | None) -> None:
+def _raise_aborted(ring: Ring, session: int, my_rank: int | None) -> None:
     value = int(ring.aborted[0])
     rank = value - int(_mark(session)) - 1
-    if value >> SESSION_SHIFT == session and rank != own_rank:
+    if value >> SESSION_SHIFT == session and rank != my_rank:
         raise SyncAborted(f"trainer rank {rank} failed and sends no more")
 
 
 def _mark(session: int, count: int = 0) -> np.uint64:
-    """A counter's value in a session; those of earlier sessions are all smaller."""
+    """A counter's value in a session; values of earlier sessions are all smaller."""
     return np.uint64(session << SESSION_SHIFT | count)
-
-
-def _control_bytes(num_ranks: int, num_engines: int) -> int:
-    return -(-(num_ranks + 2 * num_engines + 2) * COUNTER_BYTES // ALIGNMENT) * ALIGNMENT
-
-
-def _segment_bytes(num_ranks: int, num_engines: int, capacity: int, on_device: bool) -> int:
-    return _control_bytes(num_ranks, num_engines) + (HANDLE_BYTES if on_device else NUM_BUCKETS * capacity)

@@ -1,28 +1,82 @@
-"""How the boxes of one destination travel: cut into pieces, packed into buckets of one size. Pure: both ends compute it.
+"""How the boxes of one worker travel: in which order, cut into pieces, packed into buckets of one size.
 
-Pieces follow each other in the order that `reshard.order` gives to the copies. Inside a bucket the pieces of one source rank
-lie together, as a *part*: what travels in one message. A part ends with a table of checksums, one a piece.
+Pure functions: both ends compute the same. Inside a bucket the pieces of one source rank lie together as a *part*: the
+content of one message. A part ends with a table of checksums, one for each piece.
 
     bucket | piece piece piece table | piece table | free |
            '-- part of rank 0 -------'-- rank 2 ---'
+
+Workers receive the layers in the order of the forward pass, but each reader begins with another layer. If all readers began
+with the first layer, they would all ask the ranks of the first pipeline stage at once, and the other stages would idle.
+Where adapters are merged into weights while these are sent, all readers begin with the first layer: otherwise a rank would
+hold merged weights of as many layers as there are readers, and would merge each layer once a reader.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 
-from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes
+from megarl.models import ModelShape
+from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes, quantised_tensors
 from megarl.weight_sync.plan import ReshardPlan
 
-# Each piece, and so each part, starts on a cache line.
-ALIGNMENT = 64
+ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
 CHECKSUM_BYTES = 8
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# (reader, number of readers) of a worker; None where all workers go layer by layer from the first layer on.
+Turn = tuple[int, int] | None
+
+
+def copy_order(plan: ReshardPlan, worker: int, turn: Turn = None) -> np.ndarray:
+    """Order the copies to one worker as they travel: positions in the plan, int64 [copies].
+
+    Readers take weights at the same time (workers of all engines; workers that share one copy of a node count once). The
+    reader of this `turn` begins with the layer in which the first `start_share` of its elements ends, and goes round. Layers
+    stay whole and in their order, so a layer is complete before the next one comes.
+    """
+    copies = plan.to_destination(worker)
+    if turn is None or len(copies) == 0:
+        return copies
+    starts = layer_starts(plan, copies)
+    sizes = plan.sizes[copies]
+    before = (np.cumsum(sizes) - sizes)[starts]
+    share = start_share(*turn)  # whole numbers, which both ends round alike
+    first = starts[np.searchsorted(before * share.denominator, int(sizes.sum()) * share.numerator, "right") - 1]
+    return np.concatenate([copies[first:], copies[:first]])
+
+
+def start_share(reader: int, readers: int) -> Fraction:
+    """Where a reader begins, as a share of all it receives: each at another multiple of 1 / readers, the first at 0.
+
+    The next reader begins the golden section of a round further on. So readers whose numbers follow each other, or lie a
+    fixed distance apart, are spread evenly: they often ask the same ranks.
+    """
+    assert 0 <= reader < readers, f"reader {reader} of {readers}"
+    golden = (5**0.5 - 1) / 2
+    step = min((step for step in range(1, readers + 1) if gcd(step, readers) == 1), key=lambda s: abs(s - golden * readers))
+    return Fraction(reader * step % readers, readers)
+
+
+def _layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
+    """The layer of each copy, int64 [copies]; -1 for weights outside the layers."""
+    matches = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
+    numbers = np.array([int(match.group(1)) if match else -1 for match in matches], dtype=np.int64)
+    return numbers[plan.destination_parameter[copies]]
+
+
+def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
+    """Where in `copies` each layer begins; the embedding, and the final norm with the head, count as layers."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(_layer_numbers(plan, copies))) + 1])
 
 
 class Part(NamedTuple):
@@ -35,8 +89,8 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter on, which
-    are the bytes `[start, end)` of a bucket; its checksum is at byte `check`. `number` is its position in the stream."""
+    """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter, in the
+    bytes `[start, end)` of a bucket, with the checksum at byte `check`. `number` is the position in the stream."""
 
     number: int
     parameter: str
@@ -47,17 +101,16 @@ class Piece(NamedTuple):
     start: int
     end: int
     check: int
-    scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 of any other format
+    scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 for any other format
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
     """The pieces of one destination, as int64 columns [pieces].
 
-    A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan; it lies in bucket `bucket` at byte
-    `offset`, has `size` bytes and its checksum (uint64) at byte `check`; of FP8 blocks the first `scales` bytes are their
-    scales. `sources` are trainer ranks. `capacity` is bytes
-    of the fullest bucket.
+    A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan, from trainer rank `source`. It lies in
+    bucket `bucket` at byte `offset`, has `size` bytes, and its checksum (uint64) at byte `check`; the first `scales` bytes
+    of FP8 blocks are their scales. `capacity` is bytes of the fullest bucket.
     """
 
     copy: np.ndarray
@@ -82,10 +135,11 @@ class Stream:
         quantised: Collection[str] = (),
         apart: Collection[int] = (),
     ) -> Stream:
-        """`copies` are positions in the plan, all to one destination, in the order in which they travel; `itemsize` is bytes
-        of one element on the wire, but for the tensors that are `quantised` to FP8 blocks, none of which the plan may cut. A
-        new bucket begins at each of the positions in `copies` that are `apart`. Raises ValueError where the plan cuts
-        blocks, and where one row of a box, or of blocks, does not fit a bucket."""
+        """Pack `copies`, positions in the plan to one destination in the order in which they travel.
+
+        `itemsize` is bytes an element on the wire, except for the tensors that are `quantised` to FP8 blocks. A new bucket
+        begins at each of the positions in `copies` that are `apart`. Raises ValueError where the plan cuts blocks, and where
+        one row of a box, or of blocks, does not fit a bucket."""
         in_blocks = np.zeros(len(plan), dtype=bool)
         if quantised:
             in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
@@ -120,13 +174,8 @@ class Stream:
         """Position of each bucket's first piece, and behind them the number of pieces, int64 [buckets + 1]."""
         return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all boxes, without checksums and gaps."""
-        return int(self.size.sum())
-
     def part(self, bucket: int, source_rank: int) -> Part | None:
-        """What a rank contributes to a bucket; None for nothing, as behind the last bucket."""
+        """What a rank contributes to a bucket; None for nothing, and for a bucket behind the last one."""
         if bucket >= self.num_buckets:
             return None
         return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
@@ -138,67 +187,37 @@ class Stream:
     def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
         """A part's pieces as its source rank sees them."""
         copy = self.copy[part.pieces]
-        place = plan.source_row[copy] + self.row[part.pieces], plan.source_col[copy]
-        return self._seen(plan, part.pieces, [plan.source_parameters[i] for i in plan.source_parameter[copy]], place)
+        parameters = [plan.source_parameters[number] for number in plan.source_parameter[copy]]
+        return self._as_pieces(plan, part.pieces, parameters, plan.source_row[copy], plan.source_col[copy])
 
-    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[tuple[Piece, list[Piece]]]:
-        """What their worker sees of a bucket's pieces: pieces that follow each other in a parameter and in the bucket count
-        as one, which stands before those that it was made of."""
+    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[Piece]:
+        """A bucket's pieces as the worker sees them."""
         numbers = np.array(self.pieces(bucket), dtype=np.int64)
         copy = self.copy[numbers]
-        place = plan.destination_row[copy] + self.row[numbers], plan.destination_col[copy]
-        parameters = [plan.destination_parameters[i] for i in plan.destination_parameter[copy]]
-        joined: list[tuple[Piece, list[Piece]]] = []
-        for piece in self._seen(plan, numbers, parameters, place):
-            whole, parts = joined[-1] if joined else (piece, [])
-            follows = whole.start < piece.start == whole.end and whole.row + whole.rows == piece.row
-            follows = follows and not piece.scale_bytes
-            if follows and (whole.parameter, whole.col, whole.cols) == (piece.parameter, piece.col, piece.cols):
-                joined[-1] = whole._replace(rows=whole.rows + piece.rows, end=piece.end), [*parts, piece]
-            else:
-                joined.append((piece, [piece]))
-        return joined
+        parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
+        return self._as_pieces(plan, numbers, parameters, plan.destination_row[copy], plan.destination_col[copy])
 
-    def _seen(
-        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], place: tuple[np.ndarray, np.ndarray]
+    def _as_pieces(
+        self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], row: np.ndarray, col: np.ndarray
     ) -> list[Piece]:
-        """Plain integers: what is done for each piece must cost less than copying it."""
-        start, (row, col) = self.offset[pieces], place
-        columns = (row, col, self.rows[pieces], plan.cols[self.copy[pieces]], start, start + self.size[pieces])
+        """Convert columns to pieces of plain integers: the work for each piece must cost less than copying it."""
+        cols, start = plan.cols[self.copy[pieces]], self.offset[pieces]
+        columns = (row + self.row[pieces], col, self.rows[pieces], cols, start, start + self.size[pieces])
         numbers = [column.tolist() for column in (*columns, self.check[pieces], self.scales[pieces])]
         return list(map(Piece, pieces.tolist(), parameters, *numbers))
 
 
 def checksum(content: np.ndarray, version: int, bucket: int) -> int:
-    """A hash of every byte of a piece and its place, and of what the bytes are for: those of another version or bucket do
-    not pass. xxh3 runs at the speed of memory."""
-    return xxhash.xxh3_64_intdigest(content.data, seed=_seed(version, bucket))
-
-
-def checksum_of_parts(parts: Sequence[np.ndarray], version: int, bucket: int) -> int:
-    """The same of a piece whose bytes lie in several places."""
-    if len(parts) == 1:
-        return checksum(parts[0], version, bucket)
-    state = xxhash.xxh3_64(seed=_seed(version, bucket))
-    for part in parts:
-        state.update(part.data)
-    return state.intdigest()
-
-
-def _seed(version: int, bucket: int) -> int:
-    return (version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF
+    """Hash every byte of a piece, with the version and the bucket as the seed: bytes of another version or bucket do not
+    pass. xxh3 runs at the speed of memory."""
+    return xxhash.xxh3_64_intdigest(content.data, seed=(version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF)
 
 
 def _cut(
-    plan: ReshardPlan,
-    copies: np.ndarray,
-    itemsize: int,
-    bucket_bytes: int,
-    in_blocks: np.ndarray,
-    apart: Collection[int],
+    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray, apart: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(copy, row, rows, bucket) of every piece: a bucket takes whole rows, or rows of blocks, as long as they fit, with
-    their checksums, up to the next copy that is `apart`."""
+    """Cut copies into pieces: (copy, row, rows, bucket) of each. A bucket takes whole rows, or rows of blocks, as long as
+    they fit with their checksums, up to the next copy that is `apart`."""
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
@@ -212,10 +231,10 @@ def _cut(
         row, unit = 0, min(BLOCK, rows) if blocks else 1
         row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
         if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
-            what = "a row of blocks" if blocks else "a row"
+            unit_name = "a row of blocks" if blocks else "a row"
             raise ValueError(
-                f"weight_sync.bucket_bytes = {bucket_bytes} is less than {what} of {plan.names[plan.name[copy]]} needs, "
-                f"{_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
+                f"weight_sync.bucket_bytes = {bucket_bytes} is less than {unit_name} of {plan.names[plan.name[copy]]} "
+                f"needs, {_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
             )
         while row < rows:
             free = bucket_bytes - used - CHECKSUM_BYTES - (0 if source in present else ALIGNMENT)
@@ -234,7 +253,7 @@ def _cut(
 
 
 def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """(offset, check, bytes of the fullest bucket): part after part in each bucket, and each part's table at its end."""
+    """Place part after part in each bucket, each with its table at the end: (offset, check, bytes of the fullest bucket)."""
     if not len(size):
         return np.zeros_like(size), np.zeros_like(size), 0
     order = np.lexsort((np.arange(len(size)), source, bucket))
@@ -255,3 +274,44 @@ def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def sync_stream(
+    shape: ModelShape,
+    plan: ReshardPlan,
+    worker: int,
+    turn: Turn,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    quantization: str | None,
+) -> Stream:
+    """The stream of one of an engine's workers in its turn, or by layer (None); both ends compute it. By layer no bucket
+    holds pieces of two layers, so that a rank can finish a layer for all workers before it begins the next."""
+    quantised = quantised_tensors(shape) if quantization == "fp8" else {}
+    copies = copy_order(plan, worker, turn)
+    apart = layer_starts(plan, copies).tolist() if turn is None else ()
+    return Stream.of(plan, copies, dtype.itemsize, bucket_bytes, quantised, apart)
+
+
+def bucket_sequence(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) -> list[tuple[int, int]]:
+    """Every (bucket, stream) in the order in which all ranks write: bucket after bucket over all streams, and with
+    `by_layer` so within each layer, however many buckets each stream has of it."""
+    buckets = [(bucket, number) for number, stream in enumerate(streams) for bucket in range(stream.num_buckets)]
+    if not by_layer:
+        return sorted(buckets)
+    # The final norm and the head stand behind the last layer, and count with it.
+    layers = [np.maximum.accumulate(_layer_numbers(plan, stream.copy[stream.starts[:-1]])).tolist() for stream in streams]
+    return sorted(buckets, key=lambda key: (layers[key[1]][key[0]], *key))
+
+
+def last_pieces(
+    plan: ReshardPlan, streams: Sequence[Stream], sequence: Sequence[tuple[int, int]], rank: int
+) -> dict[str, tuple[int, int]]:
+    """For each local parameter that a rank sends from: the stream that has the last piece, and the number of that piece."""
+    last: dict[int, tuple[int, int]] = {}
+    for bucket, number in sequence:
+        part = streams[number].part(bucket, rank)
+        if part is not None:
+            parameters = plan.source_parameter[streams[number].copy[part.pieces]].tolist()
+            last |= {key: (number, piece) for key, piece in zip(parameters, part.pieces.tolist(), strict=True)}
+    return {plan.source_parameters[parameter]: place for parameter, place in last.items()}

@@ -10,8 +10,8 @@ from megarl.models.model_files import check_fetched, copy_model_files
 from megarl.models.stored_weights import check_tokenizer, stored_tensors
 from megarl.recipe import RecipeError, load_recipe
 from tests.data.test_prompts import CHAT, byte_tokenizer, jsonl, rows_of
+from tests.models.test_stored_weights import SHAPE, tensors, two_files
 from tests.recipe_cases import edited, make_folder, write
-from tests.weight_sync.test_reshard_stored import SHAPE, tensors, two_files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11422654\n"
 

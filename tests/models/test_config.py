@@ -110,7 +110,7 @@ def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
     """No update moves it, and engines keep it in fp32 whatever the sync is in."""
     from megarl.models.layout import Layout, RolloutLayout
     from megarl.models.megatron_weights import checkpoint_sizes
-    from megarl.weight_sync.engines import engine_plan
+    from megarl.weight_sync.plan import engine_plan
 
     shape = ModelShape.from_config(DEEPSEEK)
     sent = set(engine_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)

@@ -23,8 +23,8 @@ from megarl.planner.placement import PlacementError
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
 from megarl.telemetry import run_writer
-from megarl.weight_sync.choice import choose_transport
 from megarl.weight_sync.ring import HANDLE_BYTES
+from megarl.weight_sync.transport import choose_transport
 from tests.recipe_cases import PPO
 
 GIVEN_BACK = ["synchronize", "empty_cache"]

@@ -1,14 +1,9 @@
-"""Checkpoint mode: every worker gets all of every tensor, and a vLLM engine that took them through vLLM's own loader equals
-one that loaded them from disk.
-
-The engines live in one process of their own.
-"""
+"""Checkpoint mode: every worker gets all of every tensor. `test_families.py` loads these into vLLM engines."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models import ModelShape
-from megarl.models.layout import RolloutLayout
+from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
-from tests.in_process_engine import answers, close_engines, open_engine
-from tests.rollout_cases import Publisher, save_model
+from megarl.weight_sync.copies import Box
+from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
+from megarl.weight_sync.read import whole_tensors
+from megarl.weight_sync.stream import copy_order
+from tests.in_process_engine import answers
+from tests.rollout_cases import Publisher, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
 
 if TYPE_CHECKING:
@@ -53,27 +53,49 @@ def breaking(tensors: list[Named], at: int) -> Iterator[Named]:
     raise Broken
 
 
-def loads_in_turn(old: Path, new: Path) -> None:
-    """All on one engine, which loaded `old` when it started."""
-    engine, other = open_engine(old), open_engine(new)
-    first, second = answers(engine), answers(other)
-    assert first != second
+def missing(tensors: list[Named]) -> list[Named]:
+    return tensors[:-1]
+
+
+def twice(tensors: list[Named]) -> list[Named]:
+    return [*tensors, tensors[0]]
+
+
+def unknown(tensors: list[Named]) -> list[Named]:
+    return [*tensors, ("model.layers.7.mlp.up_proj.weight", tensors[0][1])]
+
+
+def a_row_less(tensors: list[Named]) -> list[Named]:
+    return [(name, tensor[:-1] if name == "model.norm.weight" else tensor) for name, tensor in tensors]
+
+
+WRONG: dict[Callable[[list[Named]], list[Named]], str] = {
+    missing: r"1 tensors did not come, \['model\.norm\.weight'\]",
+    twice: "' came twice",
+    unknown: r"'model\.layers\.7\.mlp\.up_proj\.weight' is not in the model",
+    a_row_less: r"model\.norm\.weight is \(127,\), expected 128 x 1",
+}
+
+
+def loads_in_turn(engine: LLM, old: Path, new: Path) -> None:
+    """Loads that break off, are wrong, or succeed, on an engine that has `old`. `test_families.py` has the engines."""
+    from megarl.weight_sync.manifest import SyncError
+
+    first, tensors = answers(engine), checkpoint(new)
     with pytest.raises(Broken):
-        load(engine, breaking(checkpoint(new), 0))
+        load(engine, breaking(tensors, 0))
     assert answers(engine) == first, "a load of nothing changed the engine"
     with pytest.raises(Broken):
-        load(engine, breaking(checkpoint(new), len(checkpoint(new)) // 2))
-    tensors = checkpoint(new)
+        load(engine, breaking(tensors, len(tensors) // 2))
+    for change, message in WRONG.items():
+        with pytest.raises(SyncError, match=f"checkpoint mode: .*{message}"):
+            load(engine, change(tensors))
     random.Random(0).shuffle(tensors)
     assert load(engine, tensors) == sum(tensor.nbytes for _, tensor in tensors)
-    assert answers(engine) == second, "not the engine that loaded from disk"
-    load(engine, checkpoint(old))
-    assert answers(engine) == first, "a second load did not bring the first weights back"
-    close_engines()
 
 
 def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path: Path) -> None:
-    """By that ratio a report says what `mode: reshard` would save."""
+    """A report uses the ratio to say what `mode: reshard` would save."""
     model, rollout, bounds = save_model(tmp_path, "llama", False, seed=0), RolloutLayout(2), []
     whole = dict(checkpoint(model))
     for mode in ("reshard", "checkpoint"):
@@ -96,54 +118,42 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
                 assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3_moe", False), ("deepseek_v3", False)])
-def test_loaded_engine_equals_one_that_loaded_from_disk(
-    engine_process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool
+def boxes_of(plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
+    """The boxes of a worker, each in two pieces, the later rows first."""
+    for copy in copy_order(plan, worker):
+        source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
+        row, col = int(plan.source_row[copy]), int(plan.source_col[copy])
+        content = source[row : row + int(plan.rows[copy]), col : col + int(plan.cols[copy])]
+        parameter = plan.destination_parameters[plan.destination_parameter[copy]]
+        row, col, half = int(plan.destination_row[copy]), int(plan.destination_col[copy]), len(content) // 2
+        yield Box(parameter, row + half, col, content[half:])
+        if half:
+            yield Box(parameter, row, col, content[:half])
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        ("llama", True, Layout(2, 2, 2)),
+        ("qwen2", False, Layout(4)),  # more tensor ranks than key-value heads
+        ("qwen3_moe", False, Layout(tensor=2, data=2, expert=4, expert_tensor=1)),
+        ("deepseek_v3", False, Layout(2, 2)),
+        ("gemma3", True, Layout(1, 2)),
+    ],
+)
+def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
+    tmp_path: Path, family: str, tied: bool, layout: Layout
 ) -> None:
-    old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
-    engine_process.submit(loads_in_turn, old, new).result(timeout=300)
+    model = save_model(tmp_path, family, tied, seed=0)
+    shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor=2)
+    plan, expected = checkpoint_plan(shape, layout, rollout), dict(checkpoint(model))
+    assert plan.hash == checkpoint_plan(shape, layout, rollout).hash
+    for worker in range(rollout.workers):
+        got = list(whole_tensors(boxes_of(plan, megatron_shards(model, layout), worker), checkpoint_sizes(shape)))
+        assert len(got) == len(expected) and dict(got).keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in got)
 
 
-def missing(tensors: list[Named]) -> list[Named]:
-    return tensors[:-1]
-
-
-def twice(tensors: list[Named]) -> list[Named]:
-    return [*tensors, tensors[0]]
-
-
-def unknown(tensors: list[Named]) -> list[Named]:
-    return [*tensors, ("model.layers.7.mlp.up_proj.weight", tensors[0][1])]
-
-
-def a_row_less(tensors: list[Named]) -> list[Named]:
-    return [(name, tensor[:-1] if name == "model.norm.weight" else tensor) for name, tensor in tensors]
-
-
-WRONG: dict[Callable[[list[Named]], list[Named]], str] = {
-    missing: r"1 tensors did not come, \['model\.norm\.weight'\]",
-    twice: r"'model\.embed_tokens\.weight' came twice",
-    unknown: r"'model\.layers\.7\.mlp\.up_proj\.weight' is not in the model",
-    a_row_less: r"model\.norm\.weight is \(127,\), expected 128 x 1",
-}
-
-
-def loads_of_wrong_checkpoints(model: Path, wrong: dict[Callable[[list[Named]], list[Named]], str]) -> None:
-    from megarl.weight_sync.manifest import SyncError
-
-    engine = open_engine(model)
-    before, right = answers(engine), checkpoint(model)
-    for change, message in wrong.items():
-        with pytest.raises(SyncError, match=f"checkpoint mode: .*{message}"):
-            load(engine, change(right))
-    load(engine, right)
-    assert answers(engine) == before
-    close_engines()
-
-
-@pytest.mark.slow
-def test_wrong_checkpoints_are_refused_and_the_next_load_is_right(
-    engine_process: ProcessPoolExecutor, tmp_path: Path
-) -> None:
-    engine_process.submit(loads_of_wrong_checkpoints, save_model(tmp_path, "llama", True, seed=0), WRONG).result(timeout=300)
+def test_a_tensor_with_a_gap_is_not_given() -> None:
+    boxes = [Box("whole", 0, 0, torch.ones(2, 3)), Box("gap", 0, 0, torch.ones(1, 3))]
+    assert [name for name, _ in whole_tensors(boxes, {"whole": (2, 3), "gap": (2, 3)})] == ["whole"]

@@ -26,7 +26,7 @@ from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, worker_segments
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
-from megarl.weight_sync.engines import engine_plan
+from megarl.weight_sync.plan import engine_plan
 from tests.rollout_cases import save_model
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Laws of weights that travel as their difference to the last version, over real gloo messages and without vLLM."""
+"""Weights that travel as their difference to the last version, over real gloo messages and without vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import megatron_segments
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.delta import TakenParts
+from megarl.weight_sync.codec import TakenParts
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import checkpoint, corrupt, cut
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.sync
 
 ROLLOUT = RolloutLayout(2)
 BUCKET_BYTES = 8192
-TIMEOUT_S = 60.0  # that no test waits for
-CHANGED = 0.02  # of the values, a version
+TIMEOUT_S = 60.0  # no test waits for it
+CHANGED = 0.02  # the share of values that changes in a version
 EVENTS = ("nothing", "nothing", "restart", "forget", "other bytes", "corrupt", "one engine", "nodes")
 
 
 class Trainer:
-    """A rank that publishes version after version; on rank 0 with two engines of two workers."""
+    """A trainer rank; rank 0 has two engines of two workers."""
 
     def __init__(self, model: Path, layout: Layout) -> None:
         grouped = dist.is_initialized()
@@ -66,7 +66,7 @@ class Trainer:
             for name, content in expected.items():
                 rows, cols = content.shape
                 found = taken[name][:rows, :cols]
-                # The padding rows of a vocabulary are written by nobody.
+                # Nobody writes the padding rows of a vocabulary.
                 assert torch.equal(torch.where(torch.isnan(found), 0.0, found), content), name
 
     def kept(self, engine: int, worker: int) -> TakenParts | None:
@@ -80,7 +80,7 @@ class Trainer:
 
 
 def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | None, ...]]]:
-    """Versions between which things happen; for each what did, and the bases of its attempts. Every rank walks alike."""
+    """Publish versions with events between them; the event of each version and the bases of its attempts."""
     if layout.ranks > 1:
         dist.init_process_group("gloo")
     trainer, random = Trainer(Path(model), layout), np.random.default_rng(1)

@@ -35,6 +35,7 @@ from tests.rollout_cases import (
     save_model,
     without_vllm_table,
 )
+from tests.weight_sync.test_checkpoint_mode import loads_in_turn
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 # With their heads tied or not.
@@ -48,10 +49,12 @@ FAMILIES = [
     ("deepseek_v3", False),
 ]
 IN_CI = [("qwen3_moe", 2)]
+CHECKPOINTS = ("qwen3", "qwen3_moe", "deepseek_v3")  # a tied head, experts, latent attention
 
 
-def takes_versions(old: Path, new: Path) -> None:
-    """All on one engine, which loaded `old` when it started: `new` is read in place, and `old` again from buckets."""
+def takes_versions(old: Path, new: Path, family: str) -> None:
+    """All on one engine, which loaded `old` at its start: `new` is read in place, and `old` again from buckets. Families of
+    `CHECKPOINTS` then load whole tensors, by themselves and from a trainer that has no table of vLLM's parameters."""
     engine, other = open_receiver(old), open_engine(new)
     first, second = answers(engine), answers(other)
     assert first != second
@@ -63,6 +66,15 @@ def takes_versions(old: Path, new: Path) -> None:
     assert not publisher.publish(2, old, receiving)["sync/in_place"]
     assert answers(engine) == first, "a second sync did not bring the first weights back"
     publisher.close()
+    if family in CHECKPOINTS:
+        loads_in_turn(engine, old, new)
+        assert answers(engine) == second, "not the engine that loaded from disk"
+        with without_vllm_table(family):
+            publisher = Publisher(old, mode="checkpoint")
+            figures = publisher.publish(3, old, receiving)
+            assert answers(engine) == first, "not the engine that loaded from disk"
+            assert figures["sync/received_bytes"] > 0 and "sync/bound_bytes" not in figures, "nobody knows the bound"
+            publisher.close()
     close_engines()
 
 
@@ -71,27 +83,7 @@ def test_synced_engine_equals_one_that_loaded_from_disk(
     engine_process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool
 ) -> None:
     old, new = (save_model(tmp_path / name, family, tied, seed) for seed, name in enumerate(("old", "new")))
-    engine_process.submit(takes_versions, old, new).result(timeout=300)
-
-
-def takes_whole_tensors(old: Path, new: Path, family: str) -> None:
-    with without_vllm_table(family):
-        engine, other = open_receiver(old), open_engine(new)
-        loaded = answers(other)
-        assert answers(engine) != loaded
-        publisher = Publisher(new, mode="checkpoint")
-        figures = publisher.publish(1, new, Receiving(engine))
-        assert answers(engine) == loaded, "not the engine that loaded from disk"
-        assert figures["sync/received_bytes"] > 0 and "sync/bound_bytes" not in figures, "nobody knows the bound"
-        publisher.close()
-        close_engines()
-
-
-def test_a_family_without_a_table_of_vllm_is_synced_in_checkpoint_mode(
-    engine_process: ProcessPoolExecutor, tmp_path: Path
-) -> None:
-    old, new = (save_model(tmp_path / name, "llama", False, seed) for seed, name in enumerate(("old", "new")))
-    engine_process.submit(takes_whole_tensors, old, new, "llama").result(timeout=300)
+    engine_process.submit(takes_versions, old, new, family).result(timeout=300)
 
 
 def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.Tensor]) -> None:

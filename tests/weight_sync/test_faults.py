@@ -1,6 +1,6 @@
-"""Whatever breaks at whatever state of a sync, an engine answers from a whole version or not at all.
+"""Whatever process breaks, in whatever state of a sync: an engine answers from a whole version or not at all.
 
-Workers and trainers are processes without vLLM: they take their parts as vLLM's workers do, and can be killed and stopped.
+Workers and trainers are processes without vLLM, which can be killed and stopped. They take weights as vLLM's workers do.
 """
 
 from __future__ import annotations
@@ -33,34 +33,31 @@ from tests.sync_cases import ThreadEngines
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
 
-IN_PLACE = "in_place"  # shared memory, where weights that lie still are read without buckets
+IN_PLACE = "in_place"  # shared memory without buckets
 TRANSPORTS = ["shared_memory", IN_PLACE, "gloo", "cuda_ipc"]
-TIMEOUT_S = 1.5  # where a deadline is waited for
-STALL_S = 3.0  # where one is and the healthy engine must not reach its own, twice as late
-PATIENT_S = 60.0  # where none is, a busy machine must not reach it
-# Where one is and others must meet before it: a process that a busy machine holds up must be there by then.
-MEETING_S = 6.0
-# By transport, where a trainer dies: its meeting takes long on a busy machine, and its end is seen at once.
-DEATH_S = {"gloo": PATIENT_S}
-# Where a rank's neighbour dies: it waits so long for an engine, and twice as long for that rank.
-NEIGHBOUR_S = 4.0
+TIMEOUT_S = 1.5  # the test waits for this deadline
+STALL_S = 3.0  # the test waits for it, and the healthy engine must not reach its own deadline, which is twice as late
+PATIENT_S = 60.0  # no test waits for it: a busy machine must not reach it
+MEETING_S = 6.0  # the test waits for it, and processes that a busy machine delays must meet before it
+DEATH_S = {"gloo": PATIENT_S}  # a trainer dies: its meeting takes long on a busy machine, and its end is seen at once
+NEIGHBOUR_S = 4.0  # a rank's neighbour dies: the rank waits so long for an engine, and twice as long for the neighbour
 BUCKET_BYTES = 16384
-# Of two engines the first leads where messages travel, and where buckets are its own; the other one follows.
+# Engine 0 leads where messages travel and where the buckets are in its memory; engine 1 follows.
 BREAKDOWNS = [(0, fault, state) for fault in SIGNALS for state in STATES]
 BREAKDOWNS += [(1, "kill", state) for state in ("first", "last", "resume")]
 BREAKDOWNS += [(1, "stall", "middle")]
-# CI runs a kill in most states, and a stall before the first bucket and in the middle; the rest runs nightly.
+# CI runs a kill in most states and two stalls; the rest runs nightly.
 IN_CI = [(0, "kill", state) for state in ("pause", "begin", "middle", "commit", "resume")]
 IN_CI += [(0, "stall", "begin"), (0, "stall", "middle"), (1, "kill", "first"), (1, "stall", "middle")]
-# Where the engine that leads takes the other one along.
+# States in which the leading engine takes the other engine along.
 TOGETHER = {"gloo": ("begin", "first", "middle"), "cuda_ipc": ("begin",)}
-# Where messages travel nobody sees the death of an engine of the same node but at a deadline.
+# Deaths of an engine of the same node that are only seen at a deadline, where messages travel.
 UNSEEN_KILLS = [(0, "begin"), (0, "first"), (0, "middle"), (1, "first")]
 
 
 class Trainer:
-    """A trainer of one rank with two engines that live through all cases. Every version is a new one, and its weights are
-    written to where those before it were: whatever an engine keeps of an earlier one is seen."""
+    """A trainer of one rank with two engines that live through all cases. Each version has new weights in the same memory,
+    so that stale weights in an engine are seen."""
 
     def __init__(self, model: Path, transport: str) -> None:
         self.transport, self.model = transport, model
@@ -73,7 +70,7 @@ class Trainer:
         self.publish(PATIENT_S)
 
     def publish(self, timeout_s: float, corrupt: Callable[[], None] = lambda: None) -> None:
-        """The next version; `timeout_s` is of its first attempt, and `corrupt` is called when its weights are there."""
+        """Publish the next version; `timeout_s` holds for its first attempt. `corrupt` follows once its weights are set."""
         self.version += 1
         for name, content in of_version(self._first, self.version).items():
             self.shards[name].copy_(content)
@@ -94,12 +91,12 @@ class Trainer:
 
 
 def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """No two versions have a weight in common, but for zeros."""
+    """Weights that differ from those of every other version, except for zeros."""
     return {name: version * content for name, content in weights.items()}
 
 
 def be_patient_again(publisher: Publisher, engines: ProcessEngines | ThreadEngines) -> None:
-    """From here on a deadline that is waited for is one of first attempts: others meet processes that were just started."""
+    """Use the long deadline for all further attempts: these wait for processes that were just started."""
     pause = engines.pause
 
     def pause_patiently(version: int, attempt: int, wanted: Sequence[int]) -> list[EngineFacts]:
@@ -138,19 +135,19 @@ def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
 
 
 def deadline_s(transport: str, engine: int, fault: str, state: str) -> float:
-    """Of a sync with a breakdown."""
+    """The deadline of a sync with a fault."""
     missed_s = TIMEOUT_S if are_together(transport, engine, state) else STALL_S
     if fault == "kill":
         return missed_s if transport == "gloo" and (engine, state) in UNSEEN_KILLS else PATIENT_S
-    # The last bucket of an engine is missed by nobody: what it waits for is the engine's own word.
+    # Nobody misses the last bucket of an engine: rank 0 waits for the engine's report.
     if state not in ("begin", "first", "middle") and (transport, state) != (IN_PLACE, "last"):
         return PATIENT_S
-    # The other engine waits twice as long for the trainer as that waits for the one that stalls: time enough for both.
+    # The other engine waits twice as long for the trainer as the trainer waits for the stalled engine: enough for both.
     return missed_s
 
 
 def are_together(transport: str, engine: int, state: str) -> bool:
-    """Whether the one that breaks takes the other one along: both are served again, by whichever deadline."""
+    """Whether the engine that breaks takes the other engine along: both are served again, at either deadline."""
     return engine == 0 and state in TOGETHER.get(transport, ())
 
 
@@ -170,14 +167,14 @@ def test_an_engine_that_breaks_is_started_again_and_served_alone(
     engines.faults = {engine: (fault, state)}
     trainer.publish(deadline_s(trainer.transport, engine, fault, state))
     trainer.assert_answered_from()
-    assert engines.starts == starts, "another engine was given up than the one that broke"
+    assert engines.starts == starts, "a healthy engine was given up"
     again = (0, 1) if are_together(trainer.transport, engine, state) else (engine,)
     assert engines.served == ([(0, 1)] if state == "pause" else [(0, 1), again])
 
 
 @pytest.mark.parametrize("part", [0, 9, -1])
 def test_a_corrupt_part_is_never_answered_from(trainer: Trainer, part: int) -> None:
-    """A bucket, or what is read as one piece where weights lie still."""
+    """The part is a bucket, or a piece where weights are read in place."""
     publisher = trainer.publisher
     sync, sender = publisher.sync, publisher.sync._sender
     room, send = sender.room, sender.send
@@ -205,7 +202,7 @@ def die() -> None:
 
 
 class Told:
-    """What a trainer in processes of its own knows the engines by. It dies at a state that is the engines'."""
+    """The engines, seen from a trainer in its own processes, which dies at a state of the engines."""
 
     def __init__(self, connections: Sequence[Connection], state: str = "") -> None:
         self._connections, self._state = connections, state
@@ -229,15 +226,15 @@ class Told:
         return ()
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        assert self._state == "resume", "it should be dead by now"
+        assert self._state == "resume", "the trainer should be dead by now"
         die()
         return (), {}
 
 
 def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
-    """From here on this rank's end of the transport is the end of the process, at a state of the next sync."""
+    """Have this process die at a state of its next sync."""
     sender: Any = sync._sender
-    # Of its own buckets: a rank fills those in which it has a part.
+    # The buckets in which this rank has a part.
     buckets = [number for number, parts in enumerate(sync._streams[0].parts) if sync._rank in {p.source_rank for p in parts}]
     before = {"begin": buckets[0], "first": buckets[1], "middle": buckets[len(buckets) // 2], "last": buckets[-1]}
     send = sender.send
@@ -255,14 +252,14 @@ def dies_at(sync: WeightSync, state: str, in_place: bool) -> None:
 
 
 def wait_for_engines(sync: WeightSync, timeout_s: float) -> None:
-    """So long does this rank wait for one in shared memory; they wait for ranks by the sync's own deadline."""
+    """Set how long this rank waits for an engine in shared memory; engines keep the sync's deadline."""
     if isinstance(sync._sender, RingSender):
         sync._sender._timeout_s = timeout_s
 
 
 def publish_and_die(model: Path, transport: str, connections: Sequence[Connection], state: str, version: int) -> None:
     torch.set_num_threads(1)
-    # Of all that was sent nobody misses anything: no deadline is waited for.
+    # Everything was sent by then, so nobody waits for a deadline.
     timeout_s = PATIENT_S if state in ("commit", "resume") else DEATH_S.get(transport, TIMEOUT_S)
     publisher = trainer_of(model, timeout_s, transport)
     wait_for_engines(publisher.sync, PATIENT_S)
@@ -279,14 +276,14 @@ def survivors(model: Path) -> Iterator[ProcessEngines]:
 
 @pytest.fixture
 def orphans(request: pytest.FixtureRequest, survivors: ProcessEngines) -> Iterator[ProcessEngines]:
-    """Engines that outlive their trainers. A test that fails may leave words of theirs unheard: the next has others."""
+    """Engines that outlive their trainers. A failed test may leave reports unread: the next test gets new engines."""
     failed = request.session.testsfailed
     yield survivors
     if request.session.testsfailed > failed:
         survivors.restart()
 
 
-# In place: workers read all between "begin" and "middle", where the rank would make its checksums.
+# In place, workers read everything between "begin" and "middle", where the rank makes its checksums.
 DEATHS = [
     (transport, state)
     for transport in TRANSPORTS
@@ -313,7 +310,7 @@ def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
         report = "paused" if state == "pause" else orphans._hear(engine)
         answer = orphans.answer(engine)
         if state in ("commit", "resume") and (transport != "gloo" or report == "received"):
-            # All was sent; messages that were on their way when it died may be lost, and then nothing is answered.
+            # Everything was sent. Messages under way at the death may be lost, and then the engine answers nothing.
             assert report == "received"
             assert_has_all(answer, version, model)
         elif state == "pause":
@@ -321,13 +318,13 @@ def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
         else:
             assert answer == report and report.startswith("dirty")
             led = transport == "gloo" and engine == 1
-            # Rank 0 may die while engine 0 still joins the group: then the report names the group that did not come about.
+            # Rank 0 may die while engine 0 still joins the group: then the report names the group that failed.
             missing = "engine 0, which leads" if led else "trainer rank 0"
             joining = "no group of the trainer ranks and engine 0"
             assert missing in report or (transport == "gloo" and not led and joining in report), report
 
 
-# With one after the other, and with both in every bucket: then the living one is the first to give up the engines.
+# Ranks with buckets of their own, and ranks that share every bucket: then the living rank gives up the engines first.
 IN_TURN, BESIDE = Layout(pipeline=2), Layout(tensor=2)
 
 
@@ -341,7 +338,7 @@ def publish_beside_one_that_dies(
     said: Connection,
     version: int,
 ) -> None:
-    """One of two ranks; rank 1 dies when about half of what it has was sent, and rank 0 says how that ended for it."""
+    """One of two ranks. Rank 1 dies when it has sent about half, and rank 0 reports what it saw."""
     torch.set_num_threads(1)
     address, patient = f"file://{store}", timedelta(seconds=PATIENT_S)
     dist.init_process_group("gloo", address, rank=rank, world_size=layout.ranks, timeout=patient)
@@ -378,7 +375,7 @@ def publish_beside_one_that_dies(
 def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
     model: Path, orphans: ProcessEngines, tmp_path: Path, transport: str, layout: Layout
 ) -> None:
-    """By the deadline of the sync: that of the ranks' own group is much later."""
+    """At the deadline of the sync; the deadline of the ranks' own group is much later."""
     version = 1 + len(DEATHS) + 2 * TRANSPORTS.index(transport) + layout.tensor
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
@@ -397,7 +394,7 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
         for process in ranks:
             process.kill()
     reports = [orphans._hear(engine) for engine in (0, 1)]
-    # Rank 0 ends, too: a message of its own may be the first one that does not come.
+    # Rank 0 ends too: one of its messages may be the first that does not come.
     missing = "trainer rank" if transport == "gloo" else "trainer rank 1"
     for engine, report in enumerate(reports):
         assert report is not None and report.startswith("dirty")
@@ -408,7 +405,7 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers(
 
 
 def test_engines_meet_trainers_that_come_after_others(model: Path) -> None:
-    """These count their meetings from the first again, as those before them did."""
+    """New trainers count their meetings from the first again."""
     engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2)
     try:
         for version in (1, 2):
@@ -421,7 +418,7 @@ def test_engines_meet_trainers_that_come_after_others(model: Path) -> None:
 
 
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:
-    """And later all of them are: what is left out moves the rest to other buckets."""
+    """Later all engines are served: skipped streams move the others to other buckets."""
     shape = ModelShape.from_directory(model)
     publisher = Publisher(model, RolloutLayout(), 4, BUCKET_BYTES, MEETING_S, transport="gloo")
     engines = ThreadEngines(shape, RolloutLayout(), engines=4, retries=1)

@@ -11,16 +11,17 @@ import torch
 
 from megarl.models import FAMILIES, ModelShape
 from megarl.models.quantised_blocks import block_bytes, quantised_tensors
-from megarl.weight_sync.codec import dequantise_blocks, quantise_blocks
+from megarl.weight_sync.codec import quantise_blocks
 from tests.fp8_engine import quantised_by_vllm, sampled
 from tests.rollout_cases import checkpoint
 from tests.rollout_cases import save_model as save_small_model
+from tests.sync_cases import dequantise_blocks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
 
 def save_model(directory: Path, seed: int) -> Path:
-    """A Llama in bf16 of which every part begins at a block of 128 x 128."""
+    """A Llama in bf16 whose shards all begin at a block of 128 x 128."""
     import transformers as hf
 
     torch.manual_seed(seed)
@@ -68,7 +69,7 @@ def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(
 def test_the_weights_sent_in_blocks_are_those_that_vllm_quantises(
     engine_process: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """Routers above all: vLLM quantises those of some families and not of others."""
+    """Above all routers: vLLM quantises the routers of some families only."""
     model = save_small_model(tmp_path / "model", family.removesuffix("_text"), False, 0)
     shape = ModelShape.from_directory(model)
     assert shape.family == family

@@ -19,8 +19,8 @@ from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
 from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
+from megarl.weight_sync.copies import SpareMemory
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.spare import SpareMemory
 from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines
@@ -41,7 +41,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
-    """vLLM compiles its quantiser, which takes a C++ compiler longer than all else here."""
+    """Keep vLLM from compiling its quantiser, which takes longer than the tests."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -123,13 +123,13 @@ def linear_method() -> Any:
 
 
 def new_scales(module: torch.nn.Module) -> None:
-    """As DeepGEMM, which makes them anew in a layout of its own."""
+    """Make new scales, as DeepGEMM does for its own layout."""
     scales: Any = module.weight_scale_inv
     module.weight_scale_inv = torch.nn.Parameter(scales.data.clone(), requires_grad=False)
 
 
 class Engines(ThreadEngines):
-    """Whose workers hand what they read to the receivers."""
+    """Engines whose workers hand their boxes to the receivers."""
 
     receivers: list[Any]
 
@@ -156,7 +156,7 @@ def addresses(worker: Worker) -> dict[str, int]:
 def test_experts_in_blocks_are_those_that_vllm_makes(
     config: dict[str, Any], rollout: RolloutLayout, num_quantised: int
 ) -> None:
-    """And on a GPU they are where they were, as captured CUDA graphs read them there."""
+    """On a GPU they also keep their addresses, where captured CUDA graphs read them."""
     pytest.importorskip("vllm", reason="needs vLLM's quantisation")
     shape = ModelShape.from_config(config)
     assert len(quantised_tensors(shape)) == num_quantised
@@ -167,7 +167,7 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     )
     for name in new:
         if name.endswith("e_score_correction_bias"):
-            old[name] = new[name]  # no sync brings it
+            old[name] = new[name]  # no sync sends it
     workers = [Worker(shape, rollout, number, old) for number in range(2)]
     settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, quantization="fp8")
     sync, engines = WeightSync(shape, Layout(), settings, "fp8-experts", 0, None), Engines(shape, rollout)

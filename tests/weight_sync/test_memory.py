@@ -1,4 +1,4 @@
-"""A sync holds no model beside the model: what its ends take from memory, measured by the kernel.
+"""A sync needs no second copy of the model: the memory of both ends, measured by the kernel.
 
 At rest a process has the weights of its ends and no sync yet; a tiny model has gone before, so that code and threads are
 there. From then on everything counts, what a sync keeps as well. The trainer's end is the product's own. Workers write what
@@ -26,12 +26,9 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.role_sections import LoraSection
-from megarl.weight_sync.copies import MOST_THREADS, Works
+from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, module_works
 from megarl.weight_sync.in_place import share
-from megarl.weight_sync.module_work import module_works
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.read import Box
-from megarl.weight_sync.spare import SpareMemory
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -50,8 +47,8 @@ TINY = ModelShape.from_config(CONFIG | {"vocab_size": 128, "hidden_size": 64, "i
 
 
 class Peaks(NamedTuple):
-    """Bytes beyond rest at the most in the first and the second version; of a layer and of all that a rank and a worker
-    hold; and whether the second version was read in place."""
+    """Peak bytes above rest in the first and the second version, bytes of a layer of a rank and of a worker and of all of a
+    worker, and whether the second version was read in place."""
 
     first: int
     second: int
@@ -80,7 +77,7 @@ def trainer_weights(shape: ModelShape, layout: Layout, rank: int, way: str) -> M
 
 
 class Writing(ThreadEngines):
-    """Workers with weights, which they write as the receiver does where vLLM packs what is linear."""
+    """Workers that write their weights as the receiver does where vLLM packs linear layers."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout) -> None:
         super().__init__(shape, rollout)
@@ -107,7 +104,7 @@ class Writing(ThreadEngines):
 
 
 class Worker:
-    """Its weights; each thread has spare memory for linear ones, from which they are copied where vLLM would pack them."""
+    """A worker's weights. Linear weights go to the spare memory of a thread first, in place of packing."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         self.sizes = sizes
@@ -136,11 +133,11 @@ class Worker:
 
 
 def peaks(way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank: int, group: Any) -> Peaks:
-    """Of this process; `way` is why weights come in buckets, if they do."""
+    """The peaks of this process; `way` is the reason for buckets, if there are any."""
     torch.set_num_threads(1)
-    # Large memory is given back as soon as it is freed, so that all that counts is in use.
+    # Return large freed memory at once, so that only memory in use counts.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    lora.MERGED_BYTES = 1 << 18  # as little beside a layer as of a model in use
+    lora.MERGED_BYTES = 1 << 18  # as small against a layer as for a real model
     for shape in (TINY, SHAPE):
         found = publish_twice(shape, way, layout, rollout, transport, rank, group)
     return found
@@ -155,7 +152,7 @@ def publish_twice(
         torch.bfloat16, rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters"
     )
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before would hide as much
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # earlier freed memory would hide as much
     rest, found = resident("VmRSS"), []
     sync = WeightSync(shape, layout, settings, "memory", rank, group)
     for version in (1, 2):
@@ -177,7 +174,7 @@ def num_bytes(sizes: Mapping[str, tuple[int, int]], of: str) -> int:
 
 
 def assert_taken(workers: Sequence[Parameters], parameters: Mapping[str, torch.Tensor], layout: Layout) -> None:
-    """Of this rank, what one worker has whole."""
+    """The worker has the output projections of this rank; only where both are single."""
     if len(workers) > 1 or layout.ranks > 1:
         return
     for name, taken in workers[0].items():
@@ -198,7 +195,7 @@ def in_a_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @pytest.mark.parametrize(("way", "workers"), [("cast", 1), ("adapters", 1), ("adapters", 4)])
 def test_each_end_takes_no_more_than_one_layer_and_two_buckets(way: str, workers: int) -> None:
-    """Also where a number format or an adapter makes other weights of all."""
+    """Also where a cast or an adapter makes new weights of all."""
     found = in_a_new_process(peaks, way, Layout(), RolloutLayout(workers), "shared_memory", 0, None)
     # All ends are in one process, and each has mapped the buckets.
     allowed = found.layer + workers * (found.worker_layer + 4 * BUCKET_BYTES)
@@ -222,7 +219,7 @@ def peak_of_moving(num_storages: int, num_elements: int) -> int:
 
 
 def test_what_moves_into_shared_memory_is_there_twice_one_storage_at_a_time() -> None:
-    """Of megatron-core's buffers, which hold many weights each, that is as much as the largest one."""
+    """For megatron-core's buffers, which hold many weights each, the peak is the largest buffer."""
     storage, beside = 4 << 24, 8 << 20
     whole, parts = (in_a_new_process(peak_of_moving, count, (1 << 24) // count) for count in (1, 16))
     assert storage <= whole <= storage + beside and parts <= storage // 16 + beside, (whole, parts)
@@ -239,7 +236,7 @@ def test_no_rank_that_sends_messages_gathers_what_others_hold(way: str) -> None:
     try:
         answers = ranks.run(peaks_of_a_rank, layout.ranks, way, layout, rollout)
     finally:
-        ranks.close()  # no other test has their malloc
+        ranks.close()  # other tests must not run with their malloc
     for rank, found in enumerate(answers):
         allowed = found.layer + 2 * BUCKET_BYTES
         if rank == 0:  # the workers are threads of it

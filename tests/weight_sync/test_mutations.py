@@ -30,7 +30,7 @@ Mutation = Callable[[int, torch.Tensor], None]
 
 
 class Case(NamedTuple):
-    """A trainer of one rank, an engine without vLLM that is cut over two workers, and two models of one shape."""
+    """A trainer of one rank, an engine of two workers without vLLM, and two models of one shape."""
 
     publisher: Publisher
     engines: ThreadEngines
@@ -41,7 +41,7 @@ class Case(NamedTuple):
         return self.publisher.sync._streams
 
     def publish(self, model: int, mutation: Mutation | None = None) -> None:
-        """Bring a model as the next version; `mutation` changes what worker 0 gets. Raises what the worker raised."""
+        """Publish a model as the next version; `mutation` changes the buckets of worker 0. Raises what the worker raised."""
         sync, pack = self.publisher.sync, type(self.publisher.sync)._pack
 
         def pack_wrong(manifest: Any, stream: int, part: Any, matrices: Any, bucket: int, memory: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class Case(NamedTuple):
         assert self.engines.versions == [version]
 
     def assert_taken(self, model: int, *workers: int) -> None:
-        """By some workers, or all of them."""
+        """Some workers, or all, have exactly their shard."""
         shape = ModelShape.from_directory(self.models[model])
         for worker in workers or (0, 1):
             taken = self.engines.taken[0, worker]
@@ -77,7 +77,7 @@ def open_case(models: tuple[Path, Path], transport: str) -> Case:
 
 @pytest.fixture(scope="module", params=["shared_memory", "cuda_ipc"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """With the checksums of a host, and with those of a device."""
+    """With checksums on a host, and on a device."""
     folder = tmp_path_factory.mktemp("models")
     models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
     case = open_case(models, request.param)
@@ -92,7 +92,7 @@ def first_version(case: Case) -> None:
 
 
 def counts(stream: Stream, bucket: int, byte: int) -> bool:
-    """A byte of a bucket is a piece's or a checksum's."""
+    """Whether a byte of a bucket belongs to a piece or a checksum."""
     pieces = np.array(stream.pieces(bucket))
     starts, sizes = stream.offset[pieces], stream.size[pieces]
     checks = stream.check[pieces]
@@ -148,7 +148,7 @@ def test_a_bucket_that_is_not_all_of_this_version_is_seen(
 
 
 def test_another_bucket_in_the_place_of_one_is_seen(case: Case) -> None:
-    """Two buckets of one matrix have pieces of the same sizes; only what their checksums begin with tells them apart."""
+    """Two buckets of one matrix have pieces of the same sizes; only the seeds of their checksums tell them apart."""
     stream = case.streams[0]
     sizes = [stream.size[list(stream.pieces(bucket))].tolist() for bucket in range(stream.num_buckets)]
     bucket = next(number for number in range(1, len(sizes)) if sizes[number] == sizes[number - 1])

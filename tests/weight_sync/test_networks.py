@@ -28,17 +28,16 @@ pytestmark = [pytest.mark.sync, pytest.mark.hang]
 RUN = "two-networks"
 LAYOUT = Layout(1, 2, 1)
 BUCKET_BYTES = 65536
-TIMEOUT_S = 3.0  # of the sync whose cable is cut
-PATIENT_S = 60.0  # of the others: a busy machine must not reach it
-END_S = 60.0  # until processes without parent are gone
-# Of sockets' buffers: what lies in them has been sent, for all that the sender knows, and megabytes hold the whole model.
+TIMEOUT_S = 3.0  # of the sync with the cut cable
+PATIENT_S = 60.0  # of the other syncs: a busy machine must not reach it
+END_S = 60.0  # for orphaned processes to end
+# Socket buffers: the sender takes their content for sent, and with megabytes they would hold the whole model.
 SOCKET_BYTES = "4096 16384 16384"
 
 
 @dataclass
 class Told:
-    """What one trainer rank has seen: of the syncs that went through the engine's answer, of the one that was cut off the
-    error and whom the rank had given up."""
+    """What one trainer rank saw: the engine's answers after successful syncs, and error and lost engines after the cut."""
 
     answers: list[Answer | str]
     error: str = ""
@@ -57,7 +56,7 @@ class OneTry(ProcessEngines):
 
 
 def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -> Told:
-    """A version, one in whose middle the cable is cut, and one after it is whole again."""
+    """Publish a version, a version with the cable cut in the middle, and a version after the repair."""
     near.enter()
     for name in ("tcp_wmem", "tcp_rmem"):
         Path("/proc/sys/net/ipv4", name).write_text(SOCKET_BYTES)
@@ -95,7 +94,7 @@ Story = tuple[list[Told], list[Path], bool]
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """What the ranks say, both models, and whether no process is left in the namespaces."""
+    """The reports of the ranks, both models, and whether no process is left in the namespaces."""
     models = [save_model(tmp_path_factory.mktemp(f"model{seed}"), "llama", False, seed) for seed in (1, 2)]
     with two_networks() as (near, far):
         pool = RankPool()

@@ -1,11 +1,12 @@
-"""What a vLLM worker owes its trainers, whatever becomes of the weights in it."""
+"""The vLLM worker's end: where it writes, when it packs, and how it fails."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,10 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
+from megarl.platform import Platform
+from megarl.weight_sync.copies import Box, Copies, SpareMemory, Work, module_works
+from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.manifest import SyncError
 from tests.rollout.test_pool import MANIFEST
 from tests.rollout_cases import save_model
 
@@ -22,13 +27,13 @@ pytestmark = pytest.mark.sync
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """vLLM writes there what it wants of its worker processes, from its import on."""
+    """vLLM sets environment variables for its workers from its import on."""
     with mock.patch.dict(os.environ):
         yield
 
 
 class Reader:
-    """Stands in for a stream; `closed` says whether the worker has told the other end that it reads no more."""
+    """Stands in for a stream; `closed` says whether the worker has stopped reading."""
 
     closed = False
 
@@ -69,3 +74,198 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
     worker.report = {"version": 1}
     worker.start_weight_update()
     assert worker.report == (False, "took no weights", False)
+
+
+CPU = torch.device("cpu")
+
+
+def test_memory_that_somebody_kept_is_not_lent_again() -> None:
+    """Where vLLM has no packing kernel it computes with the weights as they are."""
+    spare = SpareMemory()
+    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
+    spare.take_back()
+    spare.take((4, 8), torch.float32, CPU).fill_(2)
+    assert (kept == 1).all()
+
+
+def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
+    """A worker whose modules have a weight [4, 8] each; `covered` elements of each are sent."""
+    pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
+    from megarl.weight_sync.receiver import WeightReceiver
+
+    receiver: Any = WeightReceiver.__new__(WeightReceiver)
+    receiver._modules, receiver._spares, receiver._repack_s = modules, [SpareMemory(), SpareMemory()], 0.0
+    receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
+    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
+    receiver._rollout, receiver._unpacked, receiver._owner = RolloutLayout(), [], None
+    return receiver
+
+
+def works_for(receiver: Any, boxes: Sequence[Box]) -> Sequence[Work]:
+    return module_works(receiver, boxes, receiver._sizes, receiver._spares, 1 << 20).each
+
+
+def take(receiver: Any, boxes: Sequence[Box], works: Sequence[Work] | None, num_threads: int = 1) -> None:
+    """Give the worker a version as a reader does: in place where there are works."""
+
+    def read() -> Iterator[Box]:
+        if works is None:
+            yield from boxes
+        else:
+            Copies([box.in_words for box in boxes], works, 1, num_threads).run(lambda count: None)
+        receiver._pack_rest()
+
+    try:
+        receiver._load(read(), boxes[0].content.dtype)
+    finally:
+        for spare in receiver._spares:
+            spare.clear()
+
+
+def linear(elements: int, quant_method: Any) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(elements), requires_grad=False)
+    setattr(module, "quant_method", quant_method)  # noqa: B010
+    return module
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
+def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_place: bool) -> None:
+    """vLLM's kernel for small weights on CPUs with AMX does this."""
+
+    class Widening:
+        def process_weights_after_loading(self, module: Any) -> None:
+            packed.append((module.weight.float().sum().item(), module.bias.dtype))
+            module.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+            module.bias.data = module.bias.to(torch.float32)
+
+    packed: list[tuple[float, torch.dtype]] = []
+    module = linear(0, Widening())
+    module.weight.data = module.weight.to(torch.bfloat16)
+    module.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    receiver = receiver_of({"a": module}, {"a.weight": 32, "a.bias": 4})
+    receiver._sizes["a.bias"] = (4, 1)
+    for value in (1.0, 2.0):
+        contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
+        boxes = [Box(name, 0, 0, content, None, words_of(content)) for name, content in contents.items()]
+        take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
+        assert packed.pop() == (32.0 * value, torch.bfloat16)
+        assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
+    wrong = iter([Box("a.weight", 0, 0, torch.zeros(4, 8, dtype=torch.float16))])
+    with pytest.raises(SyncError, match="a.weight is torch.bfloat16 in the engine but torch.float16"):
+        receiver._load(wrong, torch.float16)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
+def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_place: bool) -> None:
+    """The modules pack their weight and drop it, as vLLM's linear layers do on CPUs with a kernel."""
+    places, packed = [], []
+
+    class Packing:
+        def process_weights_after_loading(self, module: Any) -> None:
+            assert not hasattr(module, "cpu_linear"), "the old packed form goes before there is a new one"
+            places.append(module.weight.data_ptr())
+            packed.append(module.weight.clone())
+            module.weight, module.cpu_linear = torch.nn.Parameter(torch.empty(0), requires_grad=False), "packed"
+
+    names = [f"layers.{number}.linear" for number in range(3)]
+    # The last module has a row of padding, which is zero although the memory was written before.
+    covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
+    receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
+    contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
+    boxes = [
+        Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name, content in zip(names, contents, strict=True)
+    ]
+    works = works_for(receiver, boxes) if in_place else None
+    for _ in range(2):
+        places.clear()
+        packed.clear()
+        take(receiver, boxes, works)
+        assert len(set(places)) == 1
+        assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
+
+
+class Noting:
+    """Records the modules that are packed, in order, and drops the weights of those named 'packed', as vLLM does."""
+
+    def __init__(self, packed: list[str]) -> None:
+        self.packed, self.modules = packed, dict[str, torch.nn.Module]()
+
+    def process_weights_after_loading(self, module: Any) -> None:
+        name = next(name for name, one in self.modules.items() if one is module)
+        self.packed.append(f"{name} {float(module.weight.sum()):g}")
+        if "packed" in name:
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+@pytest.mark.parametrize(("tied", "pipeline", "packs_head"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipeline: int, packs_head: bool) -> None:
+    """A tied head on the same stage is packed with the embedding."""
+    layers = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+    packed: list[str] = []
+    method = Noting(packed)
+    for name, kind in (("embed_tokens", layers.VocabParallelEmbedding), ("lm_head", layers.ParallelLMHead)):
+        module = method.modules[name] = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        module.weight, module.quant_method = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False), method
+        module.cpu_linear = None
+    receiver = receiver_of(method.modules, {})
+    receiver._shape, receiver._rollout = SimpleNamespace(tied=tied), RolloutLayout(pipeline=pipeline)
+    receiver._worker = lambda: 0
+    receiver._process("embed_tokens")
+    embedding: Any = method.modules["embed_tokens"]
+    hidden = torch.randn(3, 8)
+    assert torch.equal(embedding.cpu_linear(hidden, embedding.weight, None), hidden @ embedding.weight.T)
+    assert packed == ["lm_head 32"] * packs_head
+    receiver._process("lm_head")
+    assert packed[-1] == "lm_head 32", "a head's own weights are packed"
+
+
+def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own packing of 40 rows of 1 KiB, which its kernel for small weights does not take. It must skip the gaps."""
+    pytest.importorskip("vllm", reason="needs vLLM's kernels")
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    class Method:
+        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+    def loaded() -> Any:
+        module: Any = linear(0, Method())
+        module.weight = torch.nn.Parameter(torch.zeros(40, 512, dtype=torch.bfloat16), requires_grad=False)
+        module.quant_method.process_weights_after_loading(module)
+        return module
+
+    modules: dict[str, Any] = {"a": loaded(), "kept": loaded()}
+    other = torch.zeros(1)  # as other kernels hold what they have packed
+
+    def of_another_kernel(hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        return hidden + other
+
+    modules["kept"].cpu_linear = of_another_kernel
+    receiver = receiver_of(modules, {f"{name}.weight": 40 * 512 for name in modules})
+    receiver._sizes = {f"{name}.weight": (40, 512) for name in modules}
+    content, hidden = torch.randn(40, 512).bfloat16(), torch.randn(3, 512).bfloat16()
+    expected = torch.nn.functional.linear(hidden, content)
+    strides: list[tuple[int, ...]] = []
+    process = receiver._process
+
+    def note(owner: str) -> None:
+        strides.append(modules[owner].weight.stride())
+        process(owner)
+
+    receiver._process = note
+    boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
+    for has_avx, stored in ((True, 544), (False, 512)):
+        monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
+        for spare in receiver._spares:  # garbage between the rows
+            matrix = spare.take((48, 1024), torch.bfloat16, CPU).fill_(float("nan"))
+            del matrix
+            spare.take_back()
+        take(receiver, boxes, works_for(receiver, boxes))
+        assert strides == [(stored, 1), (512, 1)] and modules["a"].weight.numel() == 0
+        for module in modules.values():
+            assert torch.allclose(module.cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)
+        modules["kept"].cpu_linear = of_another_kernel
+        strides.clear()

@@ -1,0 +1,60 @@
+"""Device memory and messages between processes, without a GPU: stand-ins for CUDA memory and NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch.distributed as dist
+
+from megarl.platform import NcclMessages, messages
+from megarl.platform import current as platform
+
+
+def fill(handle: bytes) -> None:
+    platform.reach_device_bytes(handle).fill_(7)
+    platform.settle()
+
+
+def test_another_process_writes_into_device_memory() -> None:
+    """On a machine with a GPU into that one's."""
+    memory, handle = platform.shared_device_bytes(1 << 20)
+    process = multiprocessing.get_context("spawn").Process(target=fill, args=(handle,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and bool((memory == 7).all())
+
+
+class Work:
+    """A message that is through when it was looked at so many times."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks, self.waited = looks, False
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        assert self.looks < 0, "the host went on before the message was through"
+        self.waited = True
+
+
+def test_a_message_over_nccl_is_through_when_the_device_says_so_and_late_at_the_deadline() -> None:
+    group = object.__new__(NcclMessages)  # a real one needs a GPU
+    work = Work(looks=50)
+    group.finish(work, timeout_s=60.0)
+    assert work.waited
+    with pytest.raises(RuntimeError, match="its partner did not come"):
+        group.finish(Work(looks=float("inf")), timeout_s=0.05)
+
+
+def test_a_machine_that_knows_itself_as_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the store, whose own name may mean 127.0.1.1 there and something else everywhere else."""
+    own = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
+    monkeypatch.setattr(messages, "address_towards", own.__getitem__)
+    store = dist.HashStore()
+    store.set("address-1", "127.0.1.1")
+    assert messages._address(store, 0, 2, "store") == "127.0.1.1"
+    store.set("address-2", "192.0.2.9")
+    assert messages._address(store, 0, 3, "store") == "192.0.2.1"
