@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
-from megarl.algorithm.estimate import greedy_baselines, step_advantages
+from megarl.algorithm.estimate import StepRewards, greedy_baselines, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.prompts import PromptStream
@@ -328,18 +328,18 @@ class Trainer:
         if self.recipe.environment is not None:
             limit = f"environment.max_turns = {self.recipe.environment.max_turns}, or {limit}"
         truncated = np.zeros(len(batch.valid), bool) if batch.truncated is None else batch.truncated
-        advantages, returns, valid, metrics = step_advantages(
-            self.kl.settings,
-            torch.from_numpy(batch.rewards),
-            torch.from_numpy(batch.valid),
-            torch.from_numpy(batch.groups),
-            torch.from_numpy(batch.own_lengths),
-            torch.from_numpy(truncated),
-            batch.fields,
-            None if batch.baselines is None else torch.from_numpy(batch.baselines),
-            self.recipe.max_own_tokens,
-            limit,
+        step = StepRewards(
+            rewards=torch.from_numpy(batch.rewards),
+            valid=torch.from_numpy(batch.valid),
+            groups=torch.from_numpy(batch.groups),
+            lengths=torch.from_numpy(batch.own_lengths),
+            truncated=torch.from_numpy(truncated),
+            results=batch.fields,
+            baselines=None if batch.baselines is None else torch.from_numpy(batch.baselines),
+            longest=self.recipe.max_own_tokens,
+            limit=limit,
         )
+        advantages, returns, valid, metrics = step_advantages(self.kl.settings, step)
         learned = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
         return replace(batch.with_fields(**learned), valid=valid.numpy()), metrics
 

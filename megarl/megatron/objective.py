@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithm.kl import kl
-from megarl.algorithm.loss import loss_weights, value_loss
-from megarl.algorithm.mismatch import mismatch_weights
-from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
+from megarl.algorithm.loss import kl, loss_weights, value_loss
+from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio, mismatch_weights
 from megarl.megatron.batch import Batch, PackedMicroBatch
 from megarl.platform import current as platform
 from megarl.recipe.algorithm_section import AlgorithmSection

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megarl.algorithm.informative import choose_groups, informative_groups
+from megarl.algorithm.advantage import choose_groups, informative_groups
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult
 from megarl.rollout.groups import RolloutBatch, join_rollouts
