@@ -33,7 +33,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
 from megarl.megatron.model import DTYPES, has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
-from megarl.megatron.role import Role
+from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
@@ -220,69 +220,43 @@ def check_functions(recipe: Recipe) -> None:
     load_policy_loss(recipe.algorithm.policy_loss)
 
 
-class RoleBuilder:
-    """Builds roles: what all of them share comes from the recipe once."""
+def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
+    """Build the recipe's roles by name. The reference is the actor itself if it is the base model without adapters."""
+    settings = RoleSettings(
+        precision=recipe.trainer.precision,
+        temperature=recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        fp8=recipe.trainer.fp8,
+        initial_loss_scale=recipe.trainer.initial_loss_scale,
+        compile=recipe.trainer.compile,
+        megatron=recipe.trainer.megatron,
+        max_sequence_tokens=recipe.max_sequence_tokens,
+    )
 
-    def __init__(self, recipe: Recipe, places: Mapping[str, Place]) -> None:
-        self._recipe, self._places = recipe, places
-        self._role = partial(
-            Role,
-            precision=recipe.trainer.precision,
-            fp8=recipe.trainer.fp8,
-            megatron=recipe.trainer.megatron,
-            initial_loss_scale=recipe.trainer.initial_loss_scale,
-            temperature=recipe.rollout.temperature,
-            compile=recipe.trainer.compile,
-            seed=recipe.run.seed,
-            max_sequence_tokens=recipe.max_sequence_tokens,
-        )
-
-    def _build(self, role: str, path: str, **more: Any) -> Role:
+    def build(role: str, path: str, **more: Any) -> Role:
         directory = model_directory(path)
-        return self._role(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
+        return Role(role, ModelShape.from_directory(directory), directory, places[role], settings, **more)
 
-    def actor(self) -> Role:
-        recipe, section = self._recipe, self._recipe.actor
-        return self._build(
-            "actor",
-            recipe.model.path,
-            optimizer=section.optimizer,
-            lora=section.lora,
-            steps=recipe.run.steps - recipe.critic_warmup_steps,
-            memory=section.memory,
-            frozen=section.freeze,
-            router_replay=section.router_replay,
-            updates_per_step=recipe.updates_per_batch,
-        )
-
-    def reference(self, actor: Role) -> Role | None:
-        """Build the reference; the actor itself if the reference is the base model without its adapters."""
-        recipe = self._recipe
-        if "reference" not in self._places or recipe.reference_is_base:
-            return actor if "reference" in self._places else None
+    actor, critic = recipe.actor, recipe.critic
+    steps = recipe.run.steps - recipe.critic_warmup_steps
+    training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze)
+    built = build("actor", recipe.model.path, training=training, memory=actor.memory, router_replay=actor.router_replay)
+    roles = {"actor": built}
+    if "reference" in places and recipe.reference_is_base:
+        roles["reference"] = built
+    elif "reference" in places:
         memory = recipe.reference.memory if recipe.reference is not None else None
         follows = recipe.refresh_every is not None
-        return self._build("reference", recipe.path("reference"), memory=memory, follows=follows)
-
-    def critic(self) -> Role | None:
-        recipe, section = self._recipe, self._recipe.critic
-        if section is None:
-            return None
+        roles["reference"] = build("reference", recipe.path("reference"), memory=memory, follows=follows)
+    if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
-        return self._build(
-            "critic",
-            recipe.path("critic"),
-            optimizer=section.optimizer,
-            steps=recipe.run.steps,
-            memory=section.memory,
-            frozen=section.freeze,
-            updates_per_step=recipe.num_sequences // schedule.mini_batch * schedule.epochs,
-        )
-
-    def reward_model(self) -> Role | None:
-        recipe = self._recipe
-        return None if recipe.reward_model is None else self._build("reward_model", recipe.path("reward_model"))
+        updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
+        training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
+        roles["critic"] = build("critic", recipe.path("critic"), training=training, memory=critic.memory)
+    if recipe.reward_model is not None:
+        roles["reward_model"] = build("reward_model", recipe.path("reward_model"))
+    return roles
 
 
 def build_parts(
@@ -297,9 +271,7 @@ def build_parts(
 
     What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
     """
-    roles, place = RoleBuilder(recipe, places), places["actor"]
-    actor = roles.actor()
-    reference, critic, reward_model = roles.reference(actor), roles.critic(), roles.reward_model()
+    roles, place = build_roles(recipe, places), places["actor"]
     replayed = recipe.rollout.replay is not None
     sleeps = takes_turns(recipe) and not replayed
     if sleeps:  # before all ranks meet below, and rank 0 then starts the engines
@@ -309,7 +281,13 @@ def build_parts(
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
     parts = RunParts(
-        actor, reference, critic, reward_model, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps
+        roles["actor"],
+        roles.get("reference"),
+        roles.get("critic"),
+        roles.get("reward_model"),
+        weights,
+        refreshes=recipe.refresh_every is not None,
+        engines_sleep=sleeps,
     )
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)

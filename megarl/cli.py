@@ -207,8 +207,8 @@ def evaluate(
 
     from megarl.planner.placement import PlacementError
     from megarl.rollout import RolloutError
-    from megarl.rollout.evaluation_command import evaluate as answer
-    from megarl.rollout.evaluation_command import report as described
+    from megarl.rollout.evaluation import evaluate as answer
+    from megarl.rollout.evaluation import report as described
 
     try:
         found = answer(loaded, model, run)

@@ -38,8 +38,7 @@ from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
-from megarl.rollout.groups import RolloutBatch, refuse_overlong
-from megarl.rollout.metrics import rollout_metrics
+from megarl.rollout.groups import RolloutBatch, refuse_overlong, rollout_metrics
 from megarl.rollout.pool import EnginePool, ReplayPool
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock
@@ -365,7 +364,7 @@ class Trainer:
         with span("figures"):
             metrics |= update_metrics(role.role, plan, updates, role.place)
         if role.router_replay is not None:
-            metrics |= role.router_replay.take_figures()
+            metrics |= role.router_replay.take_metrics()
         if plan.phase == "actor_update" and settings.early_stop is not None:
             metrics["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
         return ran, metrics

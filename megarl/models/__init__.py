@@ -5,7 +5,7 @@ Pure functions, no torch. A family is a file with a `FAMILY`, and a name in the 
 
 from megarl.models import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.shape import Experts, LatentAttention, ModelShape
-from megarl.models.table import Family, Held, Weight
+from megarl.models.weight_table import Family, Held, Weight
 
 # By `model_type`.
 FAMILIES: dict[str, Family] = {

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.config import read_decoder, refuse, whole_number
-from megarl.models.decoder_weights import attention, swiglu, whole
 from megarl.models.shape import ModelShape
-from megarl.models.table import Family, Weight
+from megarl.models.weight_table import Family, Weight, attention, swiglu, whole
 
 # What transformers assumes where config.json says nothing.
 _PATTERN = 6  # every so many layers sees everything

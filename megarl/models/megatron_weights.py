@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.models import FAMILIES, ModelShape, Weight
-from megarl.models.decoder_weights import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import Layout, Segment
+from megarl.models.weight_table import MEGATRON_VOCABULARY, embedding, final_norm, head
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.models import FAMILIES, Held, ModelShape, Weight
-from megarl.models.decoder_weights import VLLM_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import RolloutLayout, Segment
+from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, head
 
 
 class Share(NamedTuple):

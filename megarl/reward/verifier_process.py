@@ -17,8 +17,7 @@ from functools import partial
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
-from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient
-from megarl.reward.outage import is_outage
+from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.reward.sandbox import SandboxFault, refusal
 from megarl.reward.verifiers import Term, TextScore, load_terms, read_answer, score_terms
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
-from megarl.data.tokenizer import prompt_tokenizer
+from megarl.data.tokenizer import Observations, prompt_tokenizer
 from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.rollout import RolloutError

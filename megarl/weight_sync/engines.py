@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megarl.models import ModelShape, Weight
-from megarl.models.decoder_weights import head
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
+from megarl.models.weight_table import head
 from megarl.weight_sync.columns import Boxes
 from megarl.weight_sync.match import Match, match_boxes
 from megarl.weight_sync.plan import ReshardPlan, plan_match, plan_reshard
