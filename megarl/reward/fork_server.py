@@ -393,9 +393,9 @@ NO_ROUTE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREA
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether a service was not reached, or answered that it cannot judge now (status 429 or 5xx). True as well of an error
-    that was raised because of such an error. An error that a completion can cause is no outage: a missing file, a URL that
-    is no URL, a program that closes its pipe."""
+    """Return whether an error, or one that caused it, says that a service was not reached or cannot judge now (status 429 or
+    5xx). An error that a completion can cause is no outage: a missing file, an invalid URL, a program that closes its
+    pipe."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if _is_of_transport(error):

@@ -1,7 +1,7 @@
-"""Score a completion's text: named verifiers, and functions given as `module:function`.
+"""Score a completion's text: named verifiers, tests of code, and functions given as `module:function`.
 
-A verifier gives a number for a text and its prompt, or raises; it never guesses 0 for a text that it could not judge. It
-keeps no time limit: its caller does (megarl/reward/verifier_process.py).
+A verifier returns a number for a text and its prompt, or raises; it never returns 0 for a text that it could not judge. Its
+caller keeps the time limit (megarl/reward/verifier_process.py).
 """
 
 from __future__ import annotations
@@ -170,17 +170,21 @@ def load_function(target: str) -> Verifier:
     return function
 
 
-def pattern_verifier(pattern: str) -> Verifier:
-    """1 if `pattern` matches somewhere in the text; with a group `answer`, if its last match holds the answer there."""
+def pattern_verifier(pattern: str) -> tuple[Verifier, Reader | None]:
+    """Return a verifier that gives 1 if `pattern` matches somewhere in the text; with a group `answer`, if the answer is
+    that of the last match, which the reader returns."""
     expression = re.compile(pattern)
 
-    def match(text: str, prompt: Prompt) -> float:
+    def last_answer(text: str) -> str | None:
         matches = list(expression.finditer(text))
-        if not matches or "answer" not in expression.groupindex:
-            return float(bool(matches))
-        return float((matches[-1]["answer"] or "").strip() == prompt.answer.strip())
+        return (matches[-1]["answer"] or "").strip() if matches else None
 
-    return match
+    if "answer" not in expression.groupindex:
+        return lambda text, prompt: float(expression.search(text) is not None), None
+    return (
+        lambda text, prompt: float(last_answer(text) == prompt.answer.strip()),
+        lambda text: last_answer(text) or None,
+    )
 
 
 def schema_verifier(schema: dict[str, Any]) -> Verifier:
@@ -191,7 +195,7 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
     def allowed(text: str, prompt: Prompt) -> float:
         blocks = FENCED.findall(text)
         try:
-            document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_no_json)
+            document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):  # no JSON, or nested too deeply
             return 0.0
         return float(validator.is_valid(document))  # a schema that refers to itself without end raises
@@ -199,8 +203,8 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
     return allowed
 
 
-def _no_json(constant: str) -> None:
-    """Refuse NaN and the infinities, which Python's parser takes and JSON does not have."""
+def _refuse_constant(constant: str) -> None:
+    """Refuse NaN and the infinities, which Python's parser accepts and JSON does not have."""
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -271,10 +275,6 @@ def _program(code: str, test: Any) -> Program | None:
     return Program(f"{code}\n\n{test}") if any(isinstance(part, ast.Assert | ast.Call) for part in parts) else None
 
 
-def _whole(text: str) -> str | None:
-    return text.strip() or None
-
-
 def _last_number(text: str) -> str | None:
     text_numbers = numbers(text)
     return f"{text_numbers[-1].normalize(EXACT) or Decimal(0):f}" if text_numbers else None  # -0 equals 0
@@ -287,19 +287,11 @@ def _expression(text: str) -> str | None:
     return str(expressions[0]) if expressions else None
 
 
-def _named_answer(pattern: str) -> Reader | None:
-    expression = re.compile(pattern)
-    if "answer" not in expression.groupindex:
-        return None
-
-    def read(text: str) -> str | None:
-        matches = list(expression.finditer(text))
-        return ((matches[-1]["answer"] or "").strip() or None) if matches else None
-
-    return read
-
-
-READERS: dict[str, Reader] = {"exact": _whole, "last_number": _last_number, "math_verify": _expression}
+READERS: dict[str, Reader] = {
+    "exact": lambda text: text.strip() or None,
+    "last_number": _last_number,
+    "math_verify": _expression,
+}
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # Checks of a prompt's answer that run before anything is scored. math_verify has none: its parsing has no time limit, so it
 # may only run where a deadline is kept.
@@ -328,7 +320,7 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
         if isinstance(spec, FunctionRewardSection):
             verifier = load_function(spec.target)
         elif isinstance(spec, PatternRewardSection):
-            verifier, reader = pattern_verifier(spec.pattern), _named_answer(spec.pattern)
+            verifier, reader = pattern_verifier(spec.pattern)
         elif isinstance(spec, SchemaRewardSection):
             verifier = schema_verifier(spec.json_schema)
         elif isinstance(spec, CodeRewardSection):

@@ -256,7 +256,7 @@ def test_stop_tokens_come_from_all_three_sources(tmp_path, caplog):
     assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({2, end, turn_end})), "Llama's, in transformers"
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(ValueError, match="config.json: eos_token_id = '</s>' must be a token's number"):
+    with pytest.raises(ValueError, match="config.json: eos_token_id = '</s>' must be a token id"):
         stop_token_ids(str(tmp_path), tokenizer)
     (tmp_path / "generation_config.json").unlink()
     nothing = byte_tokenizer(chat_template=None)
