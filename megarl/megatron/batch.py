@@ -102,9 +102,9 @@ def parts_of(
             front = [2 * (rank * len(lengths) + sequence) for rank in range(context)]
             whole = [*front, *(piece + 1 for piece in reversed(front))]
             order += [tuple(whole[: context_rank + 1]), tuple(whole[: 2 * context - context_rank])]
-        own = tuple(chunk for chunk in chunks for _ in range(2))
-        seen = tuple(chunk * len(part) for chunk, part in zip(own, order, strict=True))
-        return Parts(own, seen, own * context, tuple(order))
+        rows = tuple(chunk for chunk in chunks for _ in range(2))
+        seen = tuple(chunk * len(part) for chunk, part in zip(rows, order, strict=True))
+        return Parts(rows, seen, rows * context, tuple(order))
     if not any(stop > start for start, stop in continues):
         return Parts(lengths, lengths)
     by_start = {start: number for number, start in enumerate(bounds[:-1])}

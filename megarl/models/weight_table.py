@@ -1,8 +1,7 @@
 """The rows of a family's weight table: a checkpoint tensor, and how Megatron and vLLM shard it over their ranks.
 
-A tensor is a matrix of `rows` x `columns`; a vector of n elements is an [n, 1] matrix, and a parameter of more dimensions
-is the matrix of its last one. In a fused parameter `before` rows stand above the tensor, of `total` rows before sharding;
-so each part of a fused parameter is described by itself.
+A tensor is a matrix of `rows` x `columns`; a vector of n elements is an [n, 1] matrix, and a parameter of more dimensions is
+a matrix of its last dimension. In a fused parameter of `total` rows before sharding, `before` rows precede the tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Piece(NamedTuple):
 
 
 class Sharding(Protocol):
-    """One way to shard a tensor over `ranks`, of which `rank` is one."""
+    """A way to shard a tensor over `ranks`."""
 
     def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
-        """The rectangles of the tensor that one rank holds, without padding."""
+        """Yield the rectangles of the tensor that `rank` holds, without padding."""
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
-        """(rows, columns) of the whole parameter on a rank, padding and the other parts of a fused one included."""
+        """Return (rows, columns) of the parameter on a rank, with padding and the other parts of a fused parameter."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Rows:
-    """Equal intervals of rows. The parts of a fused parameter are sharded first and stacked then."""
+    """Equal intervals of rows. The parts of a fused parameter are sharded before they are stacked."""
 
     before: int = 0
     total: int = 0
@@ -78,7 +77,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Equal intervals of rows that are padded to a multiple of `unit`, or of `unit` a rank."""
+    """Equal intervals of rows, padded to a multiple of `unit` in total or, with `each_rank`, on each rank."""
 
     unit: int
     each_rank: bool
@@ -99,11 +98,11 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor stand `stride` rows apart, the
-    first block `before` rows down, and a rank holds an equal interval of all `total` rows.
+    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor are `stride` rows apart, the first
+    after `before` rows, and a rank holds an equal interval of all `total` rows.
 
-    With more ranks than blocks a block spans several ranks. Megatron fuses queries, keys and values like this: group by
-    group, [queries of the group | key | value].
+    With more ranks than blocks a block spans several ranks. Megatron fuses queries, keys and values in this way, group by
+    group: [queries of the group | key | value].
     """
 
     height: int
@@ -129,8 +128,8 @@ class InterleavedRows:
 
 @dataclass(frozen=True)
 class FusedHeads:
-    """vLLM's fused queries, keys and values: [queries | keys | values] of the rank, where a key-value head has copies if
-    there are more ranks than such heads. `part` is 0, 1 or 2."""
+    """vLLM's fused [queries | keys | values] of the rank; key-value heads have copies if there are more ranks than such
+    heads. `part` is 0, 1 or 2."""
 
     part: int
     heads: int
@@ -156,13 +155,12 @@ class Held(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One checkpoint tensor and where Megatron and vLLM hold it.
+    """A checkpoint tensor and where Megatron and vLLM hold it.
 
-    Names of a layer's weights are those below the layer (`self_attn.o_proj.weight`). With `experts` it stands for so many
-    tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks all of
-    them, in this order, in one parameter. Without a `vllm` side versions can only travel whole, for vLLM's own loader
-    (`weight_sync.mode: checkpoint`). A `fixed` one no update moves: engines keep what they loaded, in whatever number
-    format, and no weight sync sends it. A `shared` one is of an expert that every token passes.
+    Names of a layer's weights are relative to the layer (`self_attn.o_proj.weight`). With `experts` the row stands for that
+    many tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks
+    them in one parameter. Without `vllm` whole tensors go to vLLM's own loader (`weight_sync.mode: checkpoint`). No update
+    moves a `fixed` tensor, and no weight sync sends it. A `shared` tensor belongs to an expert that every token passes.
     """
 
     name: str
@@ -179,32 +177,32 @@ class Weight(NamedTuple):
 class Family:
     """One kind of decoder.
 
-    `read` makes a ModelShape of a `config.json` and the name of the file for its errors; it raises ValueError for what
-    megarl does not support. `layer` gives the weights of a layer by its number, those of one vLLM module together and the
-    modules in the order of the forward pass.
+    `read` makes a ModelShape from a `config.json` and the file's name for errors; it raises ValueError for unsupported
+    features. `layer` returns the weights of a layer by its number, grouped by vLLM module, in the order of the forward pass.
     """
 
     model_type: str
     architecture: str
     read: Callable[[Mapping[str, Any], str], ModelShape]
     layer: Callable[[ModelShape, int], list[Weight]]
-    # Regular expressions of checkpoint names that megarl may leave aside; NUM_LAYERS stands for the number of layers.
+    # Regular expressions of checkpoint names to ignore; NUM_LAYERS stands for the number of layers.
     harmless: tuple[str, ...] = ()
 
 
-# The vocabulary is padded so that every tensor rank holds the same number of rows: megarl chooses how far in Megatron, vLLM
-# pads to a multiple of 64 before it shards.
+# The weights of the parts of decoders, which families combine. Megatron's names are those of megatron-core's local layer
+# spec, vLLM's those of its fused parameters (0.32). Both pad the vocabulary, so that tensor ranks hold the same number of
+# rows.
 MEGATRON_VOCABULARY = PaddedRows(8, each_rank=True)
 VLLM_VOCABULARY = PaddedRows(64, each_rank=False)
 
 
 def whole(name: str, rows: int, megatron: str, columns: int = 1, vllm: str = "") -> Weight:
-    """A tensor that every tensor rank holds; a vector where `columns` is not given."""
+    """A tensor that every tensor rank holds whole; by default a vector."""
     return Weight(name, rows, columns, Held(megatron, Replicated()), Held(vllm or name, Replicated()))
 
 
 def matrix(name: str, rows: int, columns: int, sharding: Sharding, megatron: str, vllm: str = "") -> Weight:
-    """A tensor that both sides hold in a parameter of its own, sharded alike."""
+    """A tensor that is a parameter of its own on both sides, sharded in the same way."""
     return Weight(name, rows, columns, Held(megatron, sharding), Held(vllm or name, sharding))
 
 
@@ -241,7 +239,7 @@ def _fused(shape: ModelShape, kind: str, columns: int) -> list[Weight]:
 
 
 def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> list[Weight]:
-    """A gated feed-forward network [gate | up], down; `name` and `megatron` are what stands before its parts."""
+    """A gated feed-forward network [gate | up], down; `name` and `megatron` are the prefixes of its parts."""
     return [
         *(
             Weight(
@@ -258,15 +256,15 @@ def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> l
 
 
 def router(name: str, count: int, hidden: int) -> Weight:
-    """The scores of the experts; `name` is that of the checkpoint and of vLLM."""
+    """The scores of the experts, called `name` in the checkpoint and in vLLM."""
     return whole(name, count, "mlp.router.weight", hidden)
 
 
 def experts(
     name: str, count: int, hidden: int, ffn: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Weight]:
-    """Experts that are gated feed-forward networks; `parts` are the checkpoint's names of gate, up and down, `name` what
-    stands before them there (`mlp.experts`) and in vLLM."""
+    """Experts that are gated feed-forward networks; `parts` are the checkpoint's names of gate, up and down, `name` is their
+    prefix (`mlp.experts`) there and in vLLM."""
     gate, up, down = (f"{name}.{{expert}}.{part}.weight" for part in parts)
     megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{name}.routed_experts."
     return [
@@ -293,7 +291,7 @@ def experts(
 
 
 def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
-    """A layer that normalises before attention and before its feed-forward network, and nowhere else."""
+    """A layer with norms only before attention and before the feed-forward network."""
     return [
         whole("input_layernorm.weight", shape.hidden, "input_layernorm.weight"),
         *attention(shape),
@@ -303,7 +301,7 @@ def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
 
 
 def embedding(shape: ModelShape) -> Weight:
-    """The input embedding; a tied one is the head too."""
+    """The input embedding, which is also the head of a tied model."""
     return _vocabulary(shape, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
 
 
@@ -312,7 +310,7 @@ def final_norm(shape: ModelShape) -> Weight:
 
 
 def head(shape: ModelShape) -> Weight:
-    """The output head, which of a tied model reads the embedding."""
+    """The output head, which reads the embedding in a tied model."""
     name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
     return _vocabulary(shape, name, "output_layer.weight")
 

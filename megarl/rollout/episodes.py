@@ -149,10 +149,6 @@ class Episodes:
         """Say whether an environment of an engine's episodes has not answered yet."""
         return self._num_waiting[engine] > 0
 
-    def have_begun(self, engine: int) -> bool:
-        """Say whether any episode of an engine had a turn."""
-        return any(episode.turns for episode in self.episodes if episode.engine == engine)
-
     def requests(self, engine: int) -> dict[int, GroupRequest]:
         """Return the requests of an engine's next turn by episode; empty if all its episodes have ended."""
         requests = {}

@@ -1,4 +1,4 @@
-"""What a rollout returns: metadata of every sample for rank 0, and the tokens for the ranks that fetch them.
+"""The result of a rollout: metadata and metrics for rank 0, and the tokens for the ranks that fetch them.
 
 The tokens wait in Ray's object store. An ObjectRef that a process sends to another outside of Ray is pinned for the life of
 its owner, so every step would leak its batch. A small named actor (`GroupStore`) hands the references out inside Ray
@@ -247,7 +247,7 @@ class RolloutBatch:
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Return lengths, truncation, observations of episodes, and the sizes that the engines ran."""
     lengths = rollouts.completion_lengths
-    return {
+    metrics: dict[str, float] = {
         "rollout/completion_length_mean": float(lengths.mean()),
         "rollout/completion_length_max": int(lengths.max()),
         **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
@@ -258,20 +258,16 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "tokens/completion": int(lengths.sum()),
         "schedule/rollout/prompts": rollouts.executed.prompts,
         "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
-        **({} if rollouts.episodes is None else _episode_metrics(rollouts, rollouts.episodes)),
         **rollouts.metrics,
     }
-
-
-def _episode_metrics(rollouts: RolloutBatch, episodes: EpisodeFacts) -> dict[str, float]:
-    """Return how episodes ended, and how many of their tokens the policy did not sample."""
-    observed = int(rollouts.completion_lengths.sum() - rollouts.own_lengths.sum())
-    return {
+    if rollouts.episodes is None:
+        return metrics
+    observed = int(lengths.sum() - rollouts.own_lengths.sum())
+    return metrics | rollouts.episodes.metrics() | {
         "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
         "rollout/observation_tokens": observed,
-        "rollout/observation_share": observed / int(rollouts.completion_lengths.sum()),
-        **episodes.metrics(),
-    }
+        "rollout/observation_share": observed / int(lengths.sum()),
+    }  # fmt: skip
 
 
 def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> RolloutBatch:
