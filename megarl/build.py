@@ -76,7 +76,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     recipe = with_engine_sizes(recipe, platform.total_bytes)
     rank = int(os.environ["RANK"])
-    waits_s = _longest_engine_wait_s(recipe), _longest_reward_wait_s(recipe)
+    waits_s = _longest_waits_s(recipe)
     control = start_control(sum(waits_s))
     layouts = recipe.layouts
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
@@ -270,15 +270,7 @@ def build_parts(
     if not replayed:
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
-    parts = RunParts(
-        roles["actor"],
-        roles.get("reference"),
-        roles.get("critic"),
-        roles.get("reward_model"),
-        weights,
-        refreshes=recipe.refresh_every is not None,
-        engines_sleep=sleeps,
-    )
+    parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)
     address = broadcast_from_first(None if parts.rollouts is None else parts.rollouts.address)
@@ -335,17 +327,13 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
 
 
-def _longest_engine_wait_s(recipe: Recipe) -> float:
-    """Return how long ranks may wait for engines: while they start, for a rollout with every restart, and for a sync."""
+def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
+    """Return how long ranks may wait for engines (while they start, for a rollout with every restart, and for a sync), and
+    for the rewards of a batch, if its tasks run one after another."""
     syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
-    return ENGINE_START_S + rollouts + syncs
-
-
-def _longest_reward_wait_s(recipe: Recipe) -> float:
-    """Return how long ranks may wait for the rewards of a batch, if its tasks run one after another."""
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
-    return tasks * recipe.phases.reward.timeout_s
+    return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s
 
 
 def main(arguments: list[str]) -> int:

@@ -69,10 +69,7 @@ FORWARD_PHASES = {
 class RunParts:
     """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts are on rank 0 only."""
 
-    actor: Role
-    reference: Role | None  # the actor itself if the reference is the base model without adapters
-    critic: Role | None
-    reward_model: Role | None
+    roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
     weights: WeightSync | None  # None if rollouts are replayed
     prompts: PromptStream | None = None
     rollouts: EnginePool | ReplayPool | None = None
@@ -82,12 +79,6 @@ class RunParts:
     held_out: HeldOut | None = None
     refreshes: bool = False  # whether the reference follows the actor (`reference.refresh_every`)
     engines_sleep: bool = False  # without weights, from the end of a rollout to the next sync
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """The roles by name."""
-        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
-        return {name: role for name, role in roles.items() if role is not None}
 
     @property
     def moving(self) -> dict[str, Role]:
@@ -381,8 +372,8 @@ class Trainer:
         if every is None:
             return {}
         if number % every == 0:
-            actor, reference = self.parts.actor, self.parts.reference
-            assert reference is not None and reference is not actor, "a reference that follows has its own weights"
+            actor, reference = self.parts.roles["actor"], self.parts.roles["reference"]
+            assert reference is not actor, "a reference that follows has its own weights"
             with span("refresh"), actor.present(), reference.present():
                 actor.gather_weights()
                 reference.take_weights(actor)
@@ -453,8 +444,9 @@ class Trainer:
 
     def _publish(self, version: int, engines: Sequence[int] | None) -> Metrics:
         assert self.parts.weights is not None
-        with self.parts.actor.present():
-            shards = self.parts.actor.shards()
+        actor = self.parts.roles["actor"]
+        with actor.present():
+            shards = actor.shards()
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
             return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
@@ -517,7 +509,7 @@ class Trainer:
             times = clock.take()
             with clock.phase("metrics"):  # counted in the next step's line
                 if self.parts.prompts is not None:
-                    metrics |= self.parts.prompts.figures()
+                    metrics |= self.parts.prompts.metrics()
                 rows = [] if self.parts.samples is None else self.parts.samples.rows
                 writer.step(number, times, engines, self.sizes, metrics, rows)
             every = recipe.run.checkpoint_every

@@ -84,7 +84,7 @@ class PromptStream:
             if (curriculum := self._parts[part].curriculum) is not None:
                 curriculum.learn(row, rewards[members][valid[members]])
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         known: dict[str, float] = {"num_rows": self.num_rows, "num_dropped": self.num_dropped}
         known["num_bad_rows"] = self.num_bad_rows

@@ -274,21 +274,6 @@ def as_tuples(prompts):
     return [(p.index, p.question, p.answer, p.token_ids.tolist()) for p in prompts]
 
 
-def test_a_stream_that_restores_continues_like_one_that_never_stopped(sums):
-    tokenizer = byte_tokenizer()
-    stream = PromptStream(section(jsonl(sums)), 3, tokenizer)
-    states = [stream.state()]
-    whole = []
-    for _ in range(37):
-        whole += as_tuples(stream.take(1))
-        states.append(stream.state())
-    for position in (0, 4, 10, 29):
-        resumed = PromptStream(section(jsonl(sums)), 3, tokenizer)
-        resumed.restore(states[position])
-        assert as_tuples(resumed.take(8)) == whole[position : position + 8]
-        assert resumed.position == position + 8
-
-
 def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(sums):
     stream = PromptStream(section(jsonl(sums)), 3, byte_tokenizer())
     epochs = [[p.question for p in stream.take(stream.num_rows)] for _ in range(3)]

@@ -46,7 +46,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplo
     judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
     stream = PromptStream(section(mixed, on_bad_row="skip"), 0, byte_tokenizer(), 300, judge)
     assert {prompt.question for prompt in stream.take(3)} == {"q0", "q1", "q2"}
-    assert stream.figures() == {"data/num_rows": 3, "data/num_dropped": 0, "data/num_bad_rows": 6, "data/epochs": 1.0}
+    assert stream.metrics() == {"data/num_rows": 3, "data/num_dropped": 0, "data/num_bad_rows": 6, "data/epochs": 1.0}
     assert "line 2: not JSON" in caplog.text and "(more are only counted)" in caplog.text
     assert len(caplog.records) == 3
 
