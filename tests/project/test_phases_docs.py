@@ -11,7 +11,7 @@ import numpy as np
 from megarl.megatron.step_metrics import schedule_metrics
 from megarl.models.layout import Layout
 from megarl.recipe.phases_section import PHASES, ForwardPhaseSection, PhasesSection, UpdatePhaseSection
-from megarl.rollout.metrics import rollout_metrics
+from megarl.rollout.groups import rollout_metrics
 from megarl.schedule import Cost, Executed, Schedule, plan_phase
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "phases.md").read_text(encoding="utf-8")
