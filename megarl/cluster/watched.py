@@ -26,7 +26,7 @@ from megarl.cluster.watchdog import EXIT, HANG, RECORDER, NodeWatcher
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatchedRank, WatcherSettings
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all
-from megarl.platform.flight_recorder import dump_flight_recorder
+from megarl.platform.diagnostics import dump_flight_recorder
 from megarl.platform.messages import address_towards, deadline_passed, peer_lost
 from megarl.telemetry.stacks import MARK, mark, unmark
 

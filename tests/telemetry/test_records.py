@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.platform import profiling
+from megarl.platform import diagnostics
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry import PhaseClock
 from megarl.telemetry.records import Records, SampleTable, read_samples, recorded, snapshot_on_out_of_memory
@@ -36,7 +36,7 @@ class RecordingPlatform:
         self.calls.append("record")
 
     def is_out_of_memory(self, error):
-        return profiling.is_out_of_memory(error)
+        return diagnostics.is_out_of_memory(error)
 
     def write_allocations(self, path):
         self.calls.append(path)

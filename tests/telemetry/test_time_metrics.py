@@ -9,7 +9,7 @@ import pytest
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
-from megarl.platform.peaks import peak_of
+from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
 from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
 from megarl.rollout.handle import ClockOffset
