@@ -245,8 +245,8 @@ def report(
     for directory, name in ((run_dir, "RUN_DIR"), (other, "OTHER_DIR")):
         if directory is not None:
             _need_run(directory, name)
+    from megarl.telemetry.report import compare
     from megarl.telemetry.report import report as write_report
-    from megarl.telemetry.report_compare import compare
 
     try:
         if other is None:

@@ -38,7 +38,7 @@ from megarl.cluster.agent_nodes import OtherNodes, Outcome
 from megarl.cluster.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.run_section import RunSection
-from megarl.telemetry import starts
+from megarl.telemetry import exit_status
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
 from megarl.telemetry.run_directory import RunDirectory
 
@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*arguments, **settings)
         agents.append(self)
         self._signals, self._run = signals, run
-        self._previous_end = 0 if run is None else starts.ended_at(run.path)
+        self._previous_end = 0 if run is None else exit_status.ended_at(run.path)
         self._refused_since: float | None = None
         self._alone_since: float | None = None  # when ranks of another node failed without a restart
         self.others: OtherNodes | None = None
@@ -173,13 +173,12 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             can_resume = self._run is not None and self._run.can_go_on
-            hang = None if self._run is None else starts.said_of_hang(self._run.path, self._previous_end)
+            hang = None if self._run is None else exit_status.hang_reason(self._run.path, self._previous_end)
             outcome = judge(ended, running if is_overdue else (), self._signals.numbers, can_resume, hang)
             if outcome.status != FAILED or self._signals.numbers:
                 self._remaining_restarts = 0
             if self._run is not None and outcome.status in (FAILED, REQUEUE):
-                how = starts.REQUEUED if outcome.status == REQUEUE else starts.FAILED
-                starts.record_end(self._run.path, how, outcome.sentence, outcome.rank, outcome.signal)
+                exit_status.record_end(self._run.path, outcome.status, outcome.sentence, outcome.rank, outcome.signal)
             self._publish(start, replace(outcome, restarts=self._remaining_restarts > 0))
         elif result.state == WorkerState.SUCCEEDED:
             self._publish(start, Outcome(COMPLETE, "complete"))
@@ -229,11 +228,7 @@ class Agent(LocalElasticAgent):
 
 
 def judge(
-    ended: Mapping[int, int],
-    killed: Collection[int],
-    signals: Collection[int],
-    can_resume: bool,
-    hang: str | None = None,
+    ended: Mapping[int, int], killed: Collection[int], signals: Collection[int], can_resume: bool, hang: str | None = None
 ) -> Outcome:
     """Return the outcome of a node from its ranks.
 

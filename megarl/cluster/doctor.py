@@ -150,11 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _report_to_first_node(
-    report: NodeReport,
-    master: tuple[str, int],
-    timeout_s: float,
-    token: tuple[str, int] | None,
-    clock: Callable[[], float],
+    report: NodeReport, master: tuple[str, int], timeout_s: float, token: tuple[str, int] | None, clock: Callable[[], float]
 ) -> list[Finding]:
     end, reason = time.monotonic() + timeout_s, "nobody listens"
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
+"""Checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TESTED_PYTHON = ((3, 11), (3, 12))
 IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 30.0, 5.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 SHARED_MEMORY = Path("/dev/shm")
-# Ray's object store takes 256 MiB. The buckets of the weight sync and vLLM's messages between workers come on top.
+# Ray's object store takes 256 MiB; weight-sync buckets and vLLM's messages come on top.
 SHARED_MEMORY_BYTES = 1 * GIB
 OPEN_FILES, MIN_OPEN_FILES = 65536, 4096
 MIN_PROCESSES = 4096
 MIN_MEMORY_BYTES, DISK_BYTES = 4 * GIB, 10 * GIB
 CPU_INFO = Path("/proc/cpuinfo")
-# Without one of these units a bf16 product is emulated: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
+# Other CPUs emulate bf16 products: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 # adjtimex(2) returns TIME_ERROR for a clock that nothing synchronizes.
 TIME_ERROR = 5
@@ -54,7 +54,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: what the check saw and, unless that is well, what to do about it."""
+    """The result of a check and, unless it is ok, how to fix it."""
 
     check: str
     severity: Severity
@@ -66,8 +66,8 @@ class Finding:
 class DoctorOptions:
     """What to check: node `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
 
-    `run_dir` is where runs are written, `model` and `precision` are the recipe's model.path and trainer.precision, `ray` is
-    the address of a cluster's head, and `code` says whether a reward runs code.
+    `run_dir` is where runs are written; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
+    the address of a Ray head; `code` is set where a reward runs code.
     """
 
     run_dir: Path = Path("runs")
@@ -101,7 +101,6 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
         yield check_precision(options.precision)
     if options.code:
         yield check_sandbox()
-    # torchrun's agent on node 0 will listen at the master port.
     yield from check_network({"torchrun": options.master[1]} if options.node_rank == 0 else {})
     if options.ray is not None:
         yield from check_ray(options.ray)
@@ -111,7 +110,7 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def _check_model(path: str) -> Finding:
-    """A model that is named as a directory must exist on every node; a hub name is fetched when the run starts."""
+    """Check that a model directory exists on this node; a hub name is fetched when the run starts."""
     directory = Path(path)
     if not directory.is_absolute() and not directory.exists() and not path.startswith((".", "models/")):
         return ok("model", f"{path}: a name of the model hub, not looked up")
@@ -122,7 +121,7 @@ def _check_model(path: str) -> Finding:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare Python and its packages with the versions that megarl was tested with, and import the fragile ones."""
+    """Compare Python and its packages with the tested versions, and import the fragile ones."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in TESTED_PYTHON:
         yield ok("python", f"{version} at {sys.executable}")
@@ -151,7 +150,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _torch_cuda() -> str | None:
-    """Return the CUDA version of the installed torch without importing it; None for a CPU build or no torch."""
+    """Return the CUDA version of the installed torch without an import; None for a CPU build or no torch."""
     spec = importlib.util.find_spec("torch")
     version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     text = version_file.read_text(encoding="utf-8") if version_file is not None and version_file.exists() else ""
@@ -160,7 +159,7 @@ def _torch_cuda() -> str | None:
 
 
 def _check_pins(extra: str) -> Iterator[Finding]:
-    """Compare packages with the pins of megarl's extra: a missing package stops a run, another version is untested."""
+    """Compare packages with the pins of megarl's extra: a missing package fails, another version warns."""
     num_pins = num_wrong = 0
     for line in importlib.metadata.requires("megarl") or []:
         pin = Requirement(line)
@@ -183,7 +182,7 @@ def _check_pins(extra: str) -> Iterator[Finding]:
 
 
 def _check_import(package: str, statement: str, fix: str) -> Finding:
-    """Import in a child process: a broken library may crash the process."""
+    """Import in a child process, which a broken library may crash."""
     error = _command_error([sys.executable, "-W", "ignore", "-c", statement], IMPORT_TIMEOUT_S)
     return ok(package, "imports") if error is None else fail(package, f"`{statement}` fails: {error}", fix)
 
@@ -208,7 +207,7 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
     yield check_writable("run directory", run_dir)
     yield check_temporary_directory(os.environ)
     yield check_home(os.environ)
-    # Modes 0: the call only reads the clock's state. `compare_nodes` compares the clocks of the nodes.
+    # With modes 0 the call only reads the clock's state. `compare_nodes` compares the clocks.
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     if state < 0:
         yield warn("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}", "compare the nodes' clocks by hand")
@@ -219,7 +218,7 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> Finding:
-    """Check that this CPU computes in trainer.precision about as fast as in fp32."""
+    """Check that this CPU does not emulate trainer.precision."""
     if precision == "bf16" and not multiplies_bf16(cpu_info):
         message = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
         return warn("precision", message, "on this machine: trainer.precision=fp32")
@@ -232,7 +231,7 @@ def multiplies_bf16(cpu_info: Path = CPU_INFO) -> bool:
 
 
 def check_sandbox() -> Finding:
-    """Try out the sandbox of rewards of kind: code."""
+    """Try the sandbox of rewards of kind: code."""
     reason = refusal()
     if reason is None:
         return ok("sandbox", "programs run without network, privileges and other processes")
@@ -256,7 +255,7 @@ def _check_shared_memory(root: Path) -> Finding:
 
 
 def _check_memory() -> Finding:
-    """Check the memory that this process may use; a container's limit does not show in /proc/meminfo."""
+    """Check the available memory, also against a container's limit, which /proc/meminfo lacks."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     available = int(lines["MemAvailable"].split()[0]) << 10
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -302,7 +301,7 @@ def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
 
 
 def check_home(environment: MutableMapping[str, str]) -> Finding:
-    """Check that the home directory takes files; a run otherwise moves its caches."""
+    """Check that the home directory takes files; otherwise a run moves its caches."""
     home = job_environment.home_directory(environment)
     if job_environment.can_write(home):
         return ok("home directory", str(home))
@@ -346,13 +345,13 @@ def _check_host_name(name: str) -> Finding:
 
 def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the interfaces that the user chose: a wrong name fails gloo at once and NCCL at its first collective."""
-    # /sys may show the interfaces of another network in a container.
+    # Not from /sys, which may show another network in a container.
     present = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = environment.get(variable)
         if not value:
             continue
-        # NCCL: ^ excludes, = compares whole names, and without either a prefix is enough.
+        # In NCCL ^ excludes, = compares whole names, and otherwise a prefix matches.
         names, exact = value.lstrip("^=").split(","), value.startswith("=") or not variable.startswith("NCCL")
         exists = any(have == name if exact else have.startswith(name) for have in present for name in names)
         if value.startswith("^") or exists:
@@ -387,7 +386,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
         ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
         ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
     ):
-        # A container may lack Slurm's programs: the job outside of it calls them.
+        # A container may lack Slurm's programs, which the job outside calls.
         if shutil.which(program) is None:
             yield ok(check, f"not checked: no program {program} here, as in a container")
             continue
@@ -396,7 +395,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
 
 
 def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
-    """Run a command and return the last line that it printed; None where it succeeds."""
+    """Run a command; return None where it succeeds, else its last line of output."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired:

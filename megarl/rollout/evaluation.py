@@ -57,7 +57,7 @@ class Evaluation:
             found[f"majority_at_{section.completions}"] = majority(rewards, answers, section.pass_reward)
         return found
 
-    def figures(self, section: EvaluationSection) -> dict[str, float]:
+    def metrics(self, section: EvaluationSection) -> dict[str, float]:
         """`evaluation/...`: each estimate with half of its confidence interval, and what it rests on."""
         figures: dict[str, float] = {}
         for name, estimate in self.estimates(section).items():
@@ -72,7 +72,7 @@ class Evaluation:
             "evaluation/truncated_share": float(self.truncated.mean()),
         }
 
-    def said(self, section: EvaluationSection) -> str:
+    def summary(self, section: EvaluationSection) -> str:
         """One line for a person."""
         shown = [
             f"{name.replace('_at_', '@')} {one.value:.3f}" + ("" if np.isnan(one.error) else f" ±{one.error:.3f}")

@@ -77,14 +77,14 @@ def engine_places(recipe: Recipe, num_devices: int | None) -> tuple[EnginePlace,
 def report(recipe: Recipe, found: Evaluation, as_json: bool) -> str:
     """What the command prints."""
     assert recipe.evaluation is not None
-    figures = found.figures(recipe.evaluation)
+    figures = found.metrics(recipe.evaluation)
     if as_json:
         finite = {key: value if math.isfinite(value) else None for key, value in figures.items()}
         return json.dumps(finite, indent=2)
     masked, left_out = figures["evaluation/num_masked"], figures["evaluation/num_left_out"]
     unused = figures["evaluation/num_dropped"] + figures["evaluation/num_bad_rows"]
     lines = [
-        found.said(recipe.evaluation),
+        found.summary(recipe.evaluation),
         f"completions of {figures['evaluation/completion_length_mean']:.1f} tokens, "
         f"{figures['evaluation/truncated_share']:.1%} of them cut at rollout.max_new_tokens",
     ]

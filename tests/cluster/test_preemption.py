@@ -16,9 +16,8 @@ import yaml
 from megarl.cluster import preemption
 from megarl.cluster.node import FORWARDED, ForwardedSignals
 from megarl.cluster.preemption import Abandoned, Asked, LeaveNow, Preemption, handle_signals
-from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
+from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted, record_end, record_start, starts_summary
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
-from megarl.telemetry.starts import record_end, record_start, starts_summary
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -157,11 +156,11 @@ def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     record_start(tmp_path, ["a", "a", "b"], 0)
-    record_end(tmp_path, "requeued", "SIGUSR1 after step 3")
-    record_end(tmp_path, "requeued", "the ranks ask to be started again")  # the agent, after the rank
+    record_end(tmp_path, REQUEUE, "SIGUSR1 after step 3")
+    record_end(tmp_path, REQUEUE, "the ranks ask to be started again")  # the agent, after the rank
     record_start(tmp_path, ["a"], 3)
-    record_end(tmp_path, "failed", "rank 0 ended with exit status 1", 0)  # this node lost its peer,
-    record_end(tmp_path, "failed", "rank 3 was killed by SIGKILL", 3, "SIGKILL")  # and that one says why
+    record_end(tmp_path, FAILED, "rank 0 ended with exit status 1", 0)  # this node lost its peer,
+    record_end(tmp_path, FAILED, "rank 3 was killed by SIGKILL", 3, "SIGKILL")  # and that one says why
     record_start(tmp_path, ["a"], 3)
     record_start(tmp_path, ["a"], 5)
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]

@@ -21,7 +21,8 @@ from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
-from megarl.telemetry import PhaseClock, starts
+from megarl.telemetry import exit_status
+from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads
 from megarl.weight_sync.manifest import SyncError, SyncLate
@@ -176,12 +177,12 @@ def test_the_agent_says_that_a_run_hung_whatever_signal_ended_its_ranks():
 
 
 def test_what_is_said_of_a_hang_is_that_of_this_start(tmp_path):
-    assert starts.said_of_hang(tmp_path) is None
-    starts.record_end(tmp_path, starts.HUNG, "rank 1 did not arrive", 1)
-    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
-    assert starts.said_of_hang(tmp_path, starts.ended_at(tmp_path)) is None, "it was there before this start"
-    starts.record_end(tmp_path, starts.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
-    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
+    assert exit_status.hang_reason(tmp_path) is None
+    exit_status.record_end(tmp_path, exit_status.HUNG, "rank 1 did not arrive", 1)
+    assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
+    assert exit_status.hang_reason(tmp_path, exit_status.ended_at(tmp_path)) is None, "it was there before this start"
+    exit_status.record_end(tmp_path, exit_status.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
+    assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
 
 
 def _poll(condition):

@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import Work, _create_work_from_future  # type: i
 
 from megarl.megatron.spans import MegatronTimers, span_of, timed_waits
 from megarl.recipe.telemetry_section import TelemetrySection
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, StepTimes, recording, span, start_span
+from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, PhaseClock, StepTimes, recording, span, start_span
 from megarl.telemetry.progress import begin_work, watching_work
 from megarl.telemetry.trace import TraceWriter, clock_offsets, merge
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, read_metrics
-from megarl.telemetry.metrics import duration
-from megarl.telemetry.progress import advance_work, begin_work, watching_work
+from megarl.telemetry.clock import PhaseClock
+from megarl.telemetry.metrics import MetricsWriter, duration, read_metrics
+from megarl.telemetry.progress import ProgressLine, advance_work, begin_work, watching_work
 
 
 def test_a_step_is_one_line_readable_at_once(tmp_path):

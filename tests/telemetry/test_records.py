@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.platform import diagnostics
 from megarl.recipe.telemetry_section import ProfileSection
-from megarl.telemetry import PhaseClock
+from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.records import Records, SampleTable, read_samples, recorded, snapshot_on_out_of_memory
 
 

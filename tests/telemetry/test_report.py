@@ -14,11 +14,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.telemetry import MetricsWriter
+from megarl.telemetry.metrics import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, step_line
-from megarl.telemetry.report import coded, page, planned_and_executed, report, run_page
+from megarl.telemetry.report import (
+    better,
+    coded,
+    compare,
+    differences,
+    differs,
+    faster,
+    page,
+    planned_and_executed,
+    report,
+    reward_curve,
+    run_page,
+)  # fmt: skip
 from megarl.telemetry.report_charts import MOST_SLICES, Chart, evaluation, reward, timeline
-from megarl.telemetry.report_compare import better, compare, differences, differs, faster, reward_curve
 from megarl.telemetry.report_findings import ADVICE, Trend, change, find, learning, markdown, time
 from megarl.telemetry.report_run import Run, plot_lines, read_run, show_curve, thin
 from megarl.telemetry.trace import read_ranks

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.telemetry.report import report
-from megarl.telemetry.report_compare import compare
+from megarl.telemetry.report import compare, report
 from tests.report_cases import make_run, metrics_of
 
 CHROMIUM = shutil.which("chromium")

@@ -16,9 +16,8 @@ import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
 from megarl.telemetry import sinks as module
-from megarl.telemetry.exit_status import REQUEUE, Preempted
+from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.sinks import Memory, Relay, Sinks, TensorboardSink, missing_on_machine, numbers, open_sinks
-from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -107,7 +106,7 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
     assert sinks.metrics() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
-ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUED), (Preempted("lost", 1), FAILED)]
+ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUE), (Preempted("lost", 1), FAILED)]
 
 
 @pytest.mark.parametrize(("error", "end"), ENDS)

@@ -26,7 +26,6 @@ from megarl.telemetry.time_metrics import (
     run_totals,
     step_flops,
     totals_lines,
-    worker_metrics,
 )
 from megarl.telemetry.trace import FIRST_PROCESS, EngineTraces, in_lanes, merge
 from tests.runs import tiny_recipe, tiny_run
@@ -76,10 +75,6 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
     # Requests that go on while the trainer works: no part is negative, and they still sum to the step.
     ahead = engine_metrics([9.5], 10.0, 3.0, 1.0)
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
-    assert worker_metrics(3.0, 2, 10.0) == {
-        "idle/reward_workers/busy_share": 0.15,
-        "idle/reward_workers/resting_share": 0.85,
-    }
 
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
@@ -149,7 +144,8 @@ def test_the_page_explains_every_metric():
     waits = {("actor_update", f"wait_{whom}"): 1.0
              for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
     spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
-    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0) | worker_metrics(1.0, 1, 2.0)
+    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0)
+    metrics |= {"idle/reward_workers/busy_share": 0, "idle/reward_workers/resting_share": 0}
     metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
     metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
     metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
@@ -274,7 +270,7 @@ def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out
     shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
     pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
     ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
-    flops = step_flops(recipe, {"actor": shape}, [4, 4, 4], [2, 2, 2], ran)
+    flops = step_flops(recipe, {"actor": shape}, Sizes([4, 4, 4], [2, 2, 2], [True] * 3, ran))
     matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
     pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
     head = 2 * 8 * 10 * 6
