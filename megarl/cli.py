@@ -95,7 +95,7 @@ def check(
         _check_each(recipes, overrides, devices_per_node, ranks_per_node)
         return
     from megarl.planner.check import CheckRequest, check_recipes
-    from megarl.telemetry.metrics import read_metrics
+    from megarl.telemetry.metrics_file import read_metrics
 
     seed = 1 if seed is None else seed
     request = CheckRequest(

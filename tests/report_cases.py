@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from megarl.telemetry.clock import Event, StepTimes
-from megarl.telemetry.metrics import MetricsWriter
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.trace import TraceWriter
 
 RECIPE = {

@@ -106,18 +106,16 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
         yield from check_ray(options.ray)
     yield from check_slurm()
     if options.model is not None:
-        yield _check_model(options.model)
-
-
-def _check_model(path: str) -> Finding:
-    """Check that a model directory exists on this node; a hub name is fetched when the run starts."""
-    directory = Path(path)
-    if not directory.is_absolute() and not directory.exists() and not path.startswith((".", "models/")):
-        return ok("model", f"{path}: a name of the model hub, not looked up")
-    if not (directory / "config.json").is_file():
+        # A model directory must exist on every node; a hub name is fetched when the run starts.
+        directory = Path(options.model)
+        is_hub_name = not options.model.startswith((".", "models/")) and not directory.is_absolute()
         fix = "share the directory between the nodes, or copy it to each; a relative path counts from where the job starts"
-        return fail("model", f"{directory.absolute()} has no config.json", fix)
-    return ok("model", str(directory))
+        if is_hub_name and not directory.exists():
+            yield ok("model", f"{options.model}: a name of the model hub, not looked up")
+        elif not (directory / "config.json").is_file():
+            yield fail("model", f"{directory.absolute()} has no config.json", fix)
+        else:
+            yield ok("model", str(directory))
 
 
 def check_packages() -> Iterator[Finding]:
@@ -127,7 +125,12 @@ def check_packages() -> Iterator[Finding]:
         yield ok("python", f"{version} at {sys.executable}")
     else:
         yield warn("python", version, "megarl is tested with Python 3.11 and 3.12: make its environment with one of them")
-    cuda = _torch_cuda()
+    # The CUDA version of the installed torch, read without an import; None for a CPU build or no torch.
+    spec = importlib.util.find_spec("torch")
+    version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else Path()
+    text = version_file.read_text(encoding="utf-8") if version_file.is_file() else ""
+    match = re.search(r"^cuda\b.*= *'([^']+)'", text, re.MULTILINE)
+    cuda = None if match is None else match[1]
     yield from _check_pins("cpu" if cuda is None else "gpu")
     has_gpu = NVIDIA_DRIVER.exists()
     if cuda is None and has_gpu:
@@ -147,15 +150,6 @@ def check_packages() -> Iterator[Finding]:
         yield ok("libnuma", "loads")
     except OSError:
         yield fail("libnuma", "libnuma.so.1 does not load; vLLM's CPU kernels need it", "apt-get install libnuma1")
-
-
-def _torch_cuda() -> str | None:
-    """Return the CUDA version of the installed torch without an import; None for a CPU build or no torch."""
-    spec = importlib.util.find_spec("torch")
-    version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
-    text = version_file.read_text(encoding="utf-8") if version_file is not None and version_file.exists() else ""
-    match = re.search(r"^cuda\b.*= *'([^']+)'", text, re.MULTILINE)
-    return None if match is None else match.group(1)
 
 
 def _check_pins(extra: str) -> Iterator[Finding]:
@@ -203,7 +197,14 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
         yield fail("processes", f"{soft} processes and threads allowed", fix)
     else:
         yield ok("processes", "no limit" if soft == resource.RLIM_INFINITY else str(soft))
-    yield _check_memory()
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    available = int(lines["MemAvailable"].split()[0]) << 10
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit does not show in /proc/meminfo
+    if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+        available = min(available, int(text))
+    message = f"{available / GIB:.1f} GiB available"
+    fix = "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more"
+    yield ok("memory", message) if available >= MIN_MEMORY_BYTES else fail("memory", message, fix)
     yield check_writable("run directory", run_dir)
     yield check_temporary_directory(os.environ)
     yield check_home(os.environ)
@@ -254,20 +255,6 @@ def _check_shared_memory(root: Path) -> Finding:
     return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}{names}")
 
 
-def _check_memory() -> Finding:
-    """Check the available memory, also against a container's limit, which /proc/meminfo lacks."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
-    if text != "max":
-        available = min(available, int(text))
-    message = f"{available / GIB:.1f} GiB available"
-    if available < MIN_MEMORY_BYTES:
-        return fail("memory", message, "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more")
-    return ok("memory", message)
-
-
 def check_writable(check: str, directory: Path) -> Finding:
     """Check that a directory, or its nearest existing parent, takes files and has space."""
     place = job_environment.nearest_existing(directory)
@@ -314,7 +301,19 @@ def check_home(environment: MutableMapping[str, str]) -> Finding:
 
 def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
-    yield _check_host_name(socket.gethostname())
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        fix = "add the name to /etc/hosts or DNS: torchrun and Ray reach the node by it"
+        yield fail("host name", f"{name!r} does not resolve: {error.strerror}", fix)
+    else:
+        message = f"{name} is {', '.join(addresses)}"
+        if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            fix = "on more than one node: give it its network address in /etc/hosts (Debian writes 127.0.1.1)"
+            yield warn("host name", f"{message}, which other nodes cannot reach", fix)
+        else:
+            yield ok("host name", message)
     yield from _check_chosen_interfaces(environment)
     for program, port in ports.items():
         with socket.socket() as probe:
@@ -329,18 +328,6 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
     if proxies and not (environment.get("no_proxy") or environment.get("no_grpc_proxy")):
         fix = "export no_proxy with the nodes' names and addresses: Ray's gRPC would go through the proxy"
         yield warn(proxies[0], environment[proxies[0]], fix)
-
-
-def _check_host_name(name: str) -> Finding:
-    try:
-        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
-    except OSError as error:
-        fix = "add the name to /etc/hosts or DNS: torchrun and Ray reach the node by it"
-        return fail("host name", f"{name!r} does not resolve: {error.strerror}", fix)
-    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        fix = "on more than one node: give it its network address in /etc/hosts (Debian writes 127.0.1.1)"
-        return warn("host name", f"{name} is {', '.join(addresses)}, which other nodes cannot reach", fix)
-    return ok("host name", f"{name} is {', '.join(addresses)}")
 
 
 def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -174,7 +174,12 @@ class Node:
         command = [sys.executable, "-m", "megarl.cluster.agent", *options, "-m", "megarl", *self.arguments, *resume]
         agent = start_tied(command, environment, signal.SIGTERM)
         forwarded: list[int] = []
-        self.signals.target = lambda number: (forwarded.append(number), agent.send_signal(number))
+
+        def forward(number: int) -> None:
+            forwarded.append(number)
+            agent.send_signal(number)
+
+        self.signals.target = forward
         orphans = Orphans()
         while (status := agent.poll()) is None:
             orphans.end((agent.pid, *other_children))

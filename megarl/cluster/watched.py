@@ -28,6 +28,7 @@ from megarl.cluster.watchdog_network import WatchedRank, WatcherSettings
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all
 from megarl.platform.diagnostics import dump_flight_recorder
 from megarl.platform.messages import address_towards, deadline_passed, peer_lost
+from megarl.telemetry.clock import ClockPlace
 from megarl.telemetry.stacks import MARK, mark, unmark
 
 TOKEN_BYTES = 16
@@ -80,7 +81,7 @@ class Watch:
         self._write(phase=phase, span=span, phases=self._standing["phases"] + begins)
 
     @contextmanager
-    def deadlines(self, place_of: Callable[[BaseException], tuple[str | None, str | None]]) -> Iterator[None]:
+    def deadlines(self, place_of: Callable[[BaseException], ClockPlace]) -> Iterator[None]:
         """End the run as a hang, with all stacks, when the body raises at a deadline. Closing engines first would lose their
         stacks. `place_of` returns the phase and the span in which an error was raised."""
         try:

@@ -27,6 +27,13 @@ class Event(NamedTuple):
     seconds: float
 
 
+class ClockPlace(NamedTuple):
+    """Where a rank is: its phase and its innermost span; None between phases and outside of spans."""
+
+    phase: str | None
+    span: str | None
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """How one rank spent a step.
@@ -96,7 +103,7 @@ class PhaseClock:
         self._kept_depth = 2**31 if keep_spans else int(keep_phases)  # keep events of a smaller depth
         self._stack: list[_OpenSpan] = []  # the phase, then the spans inside it
         self._ranges: Ranges | None = None
-        self._error: tuple[BaseException, str | None, str | None] | None = None
+        self._error: tuple[BaseException, ClockPlace] | None = None
         self._reset(self._now())
 
     @contextmanager
@@ -167,13 +174,13 @@ class PhaseClock:
         if len(self._stack) > 1 and self._stack[-1].name == name:
             self._pop(self._now())
 
-    def place_of(self, error: BaseException) -> tuple[str | None, str | None]:
-        """Return the phase and the innermost span in which `error` was raised; None for no phase or span."""
-        return (None, None) if self._error is None or self._error[0] is not error else self._error[1:]
+    def place_of(self, error: BaseException) -> ClockPlace:
+        """Return where `error` was raised."""
+        return ClockPlace(None, None) if self._error is None or self._error[0] is not error else self._error[1]
 
     def _remember_place(self, error: BaseException) -> None:
         if self._error is None or self._error[0] is not error:
-            self._error = error, self.current, self.inside
+            self._error = error, ClockPlace(self.current, self.inside)
 
     def take(self) -> StepTimes:
         """End the step: return its times and begin the next one."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from megarl.telemetry.metrics import duration, mean_reward, tokens_per_second
+from megarl.telemetry.metrics_file import duration, mean_reward, tokens_per_second
 
 # Metrics in the line of a finished step, after its reward: key, label, format.
 STEP_METRICS = (

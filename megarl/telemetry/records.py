@@ -19,7 +19,7 @@ import torch
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
-from megarl.telemetry.disk import read_lines, write_whole
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.sinks import Row, Sinks, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -134,11 +134,6 @@ class SampleTable:
 
 def _finite(value: Any) -> float | None:
     return float(value) if np.isfinite(float(value)) else None
-
-
-def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of one step's file."""
-    return read_lines(Path(path))
 
 
 # Memory -----------------------------------------------------------------------------------------------------------------

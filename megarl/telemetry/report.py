@@ -22,7 +22,7 @@ from rich.console import Console
 
 from megarl.telemetry import report_charts as charts
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.metrics import duration, is_number, tokens_per_second
+from megarl.telemetry.metrics_file import duration, is_number, tokens_per_second
 from megarl.telemetry.report_charts import CURVES, LINES, SECONDS, Chart, line
 from megarl.telemetry.report_findings import Answer, answers, capitalized, find, plural, variance
 from megarl.telemetry.report_run import Run, read_run, show_curve, smooth

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from megarl.telemetry.clock import WAIT
-from megarl.telemetry.metrics import duration
+from megarl.telemetry.metrics_file import duration
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares
 from megarl.telemetry.report_run import Run, smooth, thin
 from megarl.telemetry.trace import SCALE

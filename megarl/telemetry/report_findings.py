@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from megarl.telemetry.exit_status import FAILED, NAMES, UNKNOWN
-from megarl.telemetry.metrics import duration, tokens_per_second
+from megarl.telemetry.metrics_file import duration, tokens_per_second
 from megarl.telemetry.report_run import Run, smooth
 
 Kind = Literal["fault", "learning", "time"]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
-from megarl.telemetry.metrics import is_number, mean_reward, read_metrics
+from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
 from megarl.telemetry.time_metrics import run_totals, totals_lines
 from megarl.telemetry.trace import TraceFile, read_ranks
 

@@ -13,7 +13,7 @@ from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.metrics import MetricsWriter, read_metrics
+from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
 from megarl.telemetry.progress import ProgressLine
 from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory

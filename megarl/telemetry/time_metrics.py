@@ -21,7 +21,7 @@ from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
-from megarl.telemetry.metrics import duration
+from megarl.telemetry.metrics_file import duration
 
 Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
 OFFLOAD, BUSY, ROLLOUT = "offload", "busy", "rollout"
@@ -194,7 +194,7 @@ class Sizes:
     prompts: Sequence[int]
     completions: Sequence[int]
     valid: Sequence[bool]
-    ran: dict[str, Sequence[MiniBatch]] = field(default_factory=dict)
+    ran: Mapping[str, Sequence[MiniBatch]] = field(default_factory=dict)
 
     @property
     def useful(self) -> int:

@@ -15,7 +15,7 @@ from megarl.megatron import checkpoint
 from megarl.models.layout import Layout
 from megarl.telemetry import exit_status, run_directory
 from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
-from megarl.telemetry.metrics import MetricsWriter
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError, RunLock
 from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks

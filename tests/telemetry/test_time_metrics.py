@@ -54,8 +54,8 @@ def test_idle_time_has_a_cause_and_a_straggler():
 
 def test_a_role_is_busy_waits_or_rests_while_others_run():
     metrics = role_metrics(RANKS)
-    own = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
-    assert own == pytest.approx({
+    local = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
+    assert local == pytest.approx({
         "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
         "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
     })  # fmt: skip
@@ -103,7 +103,7 @@ def line(step, seconds, straggler, **more):
     waited = [2.0, 2.0, 2.0]
     waited[straggler] = 0.5
     shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
-    columns = {"idle/device/busy_s": [seconds - one for one in waited], "idle/device/ranks_s": waited}
+    columns = {"idle/device/busy_s": [seconds - item for item in waited], "idle/device/ranks_s": waited}
     phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
     return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **columns, **more}
 
@@ -120,7 +120,7 @@ def test_a_run_s_totals_are_those_of_its_lines():
     assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
     assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [
+    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [
         (2, 3.0, 2),
         (1, 1.5, 1),
         (0, 0, 0),
@@ -133,7 +133,7 @@ def test_a_run_s_totals_are_those_of_its_lines():
 def test_stragglers_count_from_where_the_run_had_as_many_ranks():
     earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
     totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
+    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
     assert run_totals([{"time/step": 1.0}])["stragglers"] == []
     with pytest.raises(ValueError, match="time/step"):
         run_totals([])
@@ -197,10 +197,10 @@ def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
         return EngineReport(0.0, ((1051.0, 3.0),), requests, engine=1, host="there", offset_s=50.0)
 
     early = RequestTimes("1-0-0", 0, 1050.5, 1051.0, 1051.5, 1053.0, 9, 4)
-    beside = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
+    other = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
     behind = RequestTimes("1-1-0", 2, 1050.5, 1053.0, 1053.5, 1054.0, 3, 4)
     traces = EngineTraces(tmp_path)
-    traces.write(1, 1000.0, [report(early, beside, behind)])
+    traces.write(1, 1000.0, [report(early, other, behind)])
     traces.write(2, 1010.0, [report(early)])
     with (tmp_path / "trace" / "engine-00001.jsonl").open("a") as file:
         file.write('{"step": 3, "sta')  # rank 0 was killed
