@@ -29,8 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.clock import Event, StepTimes, recording, span
+from megarl.telemetry.clock import Event, PhaseClock, StepTimes, recording, span
 from megarl.telemetry.time_metrics import Devices, Spans, bubble_metrics, idle_metrics, role_metrics
 from megarl.telemetry.trace import TraceWriter, read_ranks
 

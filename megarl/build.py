@@ -47,11 +47,11 @@ from megarl.rollout.environment import load_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import open_pool, takes_turns
 from megarl.rollout.replay import dump_rollout
-from megarl.telemetry import PhaseClock, ProgressLine, starts
-from megarl.telemetry.clock import DeviceSync, recording
+from megarl.telemetry import exit_status
+from megarl.telemetry.clock import DeviceSync, PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted
-from megarl.telemetry.progress import watching_work
+from megarl.telemetry.progress import ProgressLine, watching_work
 from megarl.telemetry.records import SampleTable, recorded
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
 from megarl.telemetry.run_writer import RunWriter
@@ -84,7 +84,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
     checkpoint = _open(directory, recipe, resume, rank)  # locked from here on
     hosts = gather_to_all(host_name())
     if rank == 0:
-        starts.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
+        exit_status.record_start(directory.path, hosts, 0 if checkpoint is None else step_of(checkpoint))
         if platform.num_devices is None and (slow := check_precision(recipe.trainer.precision)).fix:
             print(f"{slow.message}; {slow.fix}", file=sys.stderr)
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
             writer = RunWriter(recipe, directory, rank, resumed, gather_to_all, progress, records, measures)
             trainer.run(done, start_metrics, directory, writer, preemption, watch, settled)
     if rank == 0:
-        starts.record_end(directory.path, starts.COMPLETE, f"all {recipe.run.steps} steps")
+        exit_status.record_end(directory.path, COMPLETE, f"all {recipe.run.steps} steps")
 
 
 def _bind(recipe: Recipe, stage: Stage, rank: int) -> None:
@@ -365,7 +365,7 @@ def main(arguments: list[str]) -> int:
     except Preempted as left:
         if rank == "0" and recipe is not None:
             print(left, file=sys.stderr, flush=True)
-            starts.record_end(RunDirectory.of(recipe).path, starts.REQUEUED, str(left))
+            exit_status.record_end(RunDirectory.of(recipe).path, REQUEUE, str(left))
         return left.status
     except LeaveNow:
         return _cut_short(recipe, rank, "left at once")
@@ -392,7 +392,7 @@ def _disk_full(run: RunDirectory, rank: int, error: OSError) -> int:
     rest = "no checkpoint was written so far" if saved is None else f"{saved.name} stands, go on from it with --resume"
     message = f"{describe_full(error, run.path)}; make room: {rest}"
     print(f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
-    starts.record_end(run.path, starts.FAILED, message, rank)
+    exit_status.record_end(run.path, FAILED, message, rank)
     return FAILED
 
 

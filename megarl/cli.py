@@ -107,7 +107,7 @@ def check(
         _check_each(recipes, overrides, devices_per_node, ranks_per_node)
         return
     from megarl.planner.check import CheckRequest, check_recipes
-    from megarl.telemetry.metrics import read_metrics
+    from megarl.telemetry.metrics_file import read_metrics
 
     seed = 1 if seed is None else seed
     request = CheckRequest(
@@ -255,8 +255,8 @@ def report(
     for directory, name in ((run_dir, "RUN_DIR"), (other, "OTHER_DIR")):
         if directory is not None:
             _need_run(directory, name)
+    from megarl.telemetry.report import compare
     from megarl.telemetry.report import report as write_report
-    from megarl.telemetry.report_compare import compare
 
     try:
         if other is None:

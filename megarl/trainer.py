@@ -41,8 +41,7 @@ from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
 from megarl.rollout.groups import RolloutBatch, refuse_overlong, rollout_metrics
 from megarl.rollout.pool import EnginePool, ReplayPool
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.clock import DeviceSync, span
+from megarl.telemetry.clock import DeviceSync, PhaseClock, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.progress import begin_work

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megarl.telemetry.metrics import mean_reward
+from megarl.telemetry.metrics_file import mean_reward
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "cpu"
 LAST = 5  # steps whose mean reward says what was learned

@@ -11,7 +11,7 @@ import yaml
 from megarl.planner.check import CheckRequest, check_recipes
 from megarl.planner.forecast import Forecast, forecast, job_of
 from megarl.recipe import load_recipe
-from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.metrics_file import read_metrics
 from tests.recipe_cases import CONFIG, edited
 
 QWEN_7B = {

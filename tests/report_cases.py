@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from megarl.telemetry import MetricsWriter
 from megarl.telemetry.clock import Event, StepTimes
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.trace import TraceWriter
 
 RECIPE = {

@@ -1,6 +1,6 @@
 """`python -m megarl.cluster.agent`: torchrun's command line and agent, with the exit status of its ranks.
 
-It passes the signals of a preemption on to the ranks, gives them `run.grace_s` to leave, and says why they ended.
+It forwards preemption signals to the ranks, gives them `run.grace_s` to leave, and reports why they ended.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import run as torchrun
@@ -37,15 +38,15 @@ from megarl.cluster.agent_nodes import OtherNodes, Outcome
 from megarl.cluster.preemption import SIGNALS, handle_signals, take_held_signals
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.run_section import RunSection
-from megarl.telemetry import starts
+from megarl.telemetry import exit_status
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
 from megarl.telemetry.run_directory import RunDirectory
 
 # SIGTERM would ask a rank to save first.
 STOP = signal.SIGINT
-# Ranks that refuse bad input end together, but a rank that waits for a refusing rank never ends.
+# Ranks that refuse bad input end together; a rank that waits for one of them never ends.
 REFUSAL_S = 10.0
-# Ranks mostly notice by themselves that ranks of another node failed, and say more about it than the agent can.
+# Ranks usually notice themselves that another node failed, and report more than the agent can.
 STRAGGLER_S = 15.0
 
 
@@ -59,7 +60,6 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return BAD_INPUT
-    # A module other than megarl has no recipe.
     run, grace_s = None, float(RunSection.model_fields["grace_s"].default)
     words = [word for word in options.training_script_args if not word.startswith("--")]
     if options.module and options.training_script == "megarl" and words:
@@ -74,13 +74,8 @@ def main(arguments: list[str]) -> int:
     handled = {number.name for number in SIGNALS}
     options.signals_to_handle = ",".join(name for name in options.signals_to_handle.split(",") if name not in handled)
     agents: list[Agent] = []
-
-    def make_agent(*arguments: Any, **settings: Any) -> Agent:
-        agents.append(Agent(signals, run, *arguments, **settings))
-        return agents[0]
-
-    # torch's launcher makes the agent itself, and takes no class for it (2.13).
-    launcher.LocalElasticAgent = make_agent  # type: ignore[assignment,misc]
+    # torch's launcher constructs the agent and has no option for its class (2.13).
+    launcher.LocalElasticAgent = partial(Agent, agents, signals, run)  # type: ignore[assignment,misc]
     # torch logs a rank that asks for a requeue as a failure; the outcome is printed below.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
@@ -95,25 +90,26 @@ def main(arguments: list[str]) -> int:
         return REQUEUE if error.sigval in SIGNALS else FAILED
     finally:
         for agent in agents:
-            agent.close()
+            if agent.others is not None:
+                agent.others.close()
     return COMPLETE
 
 
 @dataclass
 class ReceivedSignals:
-    """The signals so far. The handler notes them, and the agent passes them on at its next look at the ranks."""
+    """The signals received so far. The agent forwards them when it next looks at the ranks."""
 
     grace_s: float
-    can_pass_on: bool = False
+    can_forward: bool = False
     since: float | None = None
     numbers: list[int] = field(default_factory=list)
-    num_passed_on: int = 0
+    num_forwarded: int = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Note a signal. Before there are ranks, end the wait for the other nodes."""
+        """Handle a signal: record it, or end the wait for other nodes before there are ranks."""
         self.since = self.since or time.monotonic()
         self.numbers.append(number)
-        if not self.can_pass_on:
+        if not self.can_forward:
             raise SignalException(f"{signal.Signals(number).name} before the ranks were started", signal.Signals(number))
 
     def is_overdue(self) -> bool:
@@ -122,37 +118,41 @@ class ReceivedSignals:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent of one node. It watches the ranks by their exit codes, and agrees with the agents of other nodes."""
+    """torch's agent of one node. It judges its ranks by their exit codes and agrees with the agents of other nodes."""
 
-    def __init__(self, signals: ReceivedSignals, run: RunDirectory | None, *arguments: Any, **settings: Any) -> None:
+    def __init__(
+        self, agents: list[Agent], signals: ReceivedSignals, run: RunDirectory | None, *arguments: Any, **settings: Any
+    ) -> None:
+        """Add this agent to `agents`."""
         super().__init__(*arguments, **settings)
+        agents.append(self)
         self._signals, self._run = signals, run
-        self._previous_end = 0 if run is None else starts.ended_at(run.path)
+        self._previous_end = 0 if run is None else exit_status.ended_at(run.path)
         self._refused_since: float | None = None
         self._alone_since: float | None = None  # when ranks of another node failed without a restart
-        self._others: OtherNodes | None = None
+        self.others: OtherNodes | None = None
         self.outcome = Outcome(FAILED, "no rank was started")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         handler = worker_group.spec.rdzv_handler
         num_nodes, host, port = worker_group.group_world_size, worker_group.master_addr, worker_group.master_port
-        if self._others is None and num_nodes is not None and num_nodes > 1 and handler.get_backend() == "static":
+        if self.others is None and num_nodes is not None and num_nodes > 1 and handler.get_backend() == "static":
             assert host is not None and port is not None
             is_first = worker_group.group_rank == 0
-            self._others = OtherNodes.connect(host, port, handler.get_run_id(), num_nodes, is_first)
-        self._signals.can_pass_on = True  # from here on the handler must not raise: a started rank would be lost
+            self.others = OtherNodes.connect(host, port, handler.get_run_id(), num_nodes, is_first)
+        self._signals.can_forward = True  # a handler that raises from here on would lose a started rank
         self._refused_since = None
         return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the ranks. torch's look ends all ranks when one has failed, so it runs only when that is right."""
-        for number in self._signals.numbers[self._signals.num_passed_on :]:
-            self._signals.num_passed_on += 1
+        """Look at the ranks. torch's look ends all ranks when one has failed, so it runs only when they must end."""
+        for number in self._signals.numbers[self._signals.num_forwarded :]:
+            self._signals.num_forwarded += 1
             for process in self._processes():
                 if process.poll() is None:
                     process.send_signal(number)
-        codes = {worker.global_rank: process.poll() for worker, process in
-                 zip(worker_group.workers, self._processes(), strict=True)}  # fmt: skip
+        workers = zip(worker_group.workers, self._processes(), strict=True)
+        codes = {worker.global_rank: process.poll() for worker, process in workers}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         running = codes.keys() - ended.keys()
         is_overdue = self._signals.is_overdue()
@@ -173,41 +173,40 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             can_resume = self._run is not None and self._run.can_go_on
-            hang = None if self._run is None else starts.said_of_hang(self._run.path, self._previous_end)
+            hang = None if self._run is None else exit_status.hang_reason(self._run.path, self._previous_end)
             outcome = judge(ended, running if is_overdue else (), self._signals.numbers, can_resume, hang)
             if outcome.status != FAILED or self._signals.numbers:
                 self._remaining_restarts = 0
             if self._run is not None and outcome.status in (FAILED, REQUEUE):
-                how = starts.REQUEUED if outcome.status == REQUEUE else starts.FAILED
-                starts.record_end(self._run.path, how, outcome.sentence, outcome.rank, outcome.signal)
+                exit_status.record_end(self._run.path, outcome.status, outcome.sentence, outcome.rank, outcome.signal)
             self._publish(start, replace(outcome, restarts=self._remaining_restarts > 0))
         elif result.state == WorkerState.SUCCEEDED:
             self._publish(start, Outcome(COMPLETE, "complete"))
         return result
 
     def _remote_outcome(self, start: int) -> Outcome | None:
-        """Return why ranks of another node ended, once this node's ranks must end for that reason."""
-        outcome = None if self._others is None else self._others.agreed(start)
+        """Return the end of another node's ranks once it must end the ranks here too."""
+        outcome = None if self.others is None else self.others.agreed(start)
         if outcome is None or (outcome.restarts and not self._signals.numbers):
             return outcome
-        self._remaining_restarts = 0  # ranks that start again would wait for that node's ranks
+        self._remaining_restarts = 0  # restarted ranks would wait for that node
         if not outcome.ends_job or self._signals.numbers:
             return None
         self._alone_since = self._alone_since or time.monotonic()
         return outcome if time.monotonic() - self._alone_since > STRAGGLER_S else None
 
     def _publish(self, start: int, outcome: Outcome) -> None:
-        """Keep the outcome of this node's ranks, and agree with the other nodes whether all start again or end."""
+        """Keep the outcome of the ranks, and agree with the other nodes whether all restart or end."""
         self.outcome = outcome
-        if self._others is None:
+        if self.others is None:
             return
-        if not self._others.publish(start, outcome).restarts:
+        if not self.others.publish(start, outcome).restarts:
             self._remaining_restarts = 0
-        elif not outcome.restarts:  # the others start again, and this node does not: their next start must end too
-            self._others.publish(start + 1, outcome)
+        elif not outcome.restarts:  # the others restart without this node: end their next start too
+            self.others.publish(start + 1, outcome)
 
     def _will_follow(self, failed: set[int]) -> bool:
-        """Return whether the running ranks are about to end like those with the exit codes `failed`."""
+        """Return whether the running ranks are about to end like the ranks with the exit codes `failed`."""
         if all(code == REQUEUE or abs(code) in self._signals.numbers for code in failed):
             self._signals.since = self._signals.since or time.monotonic()
             return True
@@ -220,35 +219,25 @@ class Agent(LocalElasticAgent):
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
         return [handlers[rank].proc for rank in sorted(handlers)]
 
-    def close(self) -> None:
-        """Leave the other nodes' agents."""
-        if self._others is not None:
-            self._others.close()
-
     def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)
-        # Each rank leads a process group: end what the ranks left behind.
+        # Each rank leads a process group, which may outlive the rank.
         for process in self._processes() if self._pcontext is not None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def judge(
-    ended: Mapping[int, int],
-    killed: Collection[int],
-    signals: Collection[int],
-    can_resume: bool,
-    hang: str | None = None,
+    ended: Mapping[int, int], killed: Collection[int], signals: Collection[int], can_resume: bool, hang: str | None = None
 ) -> Outcome:
-    """Return what the ends of a node's ranks mean.
+    """Return the outcome of a node from its ranks.
 
-    `ended`: Python's exit code by rank, of the ranks that ended before the agent stopped any. `killed`: the ranks that did
-    not leave in time. `signals`: the signals passed on. `can_resume`: there is a checkpoint, or no step yet. `hang`: the
-    watchdog's message, where the run directory of this node has it.
+    `ended`: exit codes by rank, of ranks that ended before the agent stopped any. `killed`: ranks that left too late.
+    `signals`: the forwarded signals. `can_resume`: there is a checkpoint or no step yet. `hang`: the watchdog's message.
     """
     if hang is not None or HUNG in ended.values():
         return Outcome(HUNG, hang or "the watchdog has ended the run; the first node's output says why")
-    # Before a rank has its handler it dies of the signal, or Ray's handler turns the signal into an exit status.
+    # Before a rank has its handler, the signal kills it, or Ray's handler turns the signal into an exit status.
     left = {rank for rank, code in ended.items() if abs(code) in signals}
     codes = {rank: code for rank, code in sorted(ended.items()) if rank not in left}
     for rank, code in codes.items():

@@ -1,9 +1,9 @@
 """Which cores of a node each trainer rank and each engine runs on, on CPUs. No torch.
 
 Colocated engines take turns with the ranks, so ranks and engines each get all cores. Separate engines on a trainer's node
-run at the same time as the ranks, and share the cores with them. An engine's worker gets as many cores as a rank:
-neighbours, in parts as even as possible. Where there are fewer cores than processes nobody is bound, because the scheduler
-then shares better. Nobody is bound on GPUs either: the site knows which cores are near a device.
+share the cores with the ranks. An engine's worker gets as many neighbouring cores as a rank, in parts as even as possible.
+With fewer cores than processes nothing is bound, because the scheduler shares better. Nothing is bound on GPUs either: the
+site knows which cores are near a device.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from megarl.planner.placement import EnginePlace
 from megarl.recipe.recipe import Recipe
 
-# The launcher sets it for the ranks where the user has not chosen threads.
+# The launcher sets this for the ranks where the user has not chosen threads.
 BIND = "MEGARL_BIND_CORES"
-# A user who sets one of them places threads himself.
+# A user who sets one of these variables places threads himself.
 CHOSEN = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 
@@ -34,7 +34,7 @@ class NodeLoad:
 
 
 def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return what a launcher adds to the environment of ranks with `threads` threads: nothing where the user has chosen."""
+    """Return the variables that a launcher gives ranks with `threads` threads; none where the user has chosen."""
     if any(name in environment for name in CHOSEN):
         return {}
     # Without OMP_NUM_THREADS torchrun would set 1.
@@ -49,13 +49,13 @@ def node_load(recipe: Recipe, places: Sequence[EnginePlace], node: int, ranks_pe
 
 
 def rank_cores(cores: Sequence[int], load: NodeLoad, local_rank: int) -> tuple[int, ...]:
-    """Return the cores of a trainer rank; none where it is not bound, or would have more threads than cores."""
+    """Return the cores of a trainer rank; none where it is unbound or would have more threads than cores."""
     part = _parts(cores, load.ranks + (0 if load.take_turns else sum(load.workers)), local_rank, 1)
     return part if len(part) >= load.threads else ()
 
 
 def engine_cores(cores: Sequence[int], load: NodeLoad, engine: int) -> tuple[int, ...]:
-    """Return the cores of all workers of an engine, by its number on the node; none where it is not bound."""
+    """Return the cores of all workers of an engine, by its number on the node; none where it is unbound."""
     num_ranks = 0 if load.take_turns else load.ranks
     first = num_ranks + sum(load.workers[:engine])
     return _parts(cores, num_ranks + sum(load.workers), first, load.workers[engine])
@@ -69,17 +69,14 @@ def _parts(cores: Sequence[int], num_parts: int, first: int, count: int) -> tupl
 
 
 def worker_threads(cores: Sequence[int], workers: int) -> int:
-    """Return the threads of each worker of an engine.
-
-    With more than two cores a worker leaves one to its scheduler, in Python. With two both compute, because the scheduler
-    mostly waits (`benchmarks/end_to_end.py`).
-    """
+    """Return the threads of each worker of an engine. With more than two cores a worker leaves one to its Python scheduler;
+    with two both compute, because the scheduler mostly waits (`benchmarks/end_to_end.py`)."""
     cores_per_worker = len(cores) // workers
     return cores_per_worker - 1 if cores_per_worker > 2 else max(1, cores_per_worker)
 
 
 def bind(cores: Iterable[int]) -> None:
-    """Keep all threads of this process, and all that they start later, on these cores."""
+    """Keep all threads of this process, and their later children, on these cores."""
     chosen = set(cores)
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended

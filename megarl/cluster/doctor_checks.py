@@ -1,4 +1,4 @@
-"""The checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
+"""Checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TESTED_PYTHON = ((3, 11), (3, 12))
 IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 30.0, 5.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 SHARED_MEMORY = Path("/dev/shm")
-# Ray's object store takes 256 MiB. The buckets of the weight sync and vLLM's messages between workers come on top.
+# Ray's object store takes 256 MiB; weight-sync buckets and vLLM's messages come on top.
 SHARED_MEMORY_BYTES = 1 * GIB
 OPEN_FILES, MIN_OPEN_FILES = 65536, 4096
 MIN_PROCESSES = 4096
 MIN_MEMORY_BYTES, DISK_BYTES = 4 * GIB, 10 * GIB
 CPU_INFO = Path("/proc/cpuinfo")
-# Without one of these units a bf16 product is emulated: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
+# Other CPUs emulate bf16 products: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 # adjtimex(2) returns TIME_ERROR for a clock that nothing synchronizes.
 TIME_ERROR = 5
@@ -54,7 +54,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: what the check saw and, unless that is well, what to do about it."""
+    """The result of a check and, unless it is ok, how to fix it."""
 
     check: str
     severity: Severity
@@ -66,8 +66,8 @@ class Finding:
 class DoctorOptions:
     """What to check: node `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
 
-    `run_dir` is where runs are written, `model` and `precision` are the recipe's model.path and trainer.precision, `ray` is
-    the address of a cluster's head, and `code` says whether a reward runs code.
+    `run_dir` is where runs are written; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
+    the address of a Ray head; `code` is set where a reward runs code.
     """
 
     run_dir: Path = Path("runs")
@@ -101,34 +101,36 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
         yield check_precision(options.precision)
     if options.code:
         yield check_sandbox()
-    # torchrun's agent on node 0 will listen at the master port.
     yield from check_network({"torchrun": options.master[1]} if options.node_rank == 0 else {})
     if options.ray is not None:
         yield from check_ray(options.ray)
     yield from check_slurm()
     if options.model is not None:
-        yield _check_model(options.model)
-
-
-def _check_model(path: str) -> Finding:
-    """A model that is named as a directory must exist on every node; a hub name is fetched when the run starts."""
-    directory = Path(path)
-    if not directory.is_absolute() and not directory.exists() and not path.startswith((".", "models/")):
-        return ok("model", f"{path}: a name of the model hub, not looked up")
-    if not (directory / "config.json").is_file():
+        # A model directory must exist on every node; a hub name is fetched when the run starts.
+        directory = Path(options.model)
+        is_hub_name = not options.model.startswith((".", "models/")) and not directory.is_absolute()
         fix = "share the directory between the nodes, or copy it to each; a relative path counts from where the job starts"
-        return fail("model", f"{directory.absolute()} has no config.json", fix)
-    return ok("model", str(directory))
+        if is_hub_name and not directory.exists():
+            yield ok("model", f"{options.model}: a name of the model hub, not looked up")
+        elif not (directory / "config.json").is_file():
+            yield fail("model", f"{directory.absolute()} has no config.json", fix)
+        else:
+            yield ok("model", str(directory))
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare Python and its packages with the versions that megarl was tested with, and import the fragile ones."""
+    """Compare Python and its packages with the tested versions, and import the fragile ones."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in TESTED_PYTHON:
         yield ok("python", f"{version} at {sys.executable}")
     else:
         yield warn("python", version, "megarl is tested with Python 3.11 and 3.12: make its environment with one of them")
-    cuda = _torch_cuda()
+    # The CUDA version of the installed torch, read without an import; None for a CPU build or no torch.
+    spec = importlib.util.find_spec("torch")
+    version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else Path()
+    text = version_file.read_text(encoding="utf-8") if version_file.is_file() else ""
+    match = re.search(r"^cuda\b.*= *'([^']+)'", text, re.MULTILINE)
+    cuda = None if match is None else match[1]
     yield from _check_pins("cpu" if cuda is None else "gpu")
     has_gpu = NVIDIA_DRIVER.exists()
     if cuda is None and has_gpu:
@@ -150,17 +152,8 @@ def check_packages() -> Iterator[Finding]:
         yield fail("libnuma", "libnuma.so.1 does not load; vLLM's CPU kernels need it", "apt-get install libnuma1")
 
 
-def _torch_cuda() -> str | None:
-    """Return the CUDA version of the installed torch without importing it; None for a CPU build or no torch."""
-    spec = importlib.util.find_spec("torch")
-    version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
-    text = version_file.read_text(encoding="utf-8") if version_file is not None and version_file.exists() else ""
-    match = re.search(r"^cuda\b.*= *'([^']+)'", text, re.MULTILINE)
-    return None if match is None else match.group(1)
-
-
 def _check_pins(extra: str) -> Iterator[Finding]:
-    """Compare packages with the pins of megarl's extra: a missing package stops a run, another version is untested."""
+    """Compare packages with the pins of megarl's extra: a missing package fails, another version warns."""
     num_pins = num_wrong = 0
     for line in importlib.metadata.requires("megarl") or []:
         pin = Requirement(line)
@@ -183,7 +176,7 @@ def _check_pins(extra: str) -> Iterator[Finding]:
 
 
 def _check_import(package: str, statement: str, fix: str) -> Finding:
-    """Import in a child process: a broken library may crash the process."""
+    """Import in a child process, which a broken library may crash."""
     error = _command_error([sys.executable, "-W", "ignore", "-c", statement], IMPORT_TIMEOUT_S)
     return ok(package, "imports") if error is None else fail(package, f"`{statement}` fails: {error}", fix)
 
@@ -204,11 +197,18 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
         yield fail("processes", f"{soft} processes and threads allowed", fix)
     else:
         yield ok("processes", "no limit" if soft == resource.RLIM_INFINITY else str(soft))
-    yield _check_memory()
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    available = int(lines["MemAvailable"].split()[0]) << 10
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit does not show in /proc/meminfo
+    if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+        available = min(available, int(text))
+    message = f"{available / GIB:.1f} GiB available"
+    fix = "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more"
+    yield ok("memory", message) if available >= MIN_MEMORY_BYTES else fail("memory", message, fix)
     yield check_writable("run directory", run_dir)
     yield check_temporary_directory(os.environ)
     yield check_home(os.environ)
-    # Modes 0: the call only reads the clock's state. `compare_nodes` compares the clocks of the nodes.
+    # With modes 0 the call only reads the clock's state. `compare_nodes` compares the clocks.
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     if state < 0:
         yield warn("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}", "compare the nodes' clocks by hand")
@@ -219,7 +219,7 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> Finding:
-    """Check that this CPU computes in trainer.precision about as fast as in fp32."""
+    """Check that this CPU does not emulate trainer.precision."""
     if precision == "bf16" and not multiplies_bf16(cpu_info):
         message = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
         return warn("precision", message, "on this machine: trainer.precision=fp32")
@@ -232,7 +232,7 @@ def multiplies_bf16(cpu_info: Path = CPU_INFO) -> bool:
 
 
 def check_sandbox() -> Finding:
-    """Try out the sandbox of rewards of kind: code."""
+    """Try the sandbox of rewards of kind: code."""
     reason = refusal()
     if reason is None:
         return ok("sandbox", "programs run without network, privileges and other processes")
@@ -253,20 +253,6 @@ def _check_shared_memory(root: Path) -> Finding:
     leftovers = sorted(file.name for file in root.glob("megarl-*"))[:3]
     names = f" (of megarl: {', '.join(leftovers)})" if leftovers else ""
     return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}{names}")
-
-
-def _check_memory() -> Finding:
-    """Check the memory that this process may use; a container's limit does not show in /proc/meminfo."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
-    if text != "max":
-        available = min(available, int(text))
-    message = f"{available / GIB:.1f} GiB available"
-    if available < MIN_MEMORY_BYTES:
-        return fail("memory", message, "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more")
-    return ok("memory", message)
 
 
 def check_writable(check: str, directory: Path) -> Finding:
@@ -302,7 +288,7 @@ def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
 
 
 def check_home(environment: MutableMapping[str, str]) -> Finding:
-    """Check that the home directory takes files; a run otherwise moves its caches."""
+    """Check that the home directory takes files; otherwise a run moves its caches."""
     home = job_environment.home_directory(environment)
     if job_environment.can_write(home):
         return ok("home directory", str(home))
@@ -315,7 +301,19 @@ def check_home(environment: MutableMapping[str, str]) -> Finding:
 
 def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
-    yield _check_host_name(socket.gethostname())
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        fix = "add the name to /etc/hosts or DNS: torchrun and Ray reach the node by it"
+        yield fail("host name", f"{name!r} does not resolve: {error.strerror}", fix)
+    else:
+        message = f"{name} is {', '.join(addresses)}"
+        if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            fix = "on more than one node: give it its network address in /etc/hosts (Debian writes 127.0.1.1)"
+            yield warn("host name", f"{message}, which other nodes cannot reach", fix)
+        else:
+            yield ok("host name", message)
     yield from _check_chosen_interfaces(environment)
     for program, port in ports.items():
         with socket.socket() as probe:
@@ -332,27 +330,15 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
         yield warn(proxies[0], environment[proxies[0]], fix)
 
 
-def _check_host_name(name: str) -> Finding:
-    try:
-        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
-    except OSError as error:
-        fix = "add the name to /etc/hosts or DNS: torchrun and Ray reach the node by it"
-        return fail("host name", f"{name!r} does not resolve: {error.strerror}", fix)
-    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        fix = "on more than one node: give it its network address in /etc/hosts (Debian writes 127.0.1.1)"
-        return warn("host name", f"{name} is {', '.join(addresses)}, which other nodes cannot reach", fix)
-    return ok("host name", f"{name} is {', '.join(addresses)}")
-
-
 def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the interfaces that the user chose: a wrong name fails gloo at once and NCCL at its first collective."""
-    # /sys may show the interfaces of another network in a container.
+    # Not from /sys, which may show another network in a container.
     present = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = environment.get(variable)
         if not value:
             continue
-        # NCCL: ^ excludes, = compares whole names, and without either a prefix is enough.
+        # In NCCL ^ excludes, = compares whole names, and otherwise a prefix matches.
         names, exact = value.lstrip("^=").split(","), value.startswith("=") or not variable.startswith("NCCL")
         exists = any(have == name if exact else have.startswith(name) for have in present for name in names)
         if value.startswith("^") or exists:
@@ -387,7 +373,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
         ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
         ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
     ):
-        # A container may lack Slurm's programs: the job outside of it calls them.
+        # A container may lack Slurm's programs, which the job outside calls.
         if shutil.which(program) is None:
             yield ok(check, f"not checked: no program {program} here, as in a container")
             continue
@@ -396,7 +382,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
 
 
 def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
-    """Run a command and return the last line that it printed; None where it succeeds."""
+    """Run a command; return None where it succeeds, else its last line of output."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Nodes of a job, engines on them and weight transport: trainer rank 0 decides before any process group exists."""
+"""A job's nodes, its engines on them, and the weight transport; trainer rank 0 decides before any process group exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync.transport import choose_transport
 
-# The first task on a node starts a Python there.
+# The first task on a node starts Python there.
 NODE_ANSWER_S = 120.0
 WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
 
@@ -28,10 +28,9 @@ class Stage(NamedTuple):
 
 
 def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
-    """Find the nodes of this job, place the engines on them, and choose a transport. `variables` come from torchrun
-    and the launcher.
+    """Find this job's nodes, place the engines, and choose a transport. `variables` come from torchrun and the launcher.
 
-    Raises ValueError (PlacementError, ClusterError) with the numbers where recipe, nodes and Ray cluster do not fit.
+    Raises PlacementError or ClusterError with the numbers where recipe, nodes and Ray cluster do not fit.
     """
     cluster = find_cluster(recipe, variables)
     places = place_engines(recipe, cluster)
@@ -53,9 +52,9 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
 
 
 def find_cluster(recipe: Recipe, variables: Mapping[str, str]) -> Cluster:
-    """Return the nodes of the Ray cluster at MEGARL_RAY_ADDRESS, which this process joins, or those of torchrun's ranks.
+    """Join the Ray cluster at MEGARL_RAY_ADDRESS and return its nodes; without one, return the nodes of torchrun's ranks.
 
-    Raises PlacementError for ranks on several nodes without a Ray cluster, ClusterError for a cluster that does not fit.
+    Raises PlacementError for ranks on several nodes without a Ray cluster, ClusterError for an unsuitable cluster.
     """
     ranks, ranks_per_node = int(variables["WORLD_SIZE"]), int(variables["LOCAL_WORLD_SIZE"])
     if ranks != recipe.trainer.ranks:
@@ -88,10 +87,8 @@ def one_machine(recipe: Recipe) -> Cluster:
 
 
 def ray_nodes(address: str) -> list[dict[str, Any]]:
-    """Join the launcher's Ray cluster and return its nodes in order, as `ray.nodes` describes them.
-
-    Raises ClusterError for a cluster that no launcher made, or whose versions of packages differ from this process's.
-    """
+    """Join the launcher's Ray cluster and return its nodes in order, as `ray.nodes` describes them. Raises ClusterError for
+    a cluster without numbered nodes, or with other package versions."""
     join_cluster(address)
     nodes = numbered_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -107,7 +104,6 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
     local_number = next((number for number, node in nodes.items() if node["NodeID"] == local_id), None)
     if local_number != 0:
         raise ClusterError(f"trainer rank 0 is on node {local_number} of the Ray cluster at {address}, not on 0: {WAY_OUT}")
-    # Every node's Python must find the versions that this process finds.
     remote = ray.remote(package_versions)
     answers = [remote.options(num_cpus=0, resources=node_share(number)).remote() for number in numbers]
     local_versions = package_versions()
@@ -128,7 +124,7 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
 
 
 def check_local_device(variables: Mapping[str, str]) -> None:
-    """Raises PlacementError with the numbers where this rank has no device, on the first such rank of a node only."""
+    """Check that this rank has a device. Raises PlacementError on a node's first rank without one."""
     devices, ranks = platform.num_devices, int(variables["LOCAL_WORLD_SIZE"])
     if devices is not None and int(variables["LOCAL_RANK"]) == devices:
         raise PlacementError(

@@ -1,8 +1,8 @@
 """Repair the environment variables of a job, and list the package versions that its nodes must share.
 
-Schedulers, containers and shells give a job variables that were not meant for it, or that its libraries cannot handle. Where
-a good value is known, `adapt_environment` sets it before the first process of a run starts; the doctor reports the rest.
-Nothing heavy is imported: Ray asks a node for its versions before anything else runs there.
+Schedulers, containers and shells give a job variables that its libraries cannot handle. Where a good value is known,
+`adapt_environment` sets it before the first process of a run starts; the doctor reports the rest. Imports nothing heavy,
+because Ray asks a node for its versions before anything else runs there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import megarl
 
-# Kubernetes sets `NAME_PORT=tcp://ADDRESS:PORT` in every pod for each service; one may be called vllm, ray or master.
+# Kubernetes sets `NAME_PORT=tcp://ADDRESS:PORT` for each service, which may be called vllm, ray or master.
 PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
 # A socket's path may have 107 bytes. Ray appends `/ray/session_TIME_PROCESS/sockets/plasma_store`, 68 bytes, and two more
 # for a second node; vLLM and multiprocessing append less.
 LONGEST_TEMPORARY = 37
 SHORT_TEMPORARY = "/tmp"
-# The variables that move what libraries keep under HOME, and the new folder. The hub's cache stays: it may hold models.
+# Variables that move libraries' caches out of HOME, and the new folders. The hub's cache stays: it may hold models.
 HOME_CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "VLLM_CONFIG_ROOT": "vllm-config",
@@ -43,9 +43,9 @@ RAY_TOKEN = Path(".ray") / "auth_token"
 
 
 def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool = True) -> None:
-    """Change `environment` so that a run's processes can work under it; values that fit stay as they are.
+    """Repair `environment` for a run's processes; values that work stay.
 
-    On several nodes all must share Ray's token, so a new token is made only with `is_one_node`.
+    All nodes must share Ray's token, so a new token is made only with `is_one_node`.
     """
     for name in PORTS:
         if "://" in environment.get(name, ""):
@@ -66,7 +66,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
 
 
 def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
-    """Return whether Ray would find no token, and could not save a new one."""
+    """Return whether Ray finds no token and cannot save a new one."""
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or "MEGARL_RAY_ADDRESS" in environment:
         return False
     if "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment:
@@ -96,17 +96,17 @@ def is_too_long(directory: str) -> bool:
 
 
 def short_name(directory: str) -> str:
-    """Return a short link to a directory, for sockets; the machine's own temporary directory where no link can be made."""
+    """Return a short link to a directory, for sockets; SHORT_TEMPORARY where no link can be made."""
     link = Path(SHORT_TEMPORARY) / f"megarl-{os.getuid()}-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]}"
     if not os.path.isdir(directory):
         return SHORT_TEMPORARY
     try:
         with contextlib.suppress(FileExistsError):
             link.symlink_to(directory)
-        is_own = link.lstat().st_uid == os.getuid() and os.readlink(link) == directory
+        is_valid = link.lstat().st_uid == os.getuid() and os.readlink(link) == directory
     except OSError:
         return SHORT_TEMPORARY
-    return str(link) if is_own else SHORT_TEMPORARY
+    return str(link) if is_valid else SHORT_TEMPORARY
 
 
 def can_write(directory: Path) -> bool:
@@ -116,7 +116,7 @@ def can_write(directory: Path) -> bool:
 
 
 def nearest_existing(directory: Path) -> Path:
-    """Return a directory or its nearest visible parent. `Path.exists` would raise where a parent may not be searched."""
+    """Return a directory or its nearest visible parent. `Path.exists` raises where a parent may not be searched."""
     place = directory.absolute()
     while not os.path.exists(place):
         place = place.parent
@@ -124,7 +124,7 @@ def nearest_existing(directory: Path) -> Path:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Return a folder that only this user can write to: libraries run the compiled code in their caches."""
+    """Return a folder that only this user can write to, because libraries run compiled code from their caches."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
@@ -132,7 +132,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions that all nodes of a job must share: of megarl, Python, and packages that talk across nodes."""
+    """Return the versions that all nodes of a job must share: megarl, Python, and packages that talk across nodes."""
     versions = {"megarl": megarl.__version__, "Python": platform.python_version()}
     for package in SHARED_PACKAGES:
         try:

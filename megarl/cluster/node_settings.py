@@ -1,4 +1,4 @@
-"""What the launcher says about a node, in environment variables (see launch/node.sh), and what follows for the network."""
+"""A node's settings from the launcher's environment variables (see launch/node.sh), and its network."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import psutil
 
 from megarl.recipe import Recipe
 
-# A socket's path has at most 107 bytes, and Ray adds up to 70 to its directory.
+# A socket's path has at most 107 bytes, and Ray appends up to 70 to its directory.
 MAX_DIRECTORY_LENGTH = 20
 CONNECT_TIMEOUT_S = 2.0
 
 
 class NodeError(Exception):
-    """The job cannot start on this node, or has lost a part that it needs; the message says which."""
+    """The job cannot start on this node, or lost a part that it needs; the message says which."""
 
 
 @dataclass(frozen=True)
 class NodeSettings:
     """Node `node_rank` of `num_nodes`. The first `trainer_nodes` run `ranks_per_node` trainer ranks each, the others only
-    engines. All meet at node 0, `master`; the head of Ray listens at its `ray_port`."""
+    engines. Node 0 is the `master`; Ray's head listens there at `ray_port`."""
 
     num_nodes: int
     node_rank: int
@@ -46,12 +46,12 @@ class NodeSettings:
 
     @property
     def ray_address(self) -> str:
-        """The head's address by number: Ray compares addresses as texts."""
+        """The head's numeric address, because Ray compares addresses as texts."""
         return f"{socket.gethostbyname(self.master)}:{self.ray_port}"
 
     @property
     def temporary(self) -> str:
-        """The directory for Ray's directory."""
+        """The parent of Ray's directory."""
         root = tempfile.gettempdir()
         return root if len(root) <= MAX_DIRECTORY_LENGTH else "/tmp"
 
@@ -64,7 +64,7 @@ class NodeSettings:
         return None
 
     def report(self, topic: str, word: str) -> None:
-        """Write a word for the launcher to LOG_DIR/node-N.TOPIC: `pid` once signals are handled, and at the end `status` and
+        """Write a word for the launcher to LOG_DIR/node-N.TOPIC: `pid` once signals are handled; at the end `status` and
         `saved`, the name of the last checkpoint."""
         if self.log_dir is None:
             return
@@ -75,7 +75,7 @@ class NodeSettings:
             print(f"node.sh: LOG_DIR = {self.log_dir}: {error}", file=sys.stderr, flush=True)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises ValueError where the number of ranks differs from the recipe's."""
+        """Check the number of ranks. Raises ValueError where the recipe has another one."""
         ranks = self.trainer_nodes * self.ranks_per_node
         if ranks != recipe.trainer.ranks:
             raise ValueError(
@@ -84,9 +84,9 @@ class NodeSettings:
             )
 
     def check_ray_port(self) -> None:
-        """Raises NodeError where a program listens at the port of Ray's head on this node."""
+        """Check the port of Ray's head on this node. Raises NodeError where a program listens there."""
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was closed a moment ago is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a recently closed port is free
             try:
                 probe.bind(("", self.ray_port))
             except OSError as error:
@@ -97,7 +97,7 @@ class NodeSettings:
 
 
 def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
-    """Raises ValueError with the variable, its value and the rule."""
+    """Read the settings. Raises ValueError with the variable, its value and the rule."""
 
     def whole(name: str, minimum: int, default: int | None = None) -> int:
         value = environment.get(name, "")
@@ -145,18 +145,18 @@ def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
 
 
 def address_towards(number: str) -> str:
-    """Return this machine's address (IPv4, like all of Ray's) on the way to another. Raises OSError where there is none."""
+    """Return this machine's address (IPv4, as Ray's) on the route to another. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((number, 9))  # sends nothing: the kernel only looks up the route
+        probe.connect((number, 9))  # sends nothing; the kernel looks up the route
         return str(probe.getsockname()[0])
 
 
 def network_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that have gloo, NCCL and vLLM use the interface with `address`, where the site has not chosen."""
+    """Return variables that bind gloo, NCCL and vLLM to the interface with `address`; values of the site stay."""
     variables = {"VLLM_HOST_IP": address}
-    for name, entries in psutil.net_if_addrs().items():  # behind address translation no interface has the address
+    for name, entries in psutil.net_if_addrs().items():  # none has it behind address translation
         if any(entry.address.partition("%")[0] == address for entry in entries):
-            # `=`: NCCL would take a prefix otherwise.
+            # NCCL takes a name without `=` as a prefix.
             variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
             break
     return {variable: value for variable, value in variables.items() if variable not in environment}

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGUSR1 and SIGHUP ask a run to save and to leave.
+"""SIGTERM, SIGUSR1 and SIGHUP ask a run to save and leave.
 
-A signal may reach one rank alone. So its handler only sets a flag, and the ranks agree at points that all of them pass:
-after each step, and with `run.preemption: abandon` before each phase too. No rank is left waiting in a collective.
+A signal may reach only one rank. Its handler sets a flag, and the ranks agree at common points: after each step, and with
+`run.preemption: abandon` also before each phase. So no rank is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
 
 # A process under nohup ignores SIGHUP, and so do its children.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# A launcher, the agent and Slurm may each pass on one signal; a signal that comes later than this is a second one.
+# A launcher, the agent and Slurm may each forward one signal; a signal that comes later than this counts as a second one.
 SECOND_AFTER_S = 5.0
 UPDATES = ("critic_update", "actor_update")
 
@@ -31,12 +31,12 @@ def handle_signals(handler: Callable[[int, Any], None]) -> None:
 
 
 def hold_signals() -> None:
-    """Block SIGNALS until `take_held_signals`, also in a program that takes the place of this one."""
+    """Block SIGNALS until `take_held_signals`, also across an exec."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def take_held_signals() -> None:
-    """Unblock SIGNALS, once there are handlers; these run now for signals that came in the meantime."""
+    """Unblock SIGNALS once they have handlers, which run now for pending signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -46,19 +46,19 @@ def holds_signals() -> bool:
 
 
 def keep_holding_signals() -> None:
-    """Start multiprocessing's resource tracker now, with SIGNALS blocked as they are: Python 3.11 unblocks SIGTERM in the
-    thread that starts it, and so in all that this thread starts later."""
+    """Start multiprocessing's resource tracker now and restore the blocked signals: Python 3.11 unblocks SIGTERM in
+    the thread that starts the tracker, and so in that thread's later children."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 class LeaveNow(BaseException):
-    """The handler raises this where nothing could be saved yet, and at the second signal."""
+    """Raised by the handler while nothing can be saved yet, and at the second signal."""
 
 
 class Abandoned(Exception):
-    """All ranks leave the step before this phase. `moved`: some weights have already been updated in it."""
+    """All ranks leave the step before this phase. `moved`: the step has already updated some weights."""
 
     def __init__(self, phase: str, moved: bool) -> None:
         super().__init__(phase)
@@ -66,7 +66,7 @@ class Abandoned(Exception):
 
 
 class Asked:
-    """The request of a signal to this process; `name` is that of the signal, None without one."""
+    """Whether a signal asked this process to leave; `name` is the first signal's, or None."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.name: str | None = None
@@ -75,14 +75,21 @@ class Asked:
         self._at_once = False
 
     def watch(self) -> None:
-        """Handle SIGNALS; in the main thread."""
+        """Handle SIGNALS. Call it in the main thread."""
         self._watching = True
         handle_signals(self.note)
-        # SIGTERM still ends a forked child, as reward workers are.
-        os.register_at_fork(after_in_child=self._forget)
+
+        def forget() -> None:  # SIGTERM must still end forked children such as reward workers
+            if self._watching:
+                self._watching = False
+                for number in SIGNALS:
+                    if signal.getsignal(number) != signal.SIG_IGN:
+                        signal.signal(number, signal.SIG_DFL)
+
+        os.register_at_fork(after_in_child=forget)
 
     def watch_again(self) -> None:
-        """Handle SIGTERM again after `ray.init`, which sets its own handler (2.60); nothing where `watch` was not called."""
+        """Handle SIGTERM again after `ray.init`, which replaces the handler (2.60), if `watch` was called."""
         if self._watching:
             signal.signal(signal.SIGTERM, self.note)
 
@@ -102,7 +109,7 @@ class Asked:
 
     @contextmanager
     def nothing_begun(self) -> Iterator[None]:
-        """Inside, already the first signal raises LeaveNow: engines take minutes to start."""
+        """Inside, the first signal already raises LeaveNow, because engines take minutes to start."""
         if self.name is not None:
             raise LeaveNow
         self._at_once = True
@@ -111,22 +118,15 @@ class Asked:
         finally:
             self._at_once = False
 
-    def _forget(self) -> None:
-        if self._watching:
-            self._watching = False
-            for number in SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    signal.signal(number, signal.SIG_DFL)
-
 
 ASKED = Asked()
 
 
 class Preemption:
-    """Decides when the ranks of a run leave, and what the run says then."""
+    """Decides when the ranks of a run leave, and with which message."""
 
     def __init__(self, abandons: bool, grace_s: float, gather: Callable[[str | None], list[str | None]]) -> None:
-        """`gather` brings the signal of every rank to every rank."""
+        """`gather` returns the signals of all ranks on each rank."""
         self.abandons, self._grace_s, self._gather = abandons, grace_s, gather
         self.saved: int | None = None
         """The step of the last complete checkpoint."""
@@ -145,17 +145,17 @@ class Preemption:
 
     def boundary(self, phase: str) -> None:
         """Call this on every rank before it enters `phase`. Raises Abandoned on all ranks, or on none."""
-        # A sync is short, and completes the step.
+        # A sync is short and completes the step.
         if not self.abandons or phase == "weight_sync":
             return
-        # Where weights have moved and there is no checkpoint, finished steps would be lost: then this step is finished too.
+        # Once weights have moved, leaving without a checkpoint would lose earlier steps: finish this step first.
         loses_nothing = not self._moved or self.saved is not None or self._step == 1
         if loses_nothing and self.agreed():
             raise Abandoned(phase, self._moved)
         self._moved |= phase in UPDATES
 
     def left(self, done: int, steps: int, where: str) -> Preempted:
-        """Return how the run ends after `done` steps, when all that could be saved is saved."""
+        """Return the end of the run after `done` steps, once everything possible is saved."""
         late = ""
         if ASKED.name is not None and ASKED.seconds() > self._grace_s:
             late = f"; that took {ASKED.seconds():.0f} s, more than run.grace_s = {self._grace_s:g}"

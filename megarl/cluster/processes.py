@@ -1,4 +1,4 @@
-"""Processes of a node: started so that they end with this process, and ended with the shared memory that they leave."""
+"""A node's processes: start them so that they die with this process, and end them with their shared memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.cluster.preemption import hold_signals
 # prctl(2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
-# Long enough for multiprocessing's resource tracker, which unlinks shared memory after its program has ended.
+# Enough for multiprocessing's resource tracker, which unlinks shared memory after its program ends.
 TERM_S, KILL_S = 10.0, 10.0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent ends, so that it can be found and ended."""
+    """Become the parent of every descendant whose parent ends, to find and end it."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -39,15 +39,14 @@ def start_tied(
 ) -> subprocess.Popen[bytes]:
     """Start a program that gets `death_signal` when this process dies.
 
-    The program leads its own session, so that a terminal's signals reach it through this process alone. `merge_errors`
-    sends its stderr to `output` too. `block_signals` blocks the signals of a preemption in the program and its children:
-    Slurm sends them to all processes of a step.
+    The program leads its own session, so that a terminal signals only this process. `merge_errors` also sends its stderr to
+    `output`. `block_signals` blocks preemption signals in the program and its children: Slurm sends them to all processes.
     """
-    library = ctypes.CDLL(None)  # before the fork: loading it takes locks
+    library = ctypes.CDLL(None)  # before the fork, because loading takes locks
 
     def tie() -> None:
         library.prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
-        if block_signals:  # ignoring is not enough: Ray's programs set their own handlers
+        if block_signals:  # not ignored, because Ray's programs set handlers
             hold_signals()
 
     return subprocess.Popen(
@@ -62,7 +61,7 @@ def start_tied(
 
 
 class SharedMemory:
-    """The files in /dev/shm that descendants of this process map or have mapped: an engine that is killed leaves them."""
+    """Files in /dev/shm that descendants of this process map or have mapped; a killed engine leaves them."""
 
     def __init__(self) -> None:
         self._files: set[str] = set()
@@ -70,7 +69,7 @@ class SharedMemory:
         self._has_changed = False
 
     def scan_changes(self) -> None:
-        """Scan only when a file has come or gone. A process maps its new file a moment later, so scan once more then."""
+        """Scan if a file has come or gone since the last call, and once more, because mapping follows creation."""
         listing, had_changed = set(os.listdir(SHARED_MEMORY)), self._has_changed
         self._has_changed, self._listing = listing != self._listing, listing
         if self._has_changed or had_changed:
@@ -86,7 +85,7 @@ class SharedMemory:
 
 
 def end_descendants() -> None:
-    """End all descendants, by SIGTERM and then by SIGKILL. A process that blocks SIGTERM gets SIGKILL at once."""
+    """End all descendants by SIGTERM, then SIGKILL. A process that blocks SIGTERM gets SIGKILL at once."""
     this = psutil.Process()
     for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         for process in this.children(recursive=True):
@@ -102,15 +101,15 @@ def end_descendants() -> None:
 
 
 class Orphans:
-    """Descendants whose parent has ended while the job goes on: the processes of an engine outlive it when it is killed, and
-    keep their memory. Needs `adopt_orphans`."""
+    """Descendants whose parent has ended: when an engine is killed, its processes stay and keep their memory. Needs
+    `adopt_orphans`."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, float] = {}
 
     def end(self, known_children: Collection[int]) -> None:
-        """End all other children with their descendants, by SIGTERM or, `TERM_S` later, by SIGKILL. Returns at once; call it
-        again and again."""
+        """End all other children with their descendants, by SIGTERM and `TERM_S` later by SIGKILL. Returns at once; call it
+        repeatedly."""
         orphans = [child for child in psutil.Process().children() if child.pid not in known_children]
         self._since = {orphan: self._since.get(orphan, time.monotonic()) for orphan in orphans}
         for orphan, since in self._since.items():
@@ -127,7 +126,7 @@ class Orphans:
 
 
 def end_at_once(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes, stopped ones too, and remove the shared memory that no process maps any more."""
+    """Kill processes, also stopped ones, and remove shared memory that no process maps any more."""
     family = list(processes)
     files = _mapped(family)
     for process in family:
@@ -138,7 +137,7 @@ def end_at_once(processes: Iterable[psutil.Process]) -> None:
 
 
 def _remove(files: set[str]) -> None:
-    """Remove the files that no process maps any more. Files of another user cannot be removed, and stay."""
+    """Remove files that no process maps any more. Files of another user stay."""
     for file in files - _mapped(psutil.process_iter()):
         with contextlib.suppress(OSError):
             Path(file).unlink()
@@ -163,7 +162,7 @@ def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     for process in processes:
         try:
             lines = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines()
-        except OSError:  # it has ended, or belongs to another user, who shares no file with this one
+        except OSError:  # it has ended, or belongs to another user
             continue
         for line in lines:
             if SHARED_MEMORY in line:

@@ -1,4 +1,4 @@
-"""Ray for one run: a local cluster that a rank starts, or the launcher's, whose head on node 0 the other nodes join."""
+"""Ray for one run: a local cluster that a rank starts, or the launcher's cluster with its head on node 0."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").setL
 
 NAMESPACE = "megarl"
 OBJECT_STORE_BYTES = 256 << 20
-# The launcher gives each node of a job a resource with its number; an actor that must run there asks for a small share.
+# The launcher gives each node a resource with its number; an actor that must run there requests a small share.
 NODE_RESOURCE = "megarl_node_"
 NODE_SHARE = 0.001
-# Ray itself tries a dead address for minutes, and then ends the process.
+# Ray tries a dead address for minutes and then ends the process.
 CONNECT_TIMEOUT_S = 10.0
 GCS_TIMEOUT_S = 2.0
 POLL_S = 0.5
-# How long after a collective's deadline a rank may report, before Ray ends it without a message.
+# How long after a collective's deadline a rank may report before Ray ends it silently.
 LAST_WORDS_S = 60.0
 JOIN_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False,
 }  # fmt: skip
-# torchrun's variables of a trainer rank. vLLM would read them in any process that inherits them.
+# torchrun's variables of a trainer rank, which vLLM would read in any process that inherits them.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -82,8 +82,8 @@ def start_cluster(address: str | None = None) -> str:
 
 
 def join_cluster(address: str) -> str:
-    """Connect this process (a trainer rank) to a running cluster and return its address. Raises ClusterError where no Ray
-    listens there, or where its version of Ray or Python differs."""
+    """Connect this trainer rank to a running cluster and return its address. Raises ClusterError where no Ray listens there,
+    or Ray's or Python's version differs."""
     if ray.is_initialized():
         return address
     host, _, port = address.rpartition(":")
@@ -96,8 +96,8 @@ def join_cluster(address: str) -> str:
             f"no Ray answers at {address} within {CONNECT_TIMEOUT_S:g} s ({error}): start its head there (launch/node.sh "
             "does), or give another MEGARL_RAY_ADDRESS; without one a run on a single node starts its own"
         ) from error
-    # A cluster that a rank started asks for this machine's token, and Ray sends none to an explicit address (2.60). It has
-    # no public call to load the token after its import.
+    # A cluster that a rank started requires this machine's token, and Ray sends none to an explicit address (2.60). No
+    # public function loads the token after the import.
     authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(address=address, **JOIN_OPTIONS)
@@ -128,8 +128,8 @@ def numbered_nodes() -> dict[int, dict[str, Any]]:
 
 
 def node_share(node: int) -> dict[str, float]:
-    """Return the resources that put an actor or a task on a node of the job; none where nodes have no numbers, as in a Ray
-    of this machine alone. Raises RolloutError where the node is gone."""
+    """Return the resources that place an actor or a task on a node; none where nodes have no numbers, as on one machine.
+    Raises RolloutError where the node is gone."""
     alive = numbered_nodes()
     if not alive:
         return {}
@@ -140,27 +140,21 @@ def node_share(node: int) -> dict[str, float]:
 
 def daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for Ray's daemons and their workers, from that of a trainer rank or a launcher."""
-    # By default Ray gives workers a low priority, and engines starve beside other programs: one took 110 s to start in
-    # place of 20 s.
+    # By default Ray gives workers a low priority, and engines starve: one took 110 s to start instead of 20 s.
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return settings | {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
 
 
 def reconnect_environment(recipe: Recipe) -> dict[str, str]:
-    """Return the variables that keep processes alive while they cannot reach Ray's head.
-
-    By default Ray ends drivers, raylets and workers after a minute, and does not say in which phase; megarl's deadlines must
-    come first.
-    """
+    """Return the variables that keep processes alive while Ray's head is out of reach. By default Ray ends them after a
+    minute without naming the phase; megarl's deadlines must come first."""
     timeout_s = math.ceil(recipe.trainer.collective_timeout_s + LAST_WORDS_S)
     return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(timeout_s)}
 
 
 def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes]:
-    """Start this node's daemons with `ray start --block` and wait until all nodes of the job have joined.
-
-    Raises NodeError that names the nodes that did not join in time.
-    """
+    """Start this node's daemons with `ray start --block` and wait until all nodes have joined. Raises NodeError that names
+    late nodes."""
     end = time.monotonic() + settings.join_timeout_s
     while settings.node_rank and (error := settings.head_error()) is not None:
         if time.monotonic() > end:
@@ -170,7 +164,7 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
             )
         time.sleep(POLL_S)
     _wait_for_token(settings, end)
-    # Two nodes of a job, or nodes of two jobs, may share a machine and its address: only the head's port is fixed.
+    # Two nodes may share a machine and its address, so only the head's port is fixed.
     options = ["--node-ip-address", settings.address, "--temp-dir", str(directory)]
     options += ["--resources", json.dumps({f"{NODE_RESOURCE}{settings.node_rank}": 1})]
     options += ["--num-cpus", str(len(os.sched_getaffinity(0)))]  # the cores that Slurm granted
@@ -179,14 +173,13 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
     if settings.node_rank:
         options += ["--address", settings.ray_address]
     else:
-        with socket.socket() as probe:  # for a server that is unused but cannot be left out, and refuses 0 (Ray 2.60)
+        with socket.socket() as probe:  # an unused but mandatory server, which refuses port 0 (Ray 2.60)
             probe.bind(("", 0))
             options += ["--ray-client-server-port", str(probe.getsockname()[1])]
         options += ["--head", "--port", str(settings.ray_port), "--include-dashboard=false", "--no-monitor"]
     log = directory / "ray-start.log"
     with log.open("wb") as output:
-        # Killed with this process, and the daemons with it. Signals are blocked: the engines must live until the ranks have
-        # saved.
+        # Signals are blocked, because the engines must live until the ranks have saved.
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
         process = start_tied(command, daemon_environment(os.environ), signal.SIGKILL, output, block_signals=True)
     _wait_for_nodes(settings, process, log, end)
@@ -194,9 +187,9 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
 
 
 def _wait_for_token(settings: NodeSettings, end: float) -> None:
-    """Wait for the token that Ray demands of who joins: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token (2.60).
+    """Wait for the token that Ray requires: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token (2.60).
 
-    Node 0 makes the file, which other nodes may see later. RAY_AUTH_MODE=disabled needs none. Raises NodeError at `end`.
+    Node 0 makes the file; other nodes may see it later. RAY_AUTH_MODE=disabled needs none. Raises NodeError at `end`.
     """
     while authentication.enable_token_auth_by_default():
         try:
@@ -209,11 +202,11 @@ def _wait_for_token(settings: NodeSettings, end: float) -> None:
                     f"the same RAY_AUTH_TOKEN ({error})"
                 ) from error
         time.sleep(POLL_S)
-        authentication.AuthenticationTokenLoader.instance().reset_cache()  # it caches that there was no token
+        authentication.AuthenticationTokenLoader.instance().reset_cache()  # it also caches a missing token
 
 
 def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], log: Path, end: float) -> None:
-    """Wait on every node, so that no node starts ranks that would wait for the others in vain."""
+    """Wait until all nodes have joined, so that no node starts ranks that would wait in vain."""
     wanted = {f"{NODE_RESOURCE}{number}" for number in range(settings.num_nodes)}
     present: set[str] = set()
     head_message = ""

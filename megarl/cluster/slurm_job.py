@@ -1,4 +1,4 @@
-"""Fill in the sbatch file of launch/slurm that fits a recipe. No torch: `megarl launch` is quick."""
+"""Fill in the sbatch file of launch/slurm for a recipe. No torch, so that `megarl launch` is quick."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
 # sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
-# sbatch and a shell both read it as one word, without quotes.
+# sbatch and a shell read this as one word without quotes.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job for a run: trainer ranks on the first nodes, and engines on the same nodes or on further ones."""
+    """A job for a run: trainer ranks on the first nodes, engines on the same or on further nodes."""
 
     needed: NodesNeeded
     devices_per_node: int  # GPUs to ask for on each node; 0 on CPUs
@@ -41,10 +41,10 @@ class SlurmJob:
 
 
 def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, max_nodes: int | None) -> SlurmJob:
-    """Return the smallest job for a recipe on nodes with `devices_per_node` GPUs, or CPUs only where that is 0.
+    """Return the smallest job for a recipe on nodes with `devices_per_node` GPUs (0: only CPUs).
 
-    Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic where no job fits,
-    or where the job needs more than `max_nodes` nodes.
+    Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic where no job fits
+    or the job needs more than `max_nodes`.
     """
     if ranks_per_node is not None:
         needed = nodes_with(recipe, devices_per_node, ranks_per_node)
@@ -73,10 +73,8 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
 
 
 def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """Return the text of the job's sbatch file with sbatch's options, the variables, and the run's arguments filled in.
-
-    Raises ValueError for an option that is not a single word, and outside a checkout.
-    """
+    """Return the job's sbatch file with options, variables and the run's arguments filled in. Raises ValueError for an
+    option that is not a single word, and outside a checkout."""
     if not job.file.is_file():
         raise ValueError(f"{job.file} is missing: jobs start from a checkout of megarl, not from an installed package alone")
     text = job.file.read_text(encoding="utf-8")
@@ -85,7 +83,7 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
         if not _WORD.fullmatch(value):
             raise ValueError(f"--{name} = {value!r}: must be one word of letters, digits and .,:@/+=%-")
         text = _replace(rf"^##?SBATCH --{name}=.*$", f"#SBATCH --{name}={value}", text)
-    # This command and the job both look up relative paths of a recipe, and the run directory, from the checkout.
+    # The job looks up relative paths of a recipe, and the run directory, from the checkout.
     if Path.cwd() != CHECKOUT:
         raise ValueError(f"a job starts in {CHECKOUT}, and this is {Path.cwd()}: call megarl launch there")
     values = {
@@ -95,14 +93,13 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
         **variables,
     }
     for name, value in values.items():
-        # No default any more: the computed value takes precedence over the environment.
+        # The computed value takes precedence over the environment.
         text = _replace(rf'^: "\$\{{{name}:=[^}}]*\}}"', f"{name}={shlex.quote(value)}", text)
     return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
 
 
 def check_time(recipe: Recipe, text: str) -> None:
-    """Raises ValueError where the time limit leaves a start no time to train: Slurm sends its signal before the end, and
-    ranks then have `run.grace_s` to leave."""
+    """Check that the time limit leaves time to train before Slurm's signal and `run.grace_s`. Raises ValueError."""
     limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
     limit_s = time_limit_s(limit)
     if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
@@ -130,8 +127,8 @@ def time_limit_s(limit: str) -> int | None:
 
 
 def submit_job(text: str) -> int:
-    """Submit a file's text with sbatch, which prints the job's number, and return its exit status. Raises ValueError where
-    there is no sbatch."""
+    """Submit a file's text with sbatch, which prints the job's number, and return its exit status. Raises ValueError without
+    sbatch."""
     if shutil.which("sbatch") is None:
         raise ValueError(
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"

@@ -1,7 +1,7 @@
-"""The process that watches the ranks of a node. It writes the stacks of a run that hangs, says who is at fault, and ends it.
+"""The process that watches the ranks of a node. When a run hangs, it writes all stacks, names the culprit, and ends the run.
 
-The first rank of a node starts it as `python -m megarl.cluster.watchdog`, with its settings on standard input. Nodes of the
-Ray cluster without trainer ranks have one too, as an actor: engines and reward workers there have stacks as well.
+The first rank of a node starts it as `python -m megarl.cluster.watchdog`, with its settings on standard input. On Ray nodes
+without trainer ranks it is an actor, because engines and reward workers there have stacks too.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import psutil
 from megarl.cluster.processes import end_at_once
 from megarl.cluster.watchdog_judge import ENDED, GONE, RUNNING, STOPPED, HangVerdict, OtherProcess, Standing, judge, overdue
 from megarl.cluster.watchdog_network import OtherWatchers, WatchedRank, WatcherSettings
-from megarl.telemetry import starts
+from megarl.telemetry import exit_status
 from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.output import endure_output
 from megarl.telemetry.stacks import busy_call, marked_processes, read_stacks, threads
 
 POLL_S = 0.5
-# After a pause this long the whole job was stopped, this process too, and silence before it says nothing.
+# After a pause this long the whole job, with this process, was stopped; earlier silence means nothing.
 PAUSE_S = 5.0
-# How long ranks may take to write what they know, and then to end, before they are killed.
+# How long ranks may take to write their record, and then to end, before they are killed.
 END_S = 2.0
-# How long a disk may take for the stacks.
+# How long writing the stacks may take.
 FILES_S = 20.0
-# How long the processes that a killed rank leaves may take to end by themselves.
+# How long the processes of a killed rank may take to end by themselves.
 LEFT_S = 10.0
-# What a watcher writes to the pipe of a rank, one a line: a rank of this node has ended; or, with a folder for its flight
-# recorder, this run hangs; or, with a status, end.
+# Lines that a watcher writes to a rank's pipe: a rank of this node has ended; the run hangs (with the folder for the flight
+# recorder); end (with the exit status).
 RANK_ENDED, HANG, EXIT = "rank-ended", "hang", "exit"
 RECORDER = "flight-recorder-"
 
@@ -58,9 +58,9 @@ class _Rank:
         return state_of(self.process)
 
     def standing(self, awake_since: float) -> Standing:
-        """Return where the rank stands; it counts as silent since `awake_since` at most."""
+        """Return the rank's standing; silence counts from `awake_since` at the earliest."""
         text, before = os.pread(self._page, 1 << 16, 0), b""
-        while text != before:  # while the rank writes, it is read in part
+        while text != before:  # a read during a write may be torn
             text, before = os.pread(self._page, 1 << 16, 0), text
         page = json.loads(text.partition(b"\n")[0])
         silent_s = time.monotonic() - max(page.pop("since"), awake_since)
@@ -68,14 +68,14 @@ class _Rank:
         return Standing(**page, silent_s=silent_s, state=state)
 
     def tell(self, word: str, content: object = "") -> None:
-        """Write to the rank's pipe; nothing happens where it has ended."""
+        """Write to the rank's pipe, unless the rank has ended."""
         with contextlib.suppress(OSError):
             os.write(self._pipe, os.fsencode(f"{word} {content}\n"))
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Where the processes of a node stand, by their stacks: ranks, other processes, and texts by file name."""
+    """The stacks of a node: standings of ranks, other processes, and texts by file name."""
 
     table: list[Standing]
     processes: list[OtherProcess]
@@ -94,8 +94,8 @@ class Watcher:
         self._silent: set[str] = set()
 
     def watch(self) -> None:
-        """Return when all ranks of this node have ended, by themselves or as the run hangs or has lost a machine. Where the
-        node has no rank, return when node 0's watcher has."""
+        """Watch until all ranks of this node have ended, by themselves, in a hang, or because a machine is lost. On a node
+        without ranks, watch until node 0's watcher ends."""
         network, deadlines = self._network, self._settings.deadlines
         while True:
             time.sleep(POLL_S)
@@ -113,7 +113,7 @@ class Watcher:
                 _say(f"on {self._where(table)}: no answer from the machine of {machine}")
             self._silent = silent
             if network.judges:
-                # A machine that does not answer may be given up soon; until then its ranks only look as if they hung.
+                # The ranks of a silent machine only look as if they hung, until the machine is given up.
                 if not silent and overdue(table + network.tables(), deadlines, network.some_unknown):
                     return self._end_hang()
             elif network.wait_for("dump", 0.0):
@@ -121,12 +121,12 @@ class Watcher:
             else:
                 network.send("table", table)
         if any(standing.state == GONE for standing in table):
-            # vLLM's processes outlive the engine that they belong to, where that was killed.
+            # vLLM's processes outlive a killed engine.
             _wait(lambda: not self._marked_processes(), LEFT_S)
             end_at_once(self._marked_processes())
 
     def _look(self) -> list[Standing]:
-        """Return where the ranks of this node stand, and report those that have gone."""
+        """Return the standings of this node's ranks, and report ranks that are gone."""
         now = time.monotonic()
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now
@@ -143,13 +143,13 @@ class Watcher:
         return table
 
     def _where(self, table: list[Standing]) -> str:
-        """Name this node by its first rank, and the phase of that."""
+        """Name this node by its first rank and that rank's phase."""
         if not table:
             return f"node {self._settings.node}"
         return f"rank {table[0].rank}, " + ("between two phases" if table[0].phase is None else f"in phase {table[0].phase}")
 
     def _end_hang(self) -> None:
-        """On the node that judges: collect the stacks of all nodes, decide, and end the run."""
+        """On the judging node: collect all stacks, decide, and end the run."""
         self._network.send("dump")
         dump = self._dump()
         table, processes = self._network.stacks(self._settings.deadlines.stacks_s)
@@ -159,18 +159,18 @@ class Watcher:
         self._finish(dump, verdict, speaks=True)
 
     def _follow(self) -> None:
-        """On another node: node 0 has asked for the stacks, and says then where they go."""
+        """On another node: send the stacks to node 0 and wait for its verdict."""
         dump = self._dump()
         self._network.send("stacks", (dump.table, dump.processes))
         verdicts = self._network.wait_for("end", self._settings.deadlines.stacks_s + LEFT_S)
         if verdicts:
             self._finish(dump, verdicts[0], speaks=False)
-        elif self._ranks:  # node 0 has gone in the middle of it
+        elif self._ranks:  # node 0 is gone
             verdict = judge(Path(self._settings.run), dump.table, self._settings.deadlines, dump.processes)
             self._finish(dump, verdict, speaks=True)
 
     def _dump(self) -> Dump:
-        """Ask all processes of this run on this node where they stand."""
+        """Collect the stacks of all processes of this run on this node."""
         marked = marked_processes(self._settings.token)
         stacks = read_stacks({pid: file for pid, (_, file) in marked.items()}, self._settings.deadlines.stacks_s)
         dump = Dump([], [], {})
@@ -191,26 +191,26 @@ class Watcher:
         return dump
 
     def _finish(self, dump: Dump, verdict: HangVerdict, speaks: bool) -> None:
-        """Write the stacks and end all processes of the run on this node; one node also says why."""
+        """Write the stacks and end the run's processes on this node; the node that `speaks` prints the verdict."""
         texts = dict(dump.texts)
         if speaks:
             texts["verdict.txt"] = "\n".join(verdict.lines) + "\n"
             for line in verdict.lines:
                 _say(line)
             _say(f"the stacks of all processes go to {verdict.folder}; the ranks end with exit status {HUNG}")
-        # In a thread: a disk that does not answer must not keep a run that hangs.
+        # In a thread, because a hanging disk must not keep the run.
         writing = threading.Thread(target=self._write, args=(verdict, texts), daemon=True)
         writing.start()
         writing.join(FILES_S)
         running = [rank for rank in self._ranks if rank.state == RUNNING]
         for rank in running:
             rank.tell(HANG, verdict.folder)
-        # No rank ends before all know of the hang: a rank that loses a peer would end as if that had failed.
+        # No rank ends before all know of the hang: a rank that loses a peer would report a failed peer.
         _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.number}.json").exists() for rank in running))
         self._end_processes(HUNG)
 
     def _write(self, verdict: HangVerdict, texts: dict[str, str]) -> None:
-        starts.record_end(Path(self._settings.run), starts.HUNG, verdict.lines[0], verdict.rank)
+        exit_status.record_end(Path(self._settings.run), HUNG, verdict.lines[0], verdict.rank)
         try:
             verdict.folder.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
@@ -219,7 +219,7 @@ class Watcher:
             _say(f"{verdict.folder} is not whole: {error}")
 
     def _end_processes(self, status: int) -> None:
-        """End the ranks of this node with a status, by force where they do not, and then all that they have started."""
+        """End the ranks of this node with a status, by force if necessary, and then all their processes."""
         family = self._marked_processes()
         for rank in self._ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -229,7 +229,7 @@ class Watcher:
         end_at_once({process for process in family if process.pid != os.getpid()} | {rank.process for rank in self._ranks})
 
     def _marked_processes(self) -> list[psutil.Process]:
-        """Return the marked processes of this machine that are no ranks: a rank may belong to another node of the job."""
+        """Return the marked processes of this machine except ranks, which may belong to another node of the job."""
         processes = []
         for pid, (name, _) in marked_processes(self._settings.token).items():
             if not name.startswith("rank-"):
@@ -239,11 +239,11 @@ class Watcher:
 
 
 class NodeWatcher:
-    """A Ray actor for a node without ranks."""
+    """The watcher of a node without ranks, as a Ray actor."""
 
     def watch(self, settings: WatcherSettings) -> None:
-        """Watch until the run is over or hangs; then this actor is no more."""
-        import ray  # large, and of no use to the watchers of ranks
+        """Watch until the run is over or hangs, and end this actor."""
+        import ray  # large, and useless to the watchers of ranks
 
         try:
             Watcher(settings).watch()
@@ -252,7 +252,7 @@ class NodeWatcher:
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float = END_S) -> None:
-    """Return when the condition holds, or after `timeout_s`."""
+    """Wait until the condition holds, or for `timeout_s`."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and not condition():
         time.sleep(POLL_S / 10)
@@ -271,7 +271,7 @@ def state_of(process: psutil.Process | int) -> str:
 
 
 def _page(title: str, pid: int, state: str, text: str) -> str:
-    """Return the text of a process's file, with the kernel function that it waits in."""
+    """Return the text of a process's file, with the kernel function in which it waits."""
     try:
         function = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8") or "none"
     except OSError:
@@ -287,12 +287,12 @@ def _say(line: str) -> None:
 
 def main() -> None:
     endure_output()
-    # It ends with the ranks: a signal that ends the ranks must not end it before.
+    # A signal that ends the ranks must not end the watcher first.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
         watcher = Watcher(pickle.load(sys.stdin.buffer))
-    except (OSError, psutil.NoSuchProcess) as error:  # mostly the ranks have ended before it was there
+    except (OSError, psutil.NoSuchProcess) as error:  # usually the ranks ended before it started
         _say(f"cannot look at the ranks of this node ({error}): nobody watches them")
     else:
         watcher.watch()

@@ -1,4 +1,4 @@
-"""Whether a run hangs, and who is at fault: pure functions over where all ranks stand."""
+"""Whether a run hangs, and which rank is at fault: pure functions of all ranks' standings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:  # pydantic would make the watching process larger and slower 
 RUNNING, STOPPED, GONE, ENDED = "running", "stopped", "gone", "ended"
 # In these spans a rank waits for other ranks.
 WAITS_FOR_RANKS = ("wait_ranks", "wait_pipeline", "wait_gradients", "wait_layers", "wait_data")
-# In these spans rank 0 waits for engines or reward workers, whose processes have names with this prefix, and the other
-# ranks wait for rank 0.
+# In these spans rank 0 waits for engines or reward workers with this prefix in their names; other ranks wait for rank 0.
 WAITS_FOR_PROCESSES = {
     "wait_engines": ("the rollout engines", "engine-"),
     "wait_rewards": ("the reward workers", "reward-worker-"),
@@ -24,30 +23,30 @@ FILE_PHASES = ("start", "load_checkpoint", "checkpoint")
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands."""
+    """What a rank was doing when it was last seen."""
 
     rank: int
     place: str = ""
     """Its place in the actor's layout."""
     step: int = 0
     first: bool = False
-    """Whether the first step of this start is not done yet."""
+    """Whether this is the first step since the start."""
     phase: str | None = None
     span: str | None = None
     phases: int = 0
-    """How many phases it has begun."""
+    """Number of phases that it has begun."""
     note: str = ""
-    """The error message, once a deadline of the rank's own has passed."""
+    """The error message, once a deadline inside the rank has passed."""
     silent_s: float = 0.0
     """Seconds since it last entered or left a phase or a span."""
     state: str = RUNNING
     call: str | None = None
-    """The innermost call of its main thread, once its stacks are known, and whether that call `waits`."""
+    """The innermost call of its main thread, once its stacks are known; `waits` tells whether the call waits."""
     waits: bool = False
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether its span waits for other ranks, or for rank 0, which waits for processes."""
+        """Whether its span waits for other ranks, directly or behind rank 0's wait for processes."""
         span_waits = self.span in WAITS_FOR_RANKS or (self.span in WAITS_FOR_PROCESSES and self.rank != 0)
         return self.state == RUNNING and span_waits
 
@@ -72,14 +71,14 @@ class Standing:
 
     @property
     def accusation(self) -> str:
-        """The sentence about a rank at fault."""
+        """The sentence that blames this rank."""
         state = {STOPPED: ": its process is stopped (SIGSTOP)", GONE: ": its process is gone"}.get(self.state, "")
         return f"{self.name} did not arrive: {self.where}{state}"
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds, by the recipe. The first five say how long a rank may stand in one place."""
+    """Seconds from the recipe. The first five bound how long a rank may stay in one place."""
 
     first_step_s: float
     step_s: float
@@ -98,7 +97,7 @@ class Deadlines:
         return cls(*recipe.standing_s, watchdog.files_s, engines_s, rewards_s, watchdog.stacks_s, collective_s)
 
     def limit(self, standing: Standing) -> tuple[float, str]:
-        """How long a rank may stand where it stands, and the setting that says so."""
+        """Return how long a rank may stay where it is, and the setting that says so."""
         if standing.phase in FILE_PHASES:
             return self.files_s, f"watchdog.files_s = {self.files_s:g}"
         key = "first_step_s" if standing.first else "step_s"
@@ -112,9 +111,8 @@ class Deadlines:
 
 
 def overdue(table: Iterable[Standing], deadlines: Deadlines, some_unknown: bool = False) -> bool:
-    """Return whether the run hangs: a rank that waits for no other rank has passed its limit, or all ranks wait and all
-    have passed it. Ranks that wait for a rank within its limit are no sign of a hang. With `some_unknown`, ranks that wait
-    never are: they may wait for a rank that is not in the table."""
+    """Return whether the run hangs: a rank that waits for no other rank has passed its limit, or all ranks wait and all have
+    passed it. With `some_unknown`, waiting ranks prove nothing: they may wait for a rank that is not in the table."""
     present = [standing for standing in table if standing.state != ENDED]
     if any(standing.note for standing in present):
         return True
@@ -125,10 +123,10 @@ def overdue(table: Iterable[Standing], deadlines: Deadlines, some_unknown: bool 
 
 
 def culprits(table: Iterable[Standing]) -> list[Standing]:
-    """Return the ranks at fault, the likeliest first; none where rank 0 waits for engines or rewards that do not come.
+    """Return the ranks at fault, the likeliest first; none where rank 0 waits for missing engines or rewards.
 
-    First come ranks whose process is gone or stopped, then ranks that wait for nobody, by their span and innermost call.
-    Of these, the ranks that have begun the fewest phases are at fault. Where every rank waits, the rank that is behind is.
+    Ranks whose process is gone or stopped come first, then ranks that wait for nobody by their span and innermost call; of
+    these, the ranks with the fewest phases. Where every rank waits, the rank that is behind is at fault.
     """
     present = [standing for standing in table if standing.state != ENDED]
     for state in (GONE, STOPPED):
@@ -142,7 +140,7 @@ def culprits(table: Iterable[Standing]) -> list[Standing]:
         return _furthest_behind(busy)
     if any(standing.waits_for_processes for standing in present):
         return []
-    # Collectives inside a forward, a backward or the optimizer have no span: their ranks wait by their call alone.
+    # Collectives inside a forward, a backward or the optimizer have no span: only the call shows the wait.
     outside_waits = [standing for standing in present if not standing.waits_for_ranks]
     behind = _furthest_behind(present)
     if not outside_waits or behind[0].phases < max(standing.phases for standing in present):
@@ -158,7 +156,7 @@ def _furthest_behind(ranks: Sequence[Standing]) -> list[Standing]:
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """A process of an engine or a reward worker. `call`: the innermost call of a thread that does not wait."""
+    """A process of an engine or a reward worker. `call` is the innermost call of a thread that does not wait."""
 
     name: str
     pid: int
@@ -173,7 +171,7 @@ class OtherProcess:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """What the watchdog says of a hang; `rank` is None where no rank is at fault. `folder` is for the stacks."""
+    """The watchdog's verdict on a hang; `rank` is None where no rank is at fault. The stacks go to `folder`."""
 
     folder: Path
     rank: int | None
@@ -181,10 +179,10 @@ class HangVerdict:
 
 
 def judge(run: Path, table: Sequence[Standing], deadlines: Deadlines, processes: Sequence[OtherProcess] = ()) -> HangVerdict:
-    """Decide whom to name, and in which words. The folder does not exist yet."""
+    """Return the verdict on a hang, with a folder that does not exist yet."""
     present = [standing for standing in table if standing.state != ENDED]
     lines = [f"rank {standing.rank}: {standing.note}" for standing in present if standing.note]
-    wrong = [process for process in processes if process.state == STOPPED]
+    suspects = [process for process in processes if process.state == STOPPED]
     named = culprits(table)
     if named:
         first = named[0]
@@ -193,15 +191,15 @@ def judge(run: Path, table: Sequence[Standing], deadlines: Deadlines, processes:
     else:
         first = next(standing for standing in present if standing.waits_for_processes)
         whom, prefix = WAITS_FOR_PROCESSES[first.span or ""]
-        rule = "" if first.note else f"; it may stand there for {deadlines.limit(first)[1]} s"  # the note has its own rule
+        rule = "" if first.note else f"; it may stand there for {deadlines.limit(first)[1]} s"  # the note names its rule
         lines.append(f"{whom} did not answer rank 0, {first.where}{rule}")
-        # Processes that nobody waits for have nothing to do, and stand somewhere all the same.
-        wrong = wrong or [process for process in processes if process.name.startswith(prefix) and process.call]
-    lines += [str(process) for process in wrong]
+        # Only processes that rank 0 waits for: idle ones have a call too.
+        suspects = suspects or [process for process in processes if process.name.startswith(prefix) and process.call]
+    lines += [str(process) for process in suspects]
     waiting = [standing for standing in present if standing is not first and standing not in named]
     if waiting:
-        words = [f"rank {standing.rank} {standing.silent_s:.1f} s{standing.span_and_call}" for standing in waiting]
-        lines.append("others waited: " + ", ".join(words))
+        times = [f"rank {standing.rank} {standing.silent_s:.1f} s{standing.span_and_call}" for standing in waiting]
+        lines.append("others waited: " + ", ".join(times))
     number, name = 1, f"hang-{first.step}-{first.phase or 'between_phases'}"
     while (folder := run / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1

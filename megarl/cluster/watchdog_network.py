@@ -1,10 +1,10 @@
-"""The watchers of several nodes, and whether their machines can still be reached.
+"""Connections between the watchers of several nodes, and whether their machines can still be reached.
 
-Each watcher is connected with node 0's, which judges over all ranks and has the others dump stacks and end their ranks.
-A watcher that has lost node 0's judges over its own ranks.
+Each watcher connects to node 0's watcher, which judges all ranks and tells the others to dump stacks and to end their ranks.
+A watcher without this connection judges its own ranks.
 
-A cut cable shows late and names nobody: ranks wait for rank 0 as long as a rollout may take, and rank 0 for its engines. So
-the kernels at both ends of these connections ask each other whether they are there (TCP keepalive).
+By itself a cut cable shows late and names no machine: ranks wait for rank 0 as long as a rollout may take. So these
+connections use TCP keepalive.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 from megarl.cluster.watchdog_judge import Deadlines, OtherProcess, Standing
 
 CONNECT_S = 60.0
-# How much longer than a node's dump itself its message may take.
+# How much longer than a node's dump the message with it may take.
 NEWS_S = 5.0
-# A kernel asks this often within half of a collective's deadline, but not less often than every minute, so that no firewall
-# on the way forgets the connection.
-QUESTIONS, LONGEST_QUESTION_S = 4, 60
-# In tcp_info of <linux/tcp.h>: milliseconds since the last data and the last acknowledgement came.
+# The kernel sends this many keepalive probes within half of a collective's deadline, and at least one a minute, so that no
+# firewall forgets the connection.
+PROBES, MAX_PROBE_S = 4, 60
+# In tcp_info of <linux/tcp.h>: milliseconds since the last data and since the last acknowledgement.
 LAST_HEARD = struct.Struct("52xII")
 
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """A rank of this node: its process, and the numbers of two files there: its page, and the end of a pipe to it."""
+    """A rank of this node: its process id, and the file numbers of its page and of its pipe in that process."""
 
     rank: int
     pid: int
@@ -44,7 +44,7 @@ class WatchedRank:
 
 @dataclass(frozen=True)
 class WatcherSettings:
-    """What a watcher gets when it starts. `num_nodes` counts the nodes that have ranks."""
+    """Settings of a watcher. `num_nodes` counts the nodes that have ranks."""
 
     run: str
     node: int
@@ -52,16 +52,16 @@ class WatcherSettings:
     ranks: tuple[WatchedRank, ...]
     deadlines: Deadlines
     token: str
-    """Marks the run's processes, and opens connections between its watchers."""
+    """Marks the run's processes and authenticates its watchers."""
     master: tuple[str, int] | None = None
-    """Where node 0's watcher listens, for the others."""
+    """Address of node 0's watcher, for the others."""
     listener: int | None = None
-    """File of the socket on which node 0's watcher listens, where there are others."""
+    """File number of the socket on which node 0's watcher listens for others."""
 
 
 @dataclass(eq=False)
 class _Watcher:
-    """The watcher of another node, with the last message of each kind."""
+    """The watcher of another node and its last message of each kind."""
 
     name: str
     has_ranks: bool
@@ -71,48 +71,53 @@ class _Watcher:
     heard_at: float = 0.0
 
     def table(self) -> list[Standing]:
-        """Return where its ranks stand; they are silent since its last message, as it may be stopped with them."""
+        """Return its ranks' standings. Silence includes the time since its last message, as it may be stopped with them."""
         silent_s = time.monotonic() - self.heard_at
         table: list[Standing] = self.messages.get("table", [])
         return [replace(standing, silent_s=standing.silent_s + silent_s) for standing in table]
 
 
 class OtherWatchers:
-    """Connections of this watcher with others; none where a run has one node.
+    """This watcher's connections to others; none in a run on one node.
 
-    Other nodes send node 0 their `table` of standings, and after an order to `dump` their `stacks`: a table with calls, and
-    other processes. Node 0 sends the orders `dump` and `end`, the latter with a verdict.
+    Other nodes send node 0 their `table` of standings, and after `dump` their `stacks`: a table with calls, and other
+    processes. Node 0 sends `dump`, and `end` with a verdict.
     """
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
         self._half_s = settings.deadlines.collective_s / 2
-        self._question_s = min(LONGEST_QUESTION_S, max(1, int(self._half_s / QUESTIONS)))
+        self._probe_s = min(MAX_PROBE_S, max(1, int(self._half_s / PROBES)))
         self._watchers: dict[int, _Watcher] = {}
-        self._seen: set[int] = set()  # nodes with ranks whose watcher has ever been connected
+        self._seen: set[int] = set()  # nodes with ranks whose watcher has ever connected
         self.lost: str | None = None
-        """What happened, once a machine with ranks is given up."""
+        """The reason, once a machine with ranks is given up."""
         if settings.listener is not None:
             listener = socket.socket(fileno=settings.listener)
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+            def accept() -> None:
+                while True:  # a thread for each connection, because a stranger may say nothing
+                    threading.Thread(target=self._greet, args=listener.accept()[:1], daemon=True).start()
+
+            threading.Thread(target=accept, daemon=True).start()
         self._joining = threading.Thread(target=self._join, daemon=True)
         self._joining.start()
 
     @property
     def judges(self) -> bool:
-        """Whether this watcher decides: it is node 0's, or is not connected with that."""
+        """Whether this watcher decides: it is node 0's, or is not connected to node 0's."""
         return self._settings.master is None or not self._watchers
 
     @property
     def some_unknown(self) -> bool:
-        """Whether there are ranks of which this watcher has not heard."""
+        """Whether some nodes with ranks have never connected."""
         if self._settings.master is not None:
             return not self._watchers
         return len(self._seen) < self._settings.num_nodes - 1
 
     @property
     def is_alone(self) -> bool:
-        """Whether this watcher is not connected with node 0's, and will not be."""
+        """Whether this watcher has no connection to node 0's, and will get none."""
         return not self._joining.is_alive() and not self._watchers
 
     def send(self, kind: str, content: Any = None) -> None:
@@ -121,12 +126,12 @@ class OtherWatchers:
             try:
                 watcher.connection.send((kind, content))
             except ConnectionError:
-                continue  # `receive` takes what came before this
+                continue  # `receive` reads the last messages and drops it
             except OSError as error:
                 self._drop(node, watcher, error)
 
     def receive(self) -> None:
-        """Take the messages that have come."""
+        """Read all pending messages."""
         for node, watcher in list(self._watchers.items()):
             try:
                 while watcher.connection.poll():
@@ -136,36 +141,36 @@ class OtherWatchers:
                 self._drop(node, watcher, error)
 
     def _drop(self, node: int, watcher: _Watcher, error: EOFError | OSError) -> None:
-        """Forget a watcher that has ended, or whose machine is lost."""
+        """Remove a watcher that has ended or whose machine is lost."""
         if isinstance(error, OSError) and not isinstance(error, ConnectionError):
             if watcher.has_ranks:
                 self.lost = (
                     f"no way to the machine of {watcher.name} for {self._half_s:g} s, half of "
                     f"trainer.collective_timeout_s = {2 * self._half_s:g} ({error.strerror})"
                 )
-        elif self._settings.master is not None:  # node 0's ranks have ended, or another watcher takes the place of this one
+        elif self._settings.master is not None:  # node 0's ranks have ended, or its watcher is being replaced
             self._joining = threading.Thread(target=self._join, daemon=True)
             self._joining.start()
         watcher.connection.close()
         watcher.socket.close()
-        if self._watchers.get(node) is watcher:  # else the one that takes its place is here already
+        if self._watchers.get(node) is watcher:  # else its replacement is already here
             del self._watchers[node]
 
     def silent(self) -> list[str]:
-        """Return the machines that have left the last question of the kernel unanswered so far."""
+        """Return the machines that have not answered the last keepalive probe."""
         names = []
         for watcher in list(self._watchers.values()):
             info = watcher.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_HEARD.size)
-            if min(LAST_HEARD.unpack(info)) > 1000 * (self._question_s + 1):
+            if min(LAST_HEARD.unpack(info)) > 1000 * (self._probe_s + 1):
                 names.append(watcher.name)
         return names
 
     def tables(self) -> list[Standing]:
-        """Return where the ranks of other nodes stand."""
+        """Return the standings of other nodes' ranks."""
         return [standing for watcher in self._watchers.values() for standing in watcher.table()]
 
     def wait_for(self, kind: str, timeout_s: float) -> list[Any]:
-        """Return the messages of a kind, when all connected watchers have sent one or `timeout_s` have passed."""
+        """Return the messages of a kind once all connected watchers have sent one, or after `timeout_s`."""
         end = time.monotonic() + timeout_s
         self.receive()
         while time.monotonic() < end and any(kind not in watcher.messages for watcher in self._watchers.values()):
@@ -174,7 +179,7 @@ class OtherWatchers:
         return [watcher.messages[kind] for watcher in self._watchers.values() if kind in watcher.messages]
 
     def stacks(self, timeout_s: float) -> tuple[list[Standing], list[OtherProcess]]:
-        """Return what the processes of all other nodes say; of nodes that are late, where their ranks stood."""
+        """Return the stacks of all other nodes; of late nodes, the last standings of their ranks."""
         table: list[Standing] = []
         processes: list[OtherProcess] = []
         for node_table, node_processes in self.wait_for("stacks", timeout_s + NEWS_S):
@@ -183,24 +188,18 @@ class OtherWatchers:
         known = {standing.rank for standing in table}
         return table + [standing for standing in self.tables() if standing.rank not in known], processes
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            connection, _ = listener.accept()
-            # A thread for each: a stranger may say nothing.
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-
     def _join(self) -> None:
         if self._settings.master is not None:
-            with contextlib.suppress(OSError):  # the ranks are about to learn it, too
+            with contextlib.suppress(OSError):  # the ranks will notice it too
                 self._greet(socket.create_connection(self._settings.master, CONNECT_S))
 
     def _greet(self, connected: socket.socket) -> None:
-        """Show each other that both know the token, and say who they are."""
+        """Authenticate both ends by the token, and exchange names."""
         settings, key = self._settings, self._settings.token.encode()
         connected.setblocking(True)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._question_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._question_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._probe_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._probe_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._half_s))
         connection: Connection[Any, Any] = Connection(os.dup(connected.fileno()))
         name_here = f"rank {settings.ranks[0].rank}" if settings.ranks else f"node {settings.node}"

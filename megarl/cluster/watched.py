@@ -1,4 +1,4 @@
-"""A rank's part of the watchdog: it says where it stands, and ends when the watching process tells it to."""
+"""A rank's part of the watchdog: it publishes what it does, and ends when the watcher tells it to."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from megarl.cluster.watchdog import EXIT, HANG, RECORDER, NodeWatcher
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatchedRank, WatcherSettings
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all
-from megarl.platform.flight_recorder import dump_flight_recorder
+from megarl.platform.diagnostics import dump_flight_recorder
 from megarl.platform.messages import address_towards, deadline_passed, peer_lost
+from megarl.telemetry.clock import ClockPlace
 from megarl.telemetry.stacks import MARK, mark, unmark
 
 TOKEN_BYTES = 16
 MOST_NOTE_CHARACTERS = 2048
-# How long a rank that has reported a deadline waits to be ended, beyond the time for stacks.
+# How long a rank that reported a deadline waits to be ended, beyond the time for stacks.
 END_S = 30.0
-# How long a rank that has lost a peer waits to hear, beyond the time for stacks, that this is the end of a hang.
+# How long a rank that lost a peer waits, beyond the time for stacks, to hear whether the run hangs.
 LOST_S = 3.0
-# The watcher sees within half a second that all ranks of its node have ended.
+# The watcher notices within half a second that all ranks of its node have ended.
 WATCHER_S = 5.0
 MOST_WATCHERS = 3
 CLOSE = "close"
@@ -45,8 +46,8 @@ CLOSE = "close"
 class Watch:
     """This rank as the watcher sees it.
 
-    Its page is a file in memory. The watcher opens it under /proc, and can read it also when this process has been killed;
-    nothing of it is ever left behind.
+    The rank's page is a file in memory, which the watcher opens under /proc. The watcher can read it after this process was
+    killed, and nothing of it stays behind.
     """
 
     def __init__(self, token: str, rank: int, place: str, stacks_s: float) -> None:
@@ -56,11 +57,11 @@ class Watch:
         self._first_step: int | None = None
         self.beat(None, None)
         mark(f"{token}/rank-{rank:05d}")
-        self._ear, self.pipe = os.pipe()
+        self._orders, self.pipe = os.pipe()
         self.handle = WatchedRank(rank, os.getpid(), self._page, self.pipe)
         self._hangs = threading.Event()
         self._some_ended = threading.Event()  # or the run hangs
-        # The main thread may wait for ever in C.
+        # The main thread may wait forever in C.
         self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -70,37 +71,37 @@ class Watch:
         os.pwrite(self._page, json.dumps(self._standing).encode() + b"\n", 0)
 
     def begin(self, step: int) -> None:
-        """Begin a step."""
+        """Publish the start of a step."""
         self._first_step = step if self._first_step is None else self._first_step
         self._write(step=step, first=step == self._first_step, phase=None, span=None)
 
     def beat(self, phase: str | None, span: str | None) -> None:
-        """Say that this rank is in a phase and, inside it, in a span; None between phases, or in no span."""
+        """Publish the phase and the span inside it; None between phases, or in no span."""
         begins = phase is not None and self._standing.get("phase") is None
         self._write(phase=phase, span=span, phases=self._standing["phases"] + begins)
 
     @contextmanager
-    def deadlines(self, place_of: Callable[[BaseException], tuple[str | None, str | None]]) -> Iterator[None]:
-        """Inside, an error that says that a deadline has passed ends the run as a hang, with all stacks: they are gone when
-        engines are closed after it. `place_of` gives the phase and the span in which an error was raised."""
+    def deadlines(self, place_of: Callable[[BaseException], ClockPlace]) -> Iterator[None]:
+        """End the run as a hang, with all stacks, when the body raises at a deadline. Closing engines first would lose their
+        stacks. `place_of` returns the phase and the span in which an error was raised."""
         try:
             yield
-        except BaseException as error:  # also SystemExit of a rank that is asked to end
-            if ASKED.name is None:  # else other ranks are leaving, and so do not answer
+        except BaseException as error:  # SystemExit too
+            if ASKED.name is None:  # otherwise other ranks leave and do not answer
                 if deadline_passed(error):
                     self.beat(*place_of(error))
                     self._write(note=str(error)[:MOST_NOTE_CHARACTERS])
                     self._hangs.wait(self._stacks_s + END_S)
-                elif peer_lost(error):  # by a deadline of that peer's, or as it failed
+                elif peer_lost(error):  # at a deadline of the peer, or because it failed
                     self.beat(*place_of(error))
                     self._some_ended.wait(self._stacks_s + LOST_S)
-            if self._hangs.is_set():  # then an error only says that peers end
+            if self._hangs.is_set():  # then the error only shows that peers end
                 time.sleep(END_S)
             raise
 
     def _listen(self) -> None:
-        with os.fdopen(self._ear, "rb") as ear:
-            for line in ear:
+        with os.fdopen(self._orders, "rb") as orders:
+            for line in orders:
                 word, _, content = os.fsdecode(line).rstrip("\n").partition(" ")
                 if word == CLOSE:
                     return
@@ -108,7 +109,7 @@ class Watch:
                     os._exit(int(content))
                 if word == HANG:
                     self._hangs.set()
-                    with suppress(OSError):  # of a full disk, say: end all the same
+                    with suppress(OSError):  # a full disk must not prevent the end
                         dump_flight_recorder(Path(content) / f"{RECORDER}{self.handle.rank}")
                 self._some_ended.set()
 
@@ -123,7 +124,7 @@ class Watch:
 
 @contextmanager
 def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] = ()) -> Iterator[Watch]:
-    """Within this a process on each node watches its ranks. Collective. `nodes`, on rank 0: those without ranks."""
+    """Watch the ranks of each node by a process of its own. Collective. `nodes`, on rank 0, have no ranks."""
     token, listener, address = "", None, None
     node, num_nodes = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if place.rank == 0:
@@ -133,7 +134,11 @@ def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] 
             listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
             address = listener.getsockname()[:2]
     token, address = broadcast_from_first((token, address))
-    watch = Watch(token, place.rank, place_name(place), deadlines.stacks_s)
+    layout = place.layout
+    parts = [("pipeline stage", place.pipeline_rank, layout.pipeline), ("data-parallel rank", place.data_rank, layout.data),
+             ("tensor rank", place.tensor_rank, layout.tensor)]  # fmt: skip
+    name = ", ".join(f"{part} {rank} of {size}" for part, rank, size in parts if size > 1)
+    watch = Watch(token, place.rank, name, deadlines.stacks_s)
     ranks = tuple(rank for rank_node, rank in gather_to_all((node, watch.handle)) if rank_node == node)
     settings = WatcherSettings(str(run.absolute()), node, num_nodes, ranks, deadlines, token, address)
     watch_nodes(settings, nodes)
@@ -155,24 +160,24 @@ def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] 
 
 
 class WatcherProcess:
-    """The process that watches this node's ranks. It outlives this rank where this rank hangs. When the process ends too
-    early, this rank says so and starts another one."""
+    """The process that watches this node's ranks, and outlives a rank that hangs. If it ends too early, this rank reports
+    that and starts another one."""
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
         self.may_end = False
-        """Whether this rank is about to end, and the process with the last rank of its node."""
+        """Whether this rank is ending; the process ends with the last rank of its node."""
         self._process = self._start()
         threading.Thread(target=self._replace, name="watcher", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait for the end of the process, but not where it watches other ranks of this node that have not ended."""
+        """Wait for the end of the process, unless it still watches other ranks of this node."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCHER_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         listener = self._settings.listener
-        with open(os.memfd_create("megarl-watcher"), "w+b") as settings:  # no disk may be full here
+        with open(os.memfd_create("megarl-watcher"), "w+b") as settings:  # a file in memory, because the disk may be full
             pickle.dump(self._settings, settings)
             settings.seek(0)
             return subprocess.Popen(
@@ -182,7 +187,7 @@ class WatcherProcess:
             )  # fmt: skip
 
     def _replace(self) -> None:
-        """In a thread, as long as there is such a process."""
+        """Wait in a thread for the process to end, and replace it."""
         for left in reversed(range(MOST_WATCHERS)):
             status = self._process.wait()
             if self.may_end or status == 0:
@@ -198,23 +203,14 @@ class WatcherProcess:
 
 
 def nodes_without_ranks(num_trainer_nodes: int) -> list[int]:
-    """Return the job's nodes after those of the trainer; none where this process has joined no Ray, as with replayed
-    rollouts."""
+    """Return the numbers of the job's nodes after the trainer's; none without Ray, as with replayed rollouts."""
     return [number for number in sorted(numbered_nodes()) if number >= num_trainer_nodes] if ray.is_initialized() else []
 
 
 def watch_nodes(settings: WatcherSettings, nodes: Sequence[int]) -> None:
-    """Watch the processes of nodes without ranks until node 0's watcher ends. `settings.master` is that watcher."""
+    """Watch nodes without ranks until node 0's watcher, `settings.master`, ends."""
     for node in nodes:
-        # Detached: it is to write its stacks also where the ranks, and with them this run's other actors, have ended.
+        # Detached, so that it writes stacks even after the ranks, and with them this run's other actors, have ended.
         options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": 0, "resources": node_share(node)}
         actor = ray.remote(NodeWatcher).options(**options).remote()
         actor.watch.remote(replace(settings, node=node, ranks=()))
-
-
-def place_name(place: Place) -> str:
-    """Return a rank's part in the actor's layout, in words."""
-    layout = place.layout
-    parts = [("pipeline stage", place.pipeline_rank, layout.pipeline), ("data-parallel rank", place.data_rank, layout.data),
-             ("tensor rank", place.tensor_rank, layout.tensor)]  # fmt: skip
-    return ", ".join(f"{name} {rank} of {size}" for name, rank, size in parts if size > 1)

@@ -1,14 +1,14 @@
 """Run megatron-core on a machine without CUDA: rewrite its modules as they are imported.
 
-megatron-core hard-codes CUDA in about two hundred places. Replacing functions of torch itself would change the whole
-process and break vLLM beside it; so only the syntax trees of `megatron.core` modules are rewritten, at import:
+megatron-core hard-codes CUDA in about two hundred places. Patching torch would break vLLM in the same process, so only the
+syntax trees of `megatron.core` modules are rewritten, at import:
 
 - `torch.cuda` and everything imported from it becomes `megarl.platform.cuda_stub`;
 - the literals "cuda" and "torch.cuda.<X>Tensor" become their CPU names;
 - `x.cuda()` and `x.pin_memory()` become `x`, `pin_memory=True` becomes False, `x.is_cuda` (read: "on the device") True;
-- `x.record_stream(stream)` becomes `x`: there is one stream, and torch takes no stand-in for it;
-- gathers and scatters of uneven parts pad them, those of a rank alone do nothing (`gloo_collectives.py`);
-- the router's `te_general_gemm`, which 0.16 leaves undefined without Transformer Engine and then asks for, becomes None;
+- `x.record_stream(stream)` becomes `x`: there is one stream, and torch accepts no stand-in for it;
+- gathers and scatters pad uneven parts, and do nothing in a group of one (`gloo_collectives.py`);
+- the router's `te_general_gemm`, which 0.16 reads and leaves undefined without Transformer Engine, becomes None;
 - `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled, and the RNG tracker uses the CPU generator.
 
 Checked with megatron-core 0.16.1 and 0.19.2.
@@ -29,7 +29,7 @@ _ALIAS = "__megarl_cuda__"
 
 
 class _Rewriter(ast.NodeTransformer):
-    """One pass over a module's syntax tree; see the module docstring for the rules."""
+    """Applies the rules of the module docstring to one syntax tree."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if node.value == "cuda":
@@ -62,22 +62,19 @@ class _Rewriter(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source; never reads or writes a `.pyc`, which would be shared with a CUDA process."""
+    """Compiles the rewritten source without a `.pyc`, which a CUDA process would share."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
         body = tree.body
-        # The stub's import goes behind the docstring and the __future__ imports, which must stay first.
-        position = next(
-            (
-                index
-                for index, node in enumerate(body)
-                if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-                and not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
-            ),
-            len(body),
-        )
+        # The docstring and the __future__ imports must stay first.
+        position = 0
+        while position < len(body) and (
+            (isinstance(node := body[position], ast.Expr) and isinstance(node.value, ast.Constant))
+            or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+        ):
+            position += 1
         tree = _Rewriter().visit(tree)
         tree.body[position:position] = ast.parse(f"import {_STUB} as {_ALIAS}").body
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
@@ -87,16 +84,19 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()
         elif module.__name__ == "megatron.core.tensor_parallel.random":
-            module._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
-            module._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+            import torch  # here: this file leaves the first import of torch to megatron-core
+
+            module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
+            module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
         elif module.__name__ == "megatron.core.tensor_parallel.mappings":
-            from megarl.platform import gloo_collectives  # here: it imports torch, which this file leaves to megatron-core
+            from megarl.platform import gloo_collectives
 
             gloo_collectives.install_uneven(module)
         elif module.__name__ == "megatron.core.distributed.param_and_grad_buffer":
             from megarl.platform import gloo_collectives
 
-            gloo_collectives.install_alone(module)
+            for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+                setattr(module, name, gloo_collectives.unless_alone(getattr(module, name)))
         elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
             vars(module).setdefault("te_general_gemm", None)
 
@@ -113,20 +113,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _get_rng_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> object:
-    import torch
-
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: object, device: object = -1, graph_safe: bool = False) -> None:
-    import torch
-
-    torch.set_rng_state(new_state)  # type: ignore[arg-type]
-
-
 def install() -> None:
-    """Install the hook, once; an error if megatron-core was imported before it."""
+    """Install the import hook once. Fails if megatron-core was imported before."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert _PREFIX not in sys.modules, "import megarl.platform before megatron.core: it must be rewritten for this CPU"

@@ -1,9 +1,9 @@
 """What megatron-core sees as `torch.cuda` on a machine without CUDA.
 
-The device is the CPU, streams and events run in program order, so waiting is a no-op. A name that is not here is
-recorded in `missed` (a test reads it) and raises AttributeError.
+The device is the CPU, and streams and events run in program order, so waiting does nothing. Reading a name that is not here
+adds it to `missed`, which a test reads, and raises AttributeError.
 
-Tests put it in the place of `torch.cuda` and see what a GPU would have been asked: `recorded` and `HostWaits`.
+Tests replace `torch.cuda` by this module to see which calls a GPU would get: `recorded` and `HostWaits`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401  # noqa: F401
+from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401
 
 missed: set[str] = set()
 _records: list[list[str]] = []
@@ -22,8 +22,8 @@ _records: list[list[str]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """The calls that wait for the device, choose it, or give its memory back, by name in their order, as long as this is
-    entered; `set_device` with the thread's name and the device."""
+    """Record calls that wait for the device, choose it or return its memory: names in order; `set_device` with the thread's
+    name and the device."""
     calls: list[str] = []
     _records.append(calls)
     try:
@@ -38,9 +38,8 @@ def _record(call: str) -> None:
 
 
 class HostWaits(torch.overrides.TorchFunctionMode):
-    """Counts in `calls`, by name, what makes the host wait for a GPU, where this thread does it to tensors of the CPU that
-    stand for a GPU's: values that are read (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...), and tensors
-    that are made of Python's values or numpy's on a device, from pageable memory."""
+    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: reading values (`item`,
+    `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...), and making tensors on a device from pageable memory."""
 
     READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
              "masked_select")  # fmt: skip
@@ -53,14 +52,14 @@ class HostWaits(torch.overrides.TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
-        moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
-        if name in self.READS or made or moved:
+        is_made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
+        is_moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
+        if name in self.READS or is_made or is_moved:
             self.calls.append(name)
         return func(*args, **kwargs)
 
 
-# Asked for by `hasattr` or behind a version test: absent is the right answer.
+# Read by `hasattr` or behind a version test: absent is right.
 _ABSENT_IS_FINE = {"MemPool"}
 
 
@@ -102,15 +101,15 @@ class Event:
 
 
 class CUDAGraph:
-    """Only named in annotations and isinstance tests: no graph is ever captured here."""
+    """Stands in annotations and isinstance tests; nothing captures a graph here."""
 
 
 class CUDAPluggableAllocator:
-    """Imported at the top of a module; never built here."""
+    """Imported at the top of a module, never constructed."""
 
 
 class nvtx:
-    """Range markers for a profiler that is not there."""
+    """Range markers without a profiler."""
 
     @staticmethod
     def range_push(message: str) -> None: ...

@@ -1,8 +1,7 @@
-"""Memory of the device that other processes of this machine reach by a handle. On a CPU a file without a name stands in.
+"""Device memory that other processes of this machine map by a handle; an unnamed file on a CPU.
 
-On a GPU the memory comes from `cudaMalloc` and not from torch's allocator: under `expandable_segments` no plain IPC handle
-names the allocator's memory. The handle names neither a device nor an event: a consumer may see other devices than the
-owner (a Ray actor sees its own alone) and cannot open an event of a device that it does not see.
+On a GPU the memory comes from `cudaMalloc`, because torch's allocator has no plain IPC handle under `expandable_segments`.
+The handle names neither a device nor an event: a Ray actor sees only its own device, and cannot open events of others.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ IPC_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 
 
 def share_on_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Zeroed memory of `device`, the current one, uint8 [num_bytes], and its handle. It lives as long as the tensor and its
-    views. Raises RuntimeError where the device has not so much, or shares none."""
+    """Return zeroed memory of the current `device`, uint8 [num_bytes], and its handle. It is freed with the last view of it.
+    Raises RuntimeError where the device has too little memory or cannot share it."""
     from cuda.bindings import runtime  # torch depends on it where it is built for CUDA
 
     pointer = _value(runtime.cudaMalloc(num_bytes), f"cudaMalloc of {num_bytes} bytes")
     memory = _tensor_at(pointer, num_bytes, device, partial(runtime.cudaFree, pointer)).zero_()
     handle = _value(runtime.cudaIpcGetMemHandle(pointer), "cudaIpcGetMemHandle")
-    torch.cuda.synchronize()  # the zeros are there before any other process writes
+    torch.cuda.synchronize()  # write the zeros before other processes write
     return memory, repr((ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES), num_bytes)).encode()
 
 
 def reach_on_cuda(handle: bytes, device: torch.device) -> torch.Tensor:
-    """Memory of another process, wherever it lies, as if it were that of `device`, the current one: so that one kernel
-    casts, gathers and writes a box over NVLink, where torch would first make a copy for a tensor of another device. Both
-    devices must be peers. Raises RuntimeError where the memory cannot be mapped."""
+    """Map memory of another process as memory of the current `device`, so that one kernel casts, gathers and writes a box
+    over NVLink; torch would first copy a tensor of another device. Both devices must be peers. Raises RuntimeError where the
+    memory cannot be mapped."""
     from cuda.bindings import runtime
 
     name, num_bytes = ast.literal_eval(handle.decode())
@@ -49,7 +48,7 @@ def reach_on_cuda(handle: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _value(answer: tuple[Any, ...], call: str) -> Any:
-    """The value of a CUDA call. Raises RuntimeError for an error."""
+    """Return the value of a CUDA call. Raises RuntimeError with the name of its error."""
     error, *value = answer
     if error != 0:
         raise RuntimeError(f"{call}: {error.name}")
@@ -57,18 +56,17 @@ def _value(answer: tuple[Any, ...], call: str) -> Any:
 
 
 def _tensor_at(pointer: int, num_bytes: int, device: torch.device, release: Callable[[], Any]) -> torch.Tensor:
-    """Memory at an address, uint8 [num_bytes]; `release` is called when the last view of it is gone.
+    """Return the memory at an address, uint8 [num_bytes]; `release` runs when its last view is gone.
 
-    torch's own way to make a storage of memory that it did not allocate, as its CUDA graphs do (2.13).
+    This is how torch's CUDA graphs make a storage of foreign memory (2.13).
     """
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
-    weakref.finalize(storage, release).atexit = False  # then the device's context is going too
+    weakref.finalize(storage, release).atexit = False  # at exit the device's context ends anyway
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
 
 def share_on_cpu(num_bytes: int) -> tuple[torch.Tensor, bytes]:
-    """As `share_on_cuda`. The handle is the file's path among this process's open files, with a mark that no other has: a
-    process that is started again may have the number of an earlier one."""
+    """Do the same on a CPU. The handle has the file's path under /proc and a random mark, because process ids repeat."""
     descriptor = os.memfd_create("megarl-device-memory")
     os.posix_fallocate(descriptor, 0, num_bytes)
     array = _mapped(descriptor, num_bytes)
@@ -77,7 +75,7 @@ def share_on_cpu(num_bytes: int) -> tuple[torch.Tensor, bytes]:
 
 
 def reach_on_cpu(handle: bytes) -> torch.Tensor:
-    """As `reach_on_cuda`."""
+    """Do the same on a CPU."""
     _, path = ast.literal_eval(handle.decode())
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""Groups of processes for messages between pairs of their members, beside torch's default group.
+"""Process groups that exchange messages between pairs of members, next to torch's default group.
 
-Each class has `send` and `receive`, which only begin, `finish`, which waits for one of them, and `leave`. `number` is what a
-message is known by where its transport knows any; a member's messages to another one must begin in the same order on both.
+Both classes have `send` and `receive`, which start a transfer, `finish`, which waits for one, and `leave`. `number` names a
+message where the transport supports it; both ends must start the messages between them in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What torch's errors have in their text, as they have no type of their own (2.13).
+# Texts of torch's errors, which have no types of their own (2.13).
 LATE = re.compile("Timed out waiting|wait timeout after|has timed out after|collective operation timeout")
 LOST = re.compile("Connection closed by peer|Connection reset by peer|Broken pipe|Application timeout caused pair closure")
 LOOK_S = 0.0002
@@ -27,16 +27,15 @@ EAGER_LOOKS = 20
 
 
 class GlooMessages:
-    """From and to the host's memory. Who loses its partner sees it at once."""
+    """Exchanges host memory. A member sees at once that its partner is gone."""
 
     def __init__(
         self, store: dist.Store, member: int, size: int, timeout_s: float, host: str, numbered: bool = True
     ) -> None:
-        """Members reach each other on the way on which they reach `host`, the store's machine. Raises RuntimeError where
-        the other members do not come. Without `numbered` messages are told apart by their order alone, as NCCL's are.
+        """Bind to the interface that leads to `host`, the store's machine, or to GLOO_SOCKET_IFNAME. By default gloo binds
+        to the address of this machine's name, which is often a loopback address.
 
-        Left alone gloo binds to what this machine's own name resolves to, often a loopback address that no other machine
-        reaches. Where GLOO_SOCKET_IFNAME is set, as for torch's own groups, gloo takes that interface.
+        Without `numbered`, messages are matched by order alone, as in NCCL. Raises RuntimeError where members do not come.
         """
         self._numbered, timeout = numbered, timedelta(seconds=timeout_s)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -54,49 +53,50 @@ class GlooMessages:
         return self._group.recv([content], member, number if self._numbered else 0)
 
     def finish(self, work: Any, timeout_s: float) -> None:
-        """Raises RuntimeError at the deadline, and where the partner is gone."""
+        """Wait for a transfer. Raises RuntimeError at the deadline, and where the partner is gone."""
         work.wait(timedelta(seconds=timeout_s))
 
     def leave(self) -> None:
-        """Let go of the group: its other members' waits fail at once."""
+        """Leave the group, so that pending transfers of other members fail at once."""
         self._group = None
 
 
 class NcclMessages:
-    """From and to the memory of the current device.
+    """Exchanges memory of the current device.
 
-    All messages of a member run one after the other in one stream of its device, in the order in which they began, and each
-    waits for its partner. NCCL knows no numbers. Members that all begin theirs in one common order cannot wait for each
-    other in a circle: the first message that is not through is the next one at both of its ends.
+    A member's messages run one after another in one stream, in the order in which they started, and each waits for its
+    partner. NCCL has no message numbers. No deadlock is possible when all members start messages in one common order: the
+    first unfinished message is the next one at both ends.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float) -> None:
-        """Raises RuntimeError where the other members do not come within `meeting_s`."""
+        """Join the group. Raises RuntimeError where the other members do not come within `meeting_s`."""
         store.set(f"here-{member}", "")
-        store.wait([f"here-{one}" for one in range(size)], timedelta(seconds=meeting_s))
+        store.wait([f"here-{number}" for number in range(size)], timedelta(seconds=meeting_s))
         options = dist.ProcessGroupNCCL.Options()
-        # Calls that must wait for a partner return at once, and torch gives them up after this time: else a partner that
-        # hangs holds this process for ever.
+        # Calls return at once, and torch gives up on them after this time. Otherwise a hanging partner blocks this process
+        # forever.
         options.config.blocking = 0
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout_s))))  # read at the first such wait
-        # By default torch's watchdog ends the process whose partner fails. This one must live on and serve other engines.
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout_s))))  # read at the first wait
+        # By default torch's watchdog ends a process whose partner fails. This process must go on to serve other engines.
         with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
             self._group: Any = dist.ProcessGroupNCCL(store, member, size, options)
-            # One communicator for all members. Left alone torch makes one for each pair of them when it first sends.
+            # One communicator for all members; by default torch makes one for each pair at its first message.
             self._group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
     def send(self, content: torch.Tensor, member: int, number: int) -> Any:
-        """What is written by then in the current stream is sent."""
+        """Start to send what the current stream has written so far."""
         return self._group.send([content], member, 0)
 
     def receive(self, content: torch.Tensor, member: int, number: int) -> Any:
-        """What is queued by then in the current stream still reads what was there before."""
+        """Start to receive; work queued in the current stream so far still reads the old content."""
         return self._group.recv([content], member, 0)
 
     def finish(self, work: Any, timeout_s: float) -> None:
-        """Raises RuntimeError at the deadline. `work.wait` would only have the current stream wait, and this process go on:
-        the other end, and the next bucket, are told by the host. A message that failed is through as well; its bytes are
-        then wrong, which their checksums tell."""
+        """Block the host until a message is done, because the host tells the other end; `work.wait` blocks only the stream.
+
+        Raises RuntimeError at the deadline. A failed message counts as done: its checksums reveal the wrong bytes.
+        """
         looks, end = 0, time.monotonic() + timeout_s
         while not work.is_completed():
             looks += 1
@@ -106,7 +106,7 @@ class NcclMessages:
         work.wait()
 
     def leave(self) -> None:
-        """End what is under way, so that no kernel of this device waits for ever for a partner."""
+        """Abort pending messages, so that no kernel of this device waits forever for a partner."""
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -114,7 +114,7 @@ class NcclMessages:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """For what torch reads in the environment alone, when it makes a NCCL group."""
+    """Set environment variables while torch creates a NCCL group, which takes some settings in no other way."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -128,32 +128,32 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _address(store: dist.Store, member: int, size: int, host: str) -> str:
-    """The address at which all other members find this one.
+    """Return the address at which all other members reach this one.
 
-    The machine of the store may know itself by a loopback address (Debian lists its own name as 127.0.1.1). Members
-    elsewhere have another one, and the way to them has the right address.
+    The store's machine may resolve its own name to a loopback address (Debian writes 127.0.1.1). Then take the address on
+    the way to a member on another machine.
     """
-    own = address_towards(host)
-    store.set(f"address-{member}", own)
-    if not ipaddress.ip_address(own).is_loopback:
-        return own
-    addresses = [text.decode() for text in store.multi_get([f"address-{one}" for one in range(size)])]
-    outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    return address_towards(outside[0]) if outside else own
+    local = address_towards(host)
+    store.set(f"address-{member}", local)
+    if not ipaddress.ip_address(local).is_loopback:
+        return local
+    addresses = [text.decode() for text in store.multi_get([f"address-{number}" for number in range(size)])]
+    remote = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    return address_towards(remote[0]) if remote else local
 
 
 def deadline_passed(error: BaseException) -> bool:
-    """Whether an error says that somebody did not come by a deadline: Python's, or one of torch's groups and stores."""
+    """Return whether an error says that a deadline passed: a TimeoutError, or an error of torch's groups and stores."""
     return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and LATE.search(str(error)) is not None)
 
 
 def peer_lost(error: BaseException) -> bool:
-    """Whether an error of torch says that the other end is gone: it has ended, or its own deadline has passed."""
+    """Return whether an error of torch says that the other end is gone: it has ended, or its deadline has passed."""
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
 def address_towards(host: str) -> str:
-    """This machine's own address on the way to another one; nothing is sent. Raises RuntimeError where there is no way."""
+    """Return this machine's address on the route to a host; sends nothing. Raises RuntimeError without a route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

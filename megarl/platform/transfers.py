@@ -1,4 +1,4 @@
-"""Copies between host and GPU that nobody waits for, and where torch's varlen attention runs."""
+"""Copies between host and GPU that the host does not wait for, and torch's varlen attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; any type of torch may begin there
+_ALIGNMENT = 16  # bytes; suits every dtype
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, as views of one buffer that is copied from pinned memory."""
+    """Return the arrays on the device, as views of one buffer that is copied from pinned memory."""
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     starts = list(accumulate(sizes, initial=0))
     staged = _pinned(starts[-1])
     for array, start in zip(arrays, starts, strict=False):
         staged.numpy()[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-    # The allocator of pinned memory keeps the staging buffer until the copy is made.
+    # The pinned allocator keeps the staging buffer until the copy is made.
     placed = staged.to(device, non_blocking=True)
     return [
         placed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
@@ -34,12 +34,12 @@ def _pinned(size: int) -> Tensor:
 
 
 def start_to_device(copy: Tensor, device: torch.device, event: Any) -> tuple[Tensor, Any]:
-    """A tensor that a copy of the host's is written into beside the computation, and the event that it is complete at.
+    """Start to copy a host tensor to the device; return the device tensor and the event of its completion.
 
-    The copy begins when `event` has passed and the computation has come to this call. The caller waits for the second event
-    before it uses or frees the tensor.
+    The copy starts after `event` and after the computation queued so far. Wait for the returned event before using or
+    freeing the tensor.
     """
-    # The computation's own memory: what it frees earlier is free by the time that the copy begins.
+    # Allocated in the computation's stream: memory that it freed before is free when the copy starts.
     arriving = torch.empty_like(copy, device=device, pin_memory=False)
     stream = stream_of(device, "in")
     stream.wait_stream(torch.cuda.current_stream())
@@ -51,14 +51,14 @@ def start_to_device(copy: Tensor, device: torch.device, event: Any) -> tuple[Ten
 
 @cache
 def stream_of(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """The stream of the copies in one direction, "in" or "out": the bus carries both at once."""
+    """Return the stream for copies "in" or "out"; the bus carries both directions at once."""
     return torch.cuda.Stream(device)
 
 
 def has_varlen_attention(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's varlen attention runs on a device of this compute capability (None: no GPU).
+    """Return whether torch's varlen attention runs at this compute capability (None: no GPU).
 
-    The limits are those of its FlashAttention 2 kernels (torch 2.13, `mha_varlen_fwd` and `mha_varlen_bwd`): Ampere or
+    These are the limits of its FlashAttention 2 kernels (torch 2.13, `mha_varlen_fwd` and `mha_varlen_bwd`): Ampere or
     newer, 16-bit, heads of at most 256 and a multiple of 8.
     """
     if capability is None or capability < (8, 0) or dtype not in (torch.float16, torch.bfloat16):
@@ -67,7 +67,7 @@ def has_varlen_attention(capability: tuple[int, int] | None, dtype: torch.dtype,
 
 
 def varlen_attention() -> Callable[..., Any]:
-    """torch's own; the flash-attn package has the same kernels."""
-    from torch.nn.attention.varlen import varlen_attn  # here: it registers operators, which a CPU has no use for
+    """Return torch's function; the flash-attn package has the same kernels."""
+    from torch.nn.attention.varlen import varlen_attn  # here: it registers operators that a CPU does not need
 
     return varlen_attn

@@ -72,12 +72,12 @@ class Evaluation:
             estimates[f"majority_at_{section.completions}"] = majority(rewards, answers, section.pass_reward)
         return estimates
 
-    def figures(self, section: EvaluationSection) -> dict[str, float]:
+    def metrics(self, section: EvaluationSection) -> dict[str, float]:
         """Return the metrics `evaluation/...`: each estimate with half of its confidence interval, and counts."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, estimate in self.estimates(section).items():
-            figures |= {f"evaluation/{name}": estimate.value, f"evaluation/{name}_error": estimate.error}
-        return figures | {
+            metrics |= {f"evaluation/{name}": estimate.value, f"evaluation/{name}_error": estimate.error}
+        return metrics | {
             "evaluation/num_prompts": len(self.prompts),
             "evaluation/num_left_out": self.num_left_out,
             "evaluation/num_dropped": self.num_dropped,
@@ -87,7 +87,7 @@ class Evaluation:
             "evaluation/truncated_share": float(self.truncated.mean()),
         }
 
-    def said(self, section: EvaluationSection) -> str:
+    def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
         shown = [
             f"{name.replace('_at_', '@')} {mean.value:.3f}" + ("" if np.isnan(mean.error) else f" ±{mean.error:.3f}")
@@ -253,16 +253,16 @@ def engine_places(recipe: Recipe, num_devices: int | None) -> tuple[EnginePlace,
 def report(recipe: Recipe, evaluation: Evaluation, as_json: bool) -> str:
     """Return what the command prints."""
     assert recipe.evaluation is not None
-    figures = evaluation.figures(recipe.evaluation)
+    metrics = evaluation.metrics(recipe.evaluation)
     if as_json:
-        finite = {key: value if math.isfinite(value) else None for key, value in figures.items()}
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         return json.dumps(finite, indent=2)
-    masked, left_out = figures["evaluation/num_masked"], figures["evaluation/num_left_out"]
-    unused = figures["evaluation/num_dropped"] + figures["evaluation/num_bad_rows"]
+    masked, left_out = metrics["evaluation/num_masked"], metrics["evaluation/num_left_out"]
+    unused = metrics["evaluation/num_dropped"] + metrics["evaluation/num_bad_rows"]
     lines = [
-        evaluation.said(recipe.evaluation),
-        f"completions of {figures['evaluation/completion_length_mean']:.1f} tokens, "
-        f"{figures['evaluation/truncated_share']:.1%} of them cut at rollout.max_new_tokens",
+        evaluation.summary(recipe.evaluation),
+        f"completions of {metrics['evaluation/completion_length_mean']:.1f} tokens, "
+        f"{metrics['evaluation/truncated_share']:.1%} of them cut at rollout.max_new_tokens",
     ]
     lines += [f"{masked:.0f} completions could not be scored and count for nothing"] if masked else []
     lines += [f"{left_out:.0f} prompts left out, which are among the training prompts"] if left_out else []

@@ -1,4 +1,4 @@
-"""Times what a rank does: every second is in exactly one phase, and within the phase in exactly one span."""
+"""Times a rank: every second is in exactly one phase, and within the phase in exactly one span."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from megarl.recipe.telemetry_section import TelemetrySection
 
 UNACCOUNTED = "unaccounted"
-# A rank does nothing but wait in a span with this prefix; the rest of the name says for whom.
+# A rank only waits in a span with this prefix; the rest of the name says for whom.
 WAIT = "wait_"
 # Keep at most this many events of a step; a micro-batch has about four.
 MOST_EVENTS = 20_000
 
 
 class Event(NamedTuple):
-    """A phase or span as it ran. `start` is in seconds from the start of the step; `depth` is 0 for a phase."""
+    """A finished phase or span. `start` is in seconds from the start of the step; `depth` is 0 for a phase."""
 
     name: str
     depth: int
@@ -27,13 +27,20 @@ class Event(NamedTuple):
     seconds: float
 
 
+class ClockPlace(NamedTuple):
+    """Where a rank is: its phase and its innermost span; None between phases and outside of spans."""
+
+    phase: str | None
+    span: str | None
+
+
 @dataclass(frozen=True)
 class StepTimes:
-    """What one rank did in a step.
+    """How one rank spent a step.
 
-    `start` is the rank's wall clock when the step began, in seconds since 1970. `spans` holds seconds by (phase, span)
-    without nested spans; the spans of a phase and its `unaccounted` rest sum to the phase. `events` are in the order of
-    their ends and empty unless the clock keeps them; `dropped` counts the events after the first MOST_EVENTS.
+    `start` is the rank's wall clock at the start of the step, in seconds since 1970. `spans` holds seconds by (phase, span)
+    without nested spans; the spans of a phase, with `unaccounted`, sum to the phase. `events` are ordered by their ends, and
+    empty unless the clock keeps them; `dropped` counts the events after the first MOST_EVENTS.
     """
 
     start: float
@@ -74,12 +81,11 @@ class _OpenSpan:
 
 
 class PhaseClock:
-    """Times the phases of a step and the spans inside them; the rest is `unaccounted`, so that the parts sum to wall time.
+    """Times the phases of a step and the spans inside them; the rest is `unaccounted`, so that all parts sum to wall time.
 
-    `on_phase` is called with the name of a phase when it starts and with None when it ends. `on_end` is called at the end of
-    a phase while it still runs, unless the phase ends by an exception; that exception gets a note with the rank and the
-    phase. `keep_phases` and `keep_spans` keep an event for each. `beat` is called with the phase and the innermost span (or
-    None) whenever either changes.
+    `on_phase` gets a phase's name at its start and None at its end. `on_end` runs as the last part of a phase, unless the
+    phase raises; then the exception gets a note with rank and phase. `keep_phases` and `keep_spans` record events. `beat`
+    gets the phase and the innermost span (or None) whenever either changes.
     """
 
     def __init__(
@@ -97,12 +103,12 @@ class PhaseClock:
         self._kept_depth = 2**31 if keep_spans else int(keep_phases)  # keep events of a smaller depth
         self._stack: list[_OpenSpan] = []  # the phase, then the spans inside it
         self._ranges: Ranges | None = None
-        self._error: tuple[BaseException, str | None, str | None] | None = None
+        self._error: tuple[BaseException, ClockPlace] | None = None
         self._reset(self._now())
 
     @contextmanager
     def showing(self, ranges: Ranges) -> Iterator[None]:
-        """Show phases and spans in `ranges`, too, within this context. Enter and leave it between phases."""
+        """Also show phases and spans in `ranges` within this context. Enter and leave it between phases."""
         assert not self._stack, f"ranges begin inside phase {self.current}"
         self._ranges = ranges
         try:
@@ -137,7 +143,7 @@ class PhaseClock:
             raise
         finally:
             end = self._now()
-            while len(self._stack) > 1:  # an error came between start and stop
+            while len(self._stack) > 1:  # an error skipped their stop
                 self._pop(end)
             self._phases[name] = self._phases.get(name, 0.0) + self._pop(end)
             if self._on_phase is not None:
@@ -157,7 +163,7 @@ class PhaseClock:
                 self.stop(name)
 
     def start(self, name: str) -> bool:
-        """Open a span. Return False without opening it outside of phases and inside a wait, which stays one wait."""
+        """Open a span. Return False, without opening it, outside of phases and inside a wait."""
         if not self._stack or self._stack[-1].name.startswith(WAIT):
             return False
         self._push(name)
@@ -168,13 +174,13 @@ class PhaseClock:
         if len(self._stack) > 1 and self._stack[-1].name == name:
             self._pop(self._now())
 
-    def place_of(self, error: BaseException) -> tuple[str | None, str | None]:
-        """Return the phase and the innermost span in which `error` was raised; None where there was none."""
-        return (None, None) if self._error is None or self._error[0] is not error else self._error[1:]
+    def place_of(self, error: BaseException) -> ClockPlace:
+        """Return where `error` was raised."""
+        return ClockPlace(None, None) if self._error is None or self._error[0] is not error else self._error[1]
 
     def _remember_place(self, error: BaseException) -> None:
         if self._error is None or self._error[0] is not error:
-            self._error = error, self.current, self.inside
+            self._error = error, ClockPlace(self.current, self.inside)
 
     def take(self) -> StepTimes:
         """End the step: return its times and begin the next one."""
@@ -203,7 +209,7 @@ class PhaseClock:
             self._on_beat(self.current, self.inside)
 
     def _pop(self, end: float) -> float:
-        """Close the innermost span, count its own time, and return its seconds with the nested ones."""
+        """Close the innermost span and return its seconds with those of nested spans."""
         if self._ranges is not None:
             self._ranges.close()
         key = self._stack[0].name, self.inside or UNACCOUNTED
@@ -221,17 +227,15 @@ class PhaseClock:
 
 
 class DeviceSync:
-    """An `on_end` of PhaseClock that waits for the device at the end of a phase, in the steps that the recipe asks for.
-
-    `synchronize` does the waiting (`platform.synchronize`); its time is span `device`. The start of a run counts as a step.
-    """
+    """An `on_end` of PhaseClock that calls `synchronize` at the end of each phase, in the steps that the recipe selects. Its
+    time is span `device`. The start of a run counts as a step."""
 
     def __init__(self, settings: TelemetrySection, synchronize: Callable[[], None]) -> None:
         self._settings, self._synchronize = settings, synchronize
         self.is_on = settings.device_sync != "never"
 
     def begin(self, step: int) -> None:
-        """Decide for step `step`, which begins."""
+        """Decide whether step `step` synchronizes."""
         if self._settings.device_sync == "sampled":
             self.is_on = step % self._settings.device_sync_every == 0
 
@@ -257,8 +261,7 @@ def recording(clock: PhaseClock) -> Iterator[None]:
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Time the body as span `name` of the running phase, if a clock records; call it `wait_<whom>` if the body only
-    waits."""
+    """Time the body as span `name` of the running phase, if a clock records. Name a wait `wait_<whom>`."""
     if _clock is None:
         yield
     else:

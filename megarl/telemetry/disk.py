@@ -1,5 +1,4 @@
-"""Writes of a run directory that lose at most a line to a full disk or a dead node, and errors that say which disk is
-full."""
+"""Writes that lose at most a line to a full disk or a dead node, and errors that name the full disk."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-# Messages of libraries that raise no OSError of their own: torch's writers and Megatron's worker processes.
+# Messages of torch's writers and Megatron's worker processes, which raise no OSError.
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|iostream error|PytorchStreamWriter failed writing")
 
 
 class DiskFull(OSError):
-    """A file did not fit; the message has the path, the needed and the free bytes."""
+    """A file does not fit; the message has the path, the needed and the free bytes."""
 
 
 class LineFile:
-    """Appends lines to a text file, each in one unbuffered write, so that a failed write is not repeated later."""
+    """Appends lines to a text file, each in one unbuffered write, so that nothing repeats a failed write later."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +32,7 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, line: str) -> None:
-        """Write a line, after ending a line before it that was cut short. Raises OSError with the file's name."""
+        """Write a line; first end a line that was cut short. Raises OSError with the file's name."""
         left = (("\n" if self._is_torn else "") + line + "\n").encode()
         try:
             while left:
@@ -48,12 +47,12 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON object of each line of a file; see `parse_lines`."""
+    """Return the JSON objects in a file's lines, as `parse_lines`."""
     return parse_lines(path.read_bytes())
 
 
 def parse_lines(content: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of lines; skip lines that a kill, a dead node or a full disk cut short."""
+    """Return the JSON objects in lines; skip lines that a kill, a dead node or a full disk cut short."""
     objects = []
     for line in content.split(b"\n"):
         try:
@@ -66,7 +65,7 @@ def parse_lines(content: bytes) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, or leave the present one as it is. Raises OSError with the file's name."""
+    """Write a text file whole, or leave the old file unchanged. Raises OSError with the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -80,10 +79,10 @@ def write_whole(path: Path, text: str) -> None:
         raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
-def no_room(place: Path, what: str, num_bytes: int | None) -> DiskFull:
-    """Return the error for `what`, of `num_bytes` if they are known, that does not fit."""
+def no_room(place: Path, content: str, num_bytes: int | None) -> DiskFull:
+    """Return the error for some `content` that does not fit; its size may be unknown."""
     size = "" if num_bytes is None else f" of {_mib(num_bytes)}"
-    return DiskFull(errno.ENOSPC, f"no room for {what}{size}, with {_mib(free_bytes(place))} free", str(place))
+    return DiskFull(errno.ENOSPC, f"no room for {content}{size}, with {_mib(free_bytes(place))} free", str(place))
 
 
 def size_bytes(directory: Path | None) -> int | None:
@@ -92,7 +91,7 @@ def size_bytes(directory: Path | None) -> int | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what the file system of a path, which need not exist yet, has free for this user."""
+    """Return the free bytes of a path's file system for this user. The path need not exist yet."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -100,7 +99,7 @@ def free_bytes(path: Path) -> int:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or an error that caused it, says that a disk or a quota is full."""
+    """Return whether an error, or an error that caused it, says that a disk or a quota is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -111,7 +110,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def describe_full(error: BaseException, place: Path) -> str:
-    """Return one sentence about a full disk; it names `place` where the error names no file."""
+    """Return a sentence about a full disk. It names `place` where the error names no file."""
     if isinstance(error, DiskFull):
         return f"{error.filename}: {error.strerror}"
     path = getattr(error, "filename", None) or place

@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: text that a full disk, closed pipe or lost terminal refuses is dropped."""
+"""Standard output and error that never end a run: they drop text that a full disk, closed pipe or lost terminal refuses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TextIO
 
 
 class EnduringOutput(io.RawIOBase):
-    """Writes to a file descriptor and drops what it refuses; the first time, `report_to` (a descriptor) gets the reason.
+    """Writes to a file descriptor and drops text that it refuses. The descriptor `report_to` gets the first reason.
 
-    With `pipes_alone` only a pipe without a reader drops text; other errors are raised.
+    With `pipes_alone`, other errors than a closed pipe are raised.
     """
 
     def __init__(self, descriptor: int, name: str, report_to: int | None, pipes_alone: bool) -> None:
         self._descriptor, self._name, self._report_to, self._pipes_alone = descriptor, name, report_to, pipes_alone
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Write or drop all of `content`."""
+        """Write all of `content`, or drop the rest."""
         left = memoryview(content)
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # a terminal or pipe that another program has made non-blocking
+            except BlockingIOError:  # another program made the terminal or pipe non-blocking
                 select.select([], [self._descriptor], [])
             except OSError as error:
                 if self._pipes_alone and not isinstance(error, BrokenPipeError):
@@ -49,13 +49,13 @@ class EnduringOutput(io.RawIOBase):
 
 
 def endure_output() -> None:
-    """Have this process's standard output and error drop text that cannot be written or encoded."""
+    """Let this process's standard output and error drop text that cannot be written or encoded."""
     sys.stdout = _enduring(sys.stdout, "standard output", 2)
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
 def endure_closed_pipes() -> None:
-    """Have a command whose output is its result ignore a closed pipe (`| head`); a full disk stays an error."""
+    """Let a command ignore a closed pipe (`| head`) while a full disk stays an error."""
     sys.stdout = _enduring(sys.stdout, "standard output", None, pipes_alone=True)
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
@@ -63,7 +63,7 @@ def endure_closed_pipes() -> None:
 def _enduring(stream: TextIO, name: str, report_to: int | None, pipes_alone: bool = False) -> TextIO:
     try:
         descriptor = stream.fileno()
-    except (io.UnsupportedOperation, AttributeError):  # in memory, or closed from the start: it never fails
+    except (io.UnsupportedOperation, AttributeError):  # a stream in memory never fails
         return stream
     with contextlib.suppress(OSError):
         stream.flush()

@@ -1,4 +1,4 @@
-"""What a user watches: the running step and phase and how far it is, when the run ends, and what the last step gave."""
+"""What a user watches: the running step and phase, their progress, the expected end, and the last step's results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from megarl.telemetry.metrics import duration, mean_reward, tokens_per_second
+from megarl.telemetry.metrics_file import duration, mean_reward, tokens_per_second
 
-# What the line of a finished step shows after its reward, where the step has it: key, label, format.
+# Metrics in the line of a finished step, after its reward: key, label, format.
 STEP_METRICS = (
     ("rollout/completion_length_mean", "length", ".1f"),
     ("actor/policy_loss", "loss", ".4f"),
@@ -28,7 +28,7 @@ RECENT = 10  # steps whose mean time predicts the rest
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str = "") -> str:
-    """Return one finished step as a line of text; `left` is the time until the end of the run."""
+    """Return a finished step as a line of text; `left` is the time until the end of the run."""
     reward, rate = mean_reward(metrics), tokens_per_second(metrics)
     parts = [f"reward {reward:.3f}"] if reward is not None else []
     parts += [f"{label} {metrics[key]:{form}}" for key, label, form in STEP_METRICS if metrics.get(key) is not None]
@@ -38,9 +38,9 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str =
 
 
 class ProgressLine:
-    """On a terminal, a live line with the running phase under one line a step; elsewhere the lines alone.
+    """Prints a line for each step and, on a terminal, a live line with the running phase.
 
-    A context manager. `enabled=False` (every rank but 0) makes it silent. `now` is in seconds since 1970.
+    A context manager. `enabled=False` silences it, on all ranks but 0. `now` is in seconds since 1970.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class ProgressLine:
             self._bar.stop()
 
     def phase(self, name: str | None) -> None:
-        """Show `name` as the running phase; an `on_phase` of PhaseClock. None changes nothing."""
+        """Show `name` as the running phase; an `on_phase` of PhaseClock."""
         if self._live and name is not None:
             self._bar.update(self._task, description=name, work="", refresh=True)
 
     def work(self, unit: str, done: float, total: int) -> None:
-        """Show how far the phase is, with the next of the bar's ten frames a second; for `watching_work`."""
+        """Show the progress of the phase, in the bar's next frame; an `on_work` of `watching_work`."""
         if self._live:
             self._bar.update(self._task, work=f"{int(done)}/{total} {unit}")
 
@@ -92,30 +92,27 @@ class ProgressLine:
         self._bar.update(self._task, completed=done)
 
     def note(self, text: str) -> None:
-        """Print a line that belongs to no step."""
+        """Print and flush a line of text."""
         if self._enabled:
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
             self._console.file.flush()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print what a finished step gave, flushed for the reader of a pipe."""
-        left_s = self._left_s(step, metrics.get("time/step"))
-        self.note(step_line(step, self._num_steps, metrics, "" if left_s is None else duration(left_s)))
-        if self._live:
-            self._bar.update(self._task, completed=step, last=self._last(left_s, metrics))
-
-    def _left_s(self, step: int, seconds: float | None) -> float | None:
-        """Predict from the mean of the last steps. The first step of a start warms up; it counts only while it is alone."""
-        if seconds is not None:
+        """Print a finished step. The mean time of the last steps predicts the end of the run; the first step of a start
+        warms up and counts only until the second."""
+        if (seconds := metrics.get("time/step")) is not None:
             self._num_timed += 1
             if self._num_timed == 2:
                 self._seconds.clear()
             self._seconds.append(seconds)
         remaining = self._num_steps - step
-        return fmean(self._seconds) * remaining if self._seconds and remaining else None
+        left_s = fmean(self._seconds) * remaining if self._seconds and remaining else None
+        self.note(step_line(step, self._num_steps, metrics, "" if left_s is None else duration(left_s)))
+        if self._live:
+            self._bar.update(self._task, completed=step, last=self._last(left_s, metrics))
 
     def _last(self, left_s: float | None, metrics: Mapping[str, Any]) -> str:
-        """Return the expected end, tokens per second and reward, which the live line shows until the next step."""
+        """Return the end of the run, tokens per second and reward for the live line."""
         rate, reward = tokens_per_second(metrics), mean_reward(metrics)
         parts = []
         if left_s is not None:
@@ -126,7 +123,7 @@ class ProgressLine:
         return ", ".join(parts)
 
 
-# Gets the unit, how many are done and how many there are. A unit may be done in parts.
+# Called with the unit, how many are done and how many there are. A unit may have parts.
 _on_work: Callable[[str, float, int], None] | None = None
 _unit, _total, _parts, _done = "", 0, 1, 0
 
@@ -143,14 +140,14 @@ def watching_work(on_work: Callable[[str, float, int], None]) -> Iterator[None]:
 
 
 def begin_work(unit: str, total: int, parts: int = 1) -> None:
-    """Say that the running phase has `total` of `unit` to do, each in so many parts."""
+    """Announce that the running phase has `total` units of work, each with so many parts."""
     global _unit, _total, _parts, _done
     _unit, _total, _parts, _done = unit, total, parts, 0
     advance_work(0)
 
 
 def advance_work(parts: int = 1) -> None:
-    """Say that so many more parts are done. Does nothing where no work has begun."""
+    """Count more parts as done. Does nothing where no work has begun."""
     global _done
     _done += parts
     if _on_work is not None and _done <= _total * _parts:

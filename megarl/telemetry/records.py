@@ -1,5 +1,4 @@
-"""What a rank writes besides metrics and its trace, as `telemetry` of the recipe asks: samples, profiles, memory snapshots,
-and on rank 0 what goes to the sinks."""
+"""What `telemetry` of the recipe adds to metrics and traces: samples, profiles, memory snapshots and sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
-from megarl.telemetry.disk import read_lines, write_whole
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.sinks import Row, Sinks, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -36,12 +35,11 @@ class Records:
         self._sinks, self._clock, self._platform = sinks, clock, platform
         self._profiled = section if section is not None and rank in section.ranks else None
         self._run, self._rank = run, rank
-        self._profile: Any = None  # of the step that has ended, not yet written
+        self._profile: Any = None  # of the last step, not yet written
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the body, step `number`, if the recipe asks for it, with phases and spans as ranges. Enter between
-        phases."""
+        """Profile the body, step `number`, if the recipe says so, with phases and spans as ranges. Enter between phases."""
         section = self._profiled
         if section is None or number not in section.steps:
             yield
@@ -63,7 +61,7 @@ class Records:
         return {} if self._sinks is None else self._sinks.metrics()
 
     def write(self, number: int, line: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Write the profile of the step that has ended; on rank 0 hand its line of metrics and its samples to the sinks."""
+        """Write the last step's profile; on rank 0 pass its metrics and samples to the sinks."""
         if self._sinks is not None:
             self._sinks.write(number, line, rows)
         if self._profile is not None:
@@ -75,8 +73,8 @@ class Records:
 
 @contextmanager
 def recorded(recipe: Recipe, run: Path, rank: int, done: int, clock: PhaseClock, platform: Any) -> Iterator[Records]:
-    """Open the records of a rank that continues after step `done`; leaving the context closes them."""
-    if rank == 0:  # resumed steps write their samples again
+    """Open the records of a rank that continues after step `done`, and close them at the end of the context."""
+    if rank == 0:  # repeated steps write their samples again
         for path in (run / "samples").glob("step-*.jsonl"):
             if path.stem > f"step-{done:06d}":
                 path.unlink()
@@ -91,17 +89,16 @@ def recorded(recipe: Recipe, run: Path, rank: int, done: int, clock: PhaseClock,
 
 
 class SampleTable:
-    """Writes `samples/step-000012.jsonl` on rank 0: some prompts and completions of a step with their rewards. `rows` are
-    the last step's."""
+    """Writes `samples/step-000012.jsonl` on rank 0: some prompts and completions of a step with rewards. `rows` are the last
+    step's."""
 
     def __init__(self, run: Path, num_samples: int, decode: Callable[[Sequence[int]], str]) -> None:
-        """`num_samples` of each step, spread evenly over its groups; `decode` turns token ids into text."""
+        """Keep `num_samples` of each step, spread evenly over its groups; `decode` turns token ids into text."""
         self._folder, self._num_samples, self._decode = run / "samples", num_samples, decode
         self.rows: list[dict[str, Any]] = []
 
     def write(self, step: int, rollouts: Any, scored: Any, batch: Any) -> None:
-        """Write a step's table. `rollouts` is a RolloutBatch, `scored` a RewardResult, `batch` has rewards, `valid` and
-        advantages."""
+        """Write a step's table from a RolloutBatch, a RewardResult, and a batch with rewards, `valid` and advantages."""
         total = len(rollouts)
         num = min(self._num_samples, total)
         chosen = [number * total // num for number in range(num)]
@@ -111,8 +108,8 @@ class SampleTable:
         write_whole(self._folder / f"step-{step:06d}.jsonl", text)
 
     def _row(self, step: int, sample: int, rollout: Any, scored: Any, batch: Any) -> dict[str, Any]:
-        """A masked reward and values that are not finite are null. `advantage` is the mean over the completion's tokens;
-        `version` and `first_version` are the weights that sampled its last and first token."""
+        """Return a row. Masked rewards and values that are not finite are null; `advantage` is the mean over the completion;
+        `version` and `first_version` sampled its last and its first token."""
         completion = rollout.completion
         is_valid = bool(batch.valid[sample])
         advantages = batch.fields["advantages"][sample]
@@ -139,18 +136,13 @@ def _finite(value: Any) -> float | None:
     return float(value) if np.isfinite(float(value)) else None
 
 
-def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of one step's file."""
-    return read_lines(Path(path))
-
-
 # Memory -----------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[None]:
-    """Within this context, an out-of-memory error writes `memory/rank-00000.json` and gets a note with its path. On a GPU
-    the allocator's history is recorded from here on and written next to it."""
+    """Write `memory/rank-00000.json` at an out-of-memory error, and add its path to the error as a note. On a GPU the
+    allocator's history since the start of the context is written next to it."""
     platform.record_allocations()
     try:
         yield
@@ -161,7 +153,7 @@ def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[N
 
 
 def _write_snapshot(path: Path, rank: int, platform: Any, error: BaseException) -> str:
-    """Write what holds memory now; return the note."""
+    """Write which tensors hold memory; return the note."""
     try:
         content = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -172,15 +164,15 @@ def _write_snapshot(path: Path, rank: int, platform: Any, error: BaseException) 
         }
         write_whole(path, json.dumps(content, indent=1))
         history = platform.write_allocations(path.with_suffix(".pickle"))
-    except (OSError, MemoryError, RuntimeError) as failure:  # must not hide the first error
+    except (OSError, MemoryError, RuntimeError) as failure:  # must not hide the out-of-memory error
         return f"no memory snapshot of rank {rank}: {failure}"
     also = "" if history is None else f", and the device's allocations in {history} (for pytorch.org/memory_viz)"
     return f"what held the memory of rank {rank} is in {path}{also}"
 
 
 def _largest_tensors() -> list[dict[str, Any]]:
-    """Return the largest blocks of memory that tensors of this process hold, largest first: bytes, device, type, and the
-    largest shapes of the tensors that share a block. Tensors that only autograd holds are not among them."""
+    """Return the largest memory blocks that tensors of this process hold: bytes, device, type, and the largest shapes of the
+    tensors that share the block. Tensors that only autograd holds are missing."""
     blocks: dict[tuple[str, int], dict[str, Any]] = {}
     num_unread = 0
     for tensor in gc.get_objects():
@@ -193,10 +185,10 @@ def _largest_tensors() -> list[dict[str, Any]]:
                 shapes = blocks.setdefault((device, storage.data_ptr()), block)["shapes"]
                 if shape not in shapes:
                     shapes.append(shape)
-        except Exception:  # tensor classes of libraries raise anything where they hold no memory
+        except Exception:  # tensor classes without memory may raise anything
             num_unread += 1
     if num_unread:
-        logger.warning("%d tensors do not say what memory they hold; the snapshot leaves them out", num_unread)
+        logger.warning("%d tensors do not report their memory; the snapshot omits them", num_unread)
     largest = sorted(blocks.values(), key=lambda block: -block["bytes"])[:LARGEST_BLOCKS]
     for block in largest:
         block["shapes"] = sorted(block["shapes"], key=math.prod, reverse=True)[:LARGEST_SHAPES]

@@ -1,4 +1,4 @@
-"""Curves, bars and the timeline of a run, as plain dictionaries that plotly.js draws; made without plotly."""
+"""Curves, bars and the timeline of a run as dictionaries for plotly.js, made without plotly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from megarl.telemetry.clock import WAIT
-from megarl.telemetry.metrics import duration
+from megarl.telemetry.metrics_file import duration
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares
 from megarl.telemetry.report_run import Run, smooth, thin
-from megarl.telemetry.trace import SCALE, TraceFile
+from megarl.telemetry.trace import SCALE
 
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 120  # of steps side by side
@@ -27,7 +27,7 @@ GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
 CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
 LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
-# Small plots next to the reward, where a run has the metrics: the metrics of one plot, and its title.
+# Small plots next to the reward, where a run has the metrics: metrics and title.
 CURVES = (
     (("actor/loss", "actor/policy_loss"), "actor loss"),
     (("critic/loss",), "critic loss"),
@@ -56,7 +56,7 @@ class Chart:
 
 
 def step_axis(run: Run) -> dict[str, Any]:
-    """Show every step where there are few."""
+    """Return the axis of steps, with a tick at each step where there are few."""
     return {"title": {"text": "step"}} | ({"dtick": 1} if len(run.steps) <= 10 else {})
 
 
@@ -68,7 +68,7 @@ def line(name: str, steps: Sequence[float], values: Sequence[float], color: str,
 
 
 def reward(run: Run) -> list[Chart]:
-    """Draw the mean reward of each step, and its mean over the last tenth of the steps so far."""
+    """Draw the mean reward of each step and its moving average over a tenth of the steps."""
     steps, values = run.rewards()
     if not values:
         return []
@@ -81,7 +81,7 @@ def reward(run: Run) -> list[Chart]:
 
 
 def evaluation(run: Run) -> list[Chart]:
-    """Draw what the run is worth on held-out prompts, from before the first step, with 95 % confidence intervals."""
+    """Draw the results on held-out prompts, from before the first step, with 95 % confidence intervals."""
     names = dict.fromkeys(key.removesuffix("_error") for line in run.evaluations for key in line if key.endswith("_error"))
     data = []
     for at, name in enumerate(names):
@@ -94,7 +94,7 @@ def evaluation(run: Run) -> list[Chart]:
 
 
 def curves(run: Run) -> list[Chart]:
-    """Draw losses and what else moves while a policy learns. Leave out a metric that never moves or equals its neighbor."""
+    """Draw losses and other curves. Leave out a metric that never moves or equals another one in its plot."""
     charts = []
     for keys, title in CURVES:
         known: list[tuple[str, list[int], list[float]]] = []
@@ -123,7 +123,7 @@ def phase_times(run: Run) -> list[Chart]:
 
 
 def ranks_time(run: Run) -> list[Chart]:
-    """Draw one bar: for which part of their time ranks were busy, and for whom they waited."""
+    """Draw one bar with the shares of the ranks' time: busy, and waiting by cause."""
     recent = run.recent()
     if "idle/share" not in recent:
         return []
@@ -147,7 +147,7 @@ def ranks_time(run: Run) -> list[Chart]:
 
 
 def useful_shares(run: Run) -> list[Chart]:
-    """Draw the part of the slots of each phase's batches that were tokens."""
+    """Draw the share of useful tokens in the slots of each phase's batches."""
     data = []
     for key in run.keys:
         steps, values = run.points(key)
@@ -186,15 +186,23 @@ class _Slice:
 
 
 def timeline(run: Run) -> list[Chart]:
-    """Draw the last steps rank by rank: phases above and, where the run kept them, spans below. Empty without a trace."""
+    """Draw the last steps rank by rank: phases above and, where the run traced them, spans below. Empty without a trace."""
     ranks = [rank for rank in run.ranks if rank.steps]
     if not ranks:
         return []
     start = min(step["start"] for rank in ranks for step in rank.steps)
     end = max(step["start"] + step["seconds"] for rank in ranks for step in rank.steps)
-    # Nobody sees a slice thinner than a pixel of a wide screen; the shortest go first where that is not enough.
-    slices = [part for lane, rank in enumerate(ranks) for part in _slices(lane, rank, start)]
-    slices = sorted((part for part in slices if part.seconds > (end - start) / 4000), key=lambda part: -part.seconds)
+    # Drop slices thinner than a pixel of a wide screen, and then the shortest ones.
+    slices = []
+    for lane, rank in enumerate(ranks):
+        for step in rank.steps:
+            phases = [(at, at + spent, name) for name, depth, at, spent in step["events"] if depth == 0]
+            for name, depth, at, spent in step["events"]:
+                if spent / SCALE > (end - start) / 4000:
+                    phase = next((phase for first, last, phase in phases if first <= at <= last), "") if depth else name
+                    kind = "wait" if depth and name.startswith(WAIT) else "span" if depth else "phase"
+                    slices.append(_Slice(kind, phase, name, lane, step["start"] - start + at / SCALE, spent / SCALE))
+    slices.sort(key=lambda part: -part.seconds)
     steps = sorted({step["step"] for rank in ranks for step in rank.steps})
     note = f"Steps {steps[0]} to {steps[-1]}. " if len(steps) > 1 else f"Step {steps[0]}. "
     note += (
@@ -222,21 +230,9 @@ def timeline(run: Run) -> list[Chart]:
     return [Chart("timeline", "The last steps, rank by rank", bars, layout, note, 110 + 62 * len(ranks))]
 
 
-def _slices(lane: int, rank: TraceFile, start: float) -> list[_Slice]:
-    slices = []
-    for step in rank.steps:
-        begun = step["start"] - start
-        phases = [(at, at + spent, name) for name, depth, at, spent in step["events"] if depth == 0]
-        for name, depth, at, spent in step["events"]:
-            phase = next((phase for first, last, phase in phases if first <= at <= last), "") if depth else name
-            kind = "wait" if depth and name.startswith(WAIT) else "span" if depth else "phase"
-            slices.append(_Slice(kind, phase, name, lane, begun + at / SCALE, spent / SCALE))
-    return slices
-
-
 def _bars(slices: Sequence[_Slice]) -> list[dict[str, Any]]:
-    """Return a trace per color: phases by name, then spans by phase, then all waits, over the spans around them. Longer
-    slices come first, so that a nested span is drawn over the one that holds it."""
+    """Return a trace per color: phases by name, then spans by phase, then all waits. Longer slices come first, so that a
+    nested span is drawn over its parent."""
     traces: dict[tuple[str, str], list[_Slice]] = {}
     for part in slices:
         traces.setdefault((part.kind, "" if part.kind == "wait" else part.phase), []).append(part)

@@ -1,4 +1,4 @@
-"""What a run's metrics say is wrong and what to do about it, and the three answers a report begins with."""
+"""Problems that a run's metrics show, what to do about them, and the three answers at the top of a report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import sqrt
 from statistics import fmean
 from typing import Literal
 
-from megarl.telemetry.metrics import duration, tokens_per_second
+from megarl.telemetry.exit_status import FAILED, NAMES, UNKNOWN
+from megarl.telemetry.metrics_file import duration, tokens_per_second
 from megarl.telemetry.report_run import Run, smooth
-from megarl.telemetry.starts import FAILED, UNKNOWN
 
 Kind = Literal["fault", "learning", "time"]
-# Faults first: metrics of a run that computes something wrong say nothing about learning or time.
+# Faults first: the metrics of a run that computes wrongly say nothing about learning or time.
 KINDS: tuple[Kind, ...] = ("fault", "learning", "time")
-LEAST_LOST = 0.03  # a loss below this part of a step is not worth a warning, however bad the phase itself is
+LEAST_LOST = 0.03  # no warning for a smaller lost part of a step, however bad the phase
 SYNC_LIMIT, STRAGGLER_LIMIT = 0.15, 0.05  # parts of a step
-FEWEST_STEPS = 4  # that can say whether a run learns
-# Placeholders in the metrics of the table, and the pattern of what they stand for.
+FEWEST_STEPS = 4  # before a report judges whether a run learns
+# Placeholders in the table's metrics, and their patterns.
 PLACEHOLDERS = {"<phase>": "([a-z_]+)", "<role>": "(actor|critic)"}
 # For whom ranks wait, in words.
 IDLE = {
@@ -31,12 +31,11 @@ IDLE = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A row of the table below, which docs/reading-a-run.md shows, too.
+    """A row of the table below, which docs/reading-a-run.md shows too.
 
-    `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` for every phase or role that has it; `says` may contain
-    `{value}` and `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase
-    (of the step, where the metric names no phase). The mean over the last steps counts, or with `any_step` the largest
-    value.
+    `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` as placeholders; `says` may contain `{value}` and
+    `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase, or of the
+    step where the metric names no phase. The value is the mean over the last steps, or with `any_step` the largest one.
     """
 
     metric: str
@@ -109,7 +108,7 @@ ADVICE = (
            any_step=True, form=".0f"),
 )  # fmt: skip
 
-# Parts of a sync, in the order of time: metric, name, what to do where the part is the longest.
+# Parts of a sync in their order: metric, name, and what to do where the part is the longest.
 SYNC_PARTS = (
     ("sync/pause_s", "pause", "`weight_sync.in_flight: keep` or `abort`: the sync then does not wait for completions"),
     ("sync/pack_s", "pack", "more trainer ranks to pack on, or a larger `weight_sync.bucket_bytes`"),
@@ -125,7 +124,7 @@ SYNC_PARTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about a run. `lost` is the part of a step that it costs, where it costs time."""
+    """A problem of a run. `lost` is the part of a step that it costs, where it costs time."""
 
     metric: str
     kind: Kind
@@ -135,7 +134,7 @@ class Finding:
 
 
 def find(run: Run) -> list[Finding]:
-    """Return everything that stands out in a run, worst first."""
+    """Return the problems of a run, worst first."""
     recent = run.recent()
     worst = {key: max(values) for key in run.keys if (values := run.points(key)[1])}
     findings = []
@@ -158,7 +157,7 @@ def find(run: Run) -> list[Finding]:
         findings.append(Finding("reward/deviation", "learning", says, do))
     if run.starts:
         says = " ".join(part.strip() for part in run.starts)
-        is_fault = any(f" x {how}:" in says for how in (FAILED, UNKNOWN))
+        is_fault = any(f" x {how}:" in says for how in (NAMES[FAILED], UNKNOWN))
         do = "the reason of each end; a smaller `run.checkpoint_every` bounds the steps that are repeated"
         findings.append(Finding("starts.jsonl", "fault" if is_fault else "time", says, do))
     return sorted(findings, key=lambda finding: (KINDS.index(finding.kind), -finding.lost))
@@ -212,7 +211,7 @@ def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
 
 
 def markdown() -> str:
-    """Return the table for docs/reading-a-run.md, without the idle shares, which have a table of their own there."""
+    """Return the table for docs/reading-a-run.md; the idle shares have another table there."""
     rows = ["| metric | warns | what to do |", "| --- | --- | --- |"]
     for advice in ADVICE:
         if not advice.metric.startswith("idle/"):
@@ -227,7 +226,7 @@ def markdown() -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """`verdict` is a word or two, `says` sentences with numbers and causes; `tone` is good, bad or open."""
+    """`verdict` is a word or two, `says` are sentences with numbers and causes, `tone` is good, bad or open."""
 
     question: str
     verdict: str
@@ -236,15 +235,14 @@ class Answer:
 
 
 def answers(run: Run, findings: Sequence[Finding]) -> list[Answer]:
-    """Return the three answers: is it learning, where does the time go, what should be changed."""
+    """Return the three answers: is it learning, where does the time go, what to change."""
     return [learning(run, findings), time(run), change(findings)]
 
 
 @dataclass(frozen=True)
 class Trend:
-    """How a metric moved from the first third of its steps to the last, and its noise: twice the standard error of the
-    change,
-    from the differences of neighboring steps, in which a trend hardly shows."""
+    """The change of a metric from the first third of its steps to the last third, and its noise: twice the standard error
+    of the change, from differences of neighboring steps, where a trend hardly shows."""
 
     first: float
     last: float

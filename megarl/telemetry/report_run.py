@@ -1,4 +1,4 @@
-"""A run as a report reads it, finished or not; and its reward curve in the terminal."""
+"""A run as a report reads it, finished or not, and its reward curve in the terminal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import yaml
 from rich.console import Console
 
 from megarl.telemetry.disk import read_lines
-from megarl.telemetry.metrics import is_number, mean_reward, read_metrics
-from megarl.telemetry.starts import starts_summary
+from megarl.telemetry.exit_status import starts_summary
+from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
 from megarl.telemetry.time_metrics import run_totals, totals_lines
 from megarl.telemetry.trace import TraceFile, read_ranks
 
-RECENT = 10  # steps that say how a run does now
+RECENT = 10  # steps whose means describe the run now
 TRACED_STEPS, TRACED_RANKS = 3, 16  # in the timeline
 ENDS = 3  # steps at each end of the curve that the summary compares
 PLOT_HEIGHT, PLOT_WIDTH = 10, 72
@@ -27,8 +27,8 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Run:
-    """`steps` are the lines of metrics.jsonl, `evaluations` those on held-out prompts; `ranks` are the last steps of the
-    first ranks with a trace, of `num_traced`."""
+    """The files of a run. `steps` are the lines of metrics.jsonl, `evaluations` those of evaluations.jsonl; `ranks` are the
+    last steps of the first of `num_traced` ranks with a trace."""
 
     path: Path
     name: str
@@ -42,7 +42,7 @@ class Run:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Every metric that some step has, in the order of appearance."""
+        """All metrics of the run, in the order of appearance."""
         return list(dict.fromkeys(key for line in self.steps for key in line if key != "step"))
 
     def at(self, key: str) -> Any:
@@ -58,13 +58,13 @@ class Run:
         return [line["step"] for line in lines], [line[key] for line in lines]
 
     def rewards(self) -> tuple[list[int], list[float]]:
-        """Return steps and mean rewards of everything they sampled."""
+        """Return steps and the mean rewards of all that they sampled."""
         pairs = [(line["step"], reward) for line in self.steps if is_number(reward := mean_reward(line))]
         return [step for step, _ in pairs], [reward for _, reward in pairs]
 
     def sampled(self) -> dict[int, int] | None:
-        """Return the number of completions sampled by the end of each step, with the extra rounds of
-        `algorithm.dynamic_sampling`. None where no recipe says how many a step has."""
+        """Return how many completions were sampled by the end of each step, with the extra rounds of
+        `algorithm.dynamic_sampling`; None without a recipe."""
         prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
         if prompts is None or size is None:
             return None
@@ -76,7 +76,7 @@ class Run:
         return sampled
 
     def recent(self) -> dict[str, float]:
-        """Return metrics as means over the last steps. The first step of a run warms up; it counts only in a short run."""
+        """Return means over the last steps. The first step warms up and counts only in a short run."""
         lines = (self.steps[1:] if len(self.steps) > 3 else self.steps)[-RECENT:]
         values = {key: [line[key] for line in lines if is_number(line.get(key))] for key in self.keys}
         return {key: fmean(numbers) for key, numbers in values.items() if numbers}
@@ -109,12 +109,12 @@ def read_run(path: str | Path) -> Run:
 
 
 def smooth(values: Sequence[float], over: int) -> list[float]:
-    """Return the mean of each value and the `over` - 1 values before it, of fewer at the start."""
+    """Return the moving average over `over` values, over fewer at the start."""
     return [fmean(values[max(0, end - over) : end]) for end in range(1, len(values) + 1)]
 
 
 def thin(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """Return means of neighbors where there are more than `most` points, in as many digits as a screen shows."""
+    """Average neighbors where there are more than `most` points, and round to the digits that a screen shows."""
     count = min(most, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
     parts = list(zip(edges, edges[1:], strict=False))
@@ -136,10 +136,10 @@ def show_curve(run: Run, console: Console) -> None:
 
 
 def plot_lines(steps: Sequence[int], values: Sequence[float]) -> list[str]:
-    """Draw columns of block characters over an axis; average steps together that do not fit the width."""
+    """Draw columns of block characters over an axis; average neighboring steps that do not fit the width."""
     _, columns = thin(steps, values, PLOT_WIDTH)
     wide = max(1, PLOT_WIDTH // len(columns))
-    # From zero where no value is negative, so that heights compare like rewards.
+    # Start at zero where no value is negative, so that heights compare like rewards.
     low, high = min(0.0, *columns), max(columns)
     heights = [round((column - low) / ((high - low) or 1.0) * PLOT_HEIGHT * 8) for column in columns]
     lines = []

@@ -1,4 +1,4 @@
-"""`runs/<name>/`: where the files of a run lie, which run may write there, and what a run may resume from."""
+"""`runs/<name>/`: its files, which run may write there, and what a run may resume from."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pydantic import ValidationError
 from megarl.recipe import Recipe, recipe_yaml
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.starts import started_in
+from megarl.telemetry.exit_status import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
-# A resumed run keeps these: without them a position in the prompts, or an adapter, means something else.
+# A resumed run keeps these, because they give a position in the prompts, or an adapter, its meaning.
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
-# --resume-if-saved also keeps these: whoever asks for it has not looked at what is there.
+# --resume-if-saved also keeps these: nobody has looked at the directory.
 _LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
 # The holder of a lock touches it this often. Take over the lock of another host after three missing touches.
 BEAT_S = 10.0
@@ -41,7 +41,7 @@ class RunDirectoryError(ValueError):
 
 
 class Resume(Enum):
-    """Whether a start resumes from its run directory; the value is the option that asks for it."""
+    """Whether a start resumes from its run directory; the value is the command-line option."""
 
     NEVER = ""
     ALWAYS = "--resume"
@@ -85,26 +85,26 @@ class RunDirectory:
         return cls(Path(recipe.run.dir) / recipe.run.name)
 
     def evaluation_table(self, step: int) -> Path:
-        """Return the file of the answers to each held-out prompt after a step."""
+        """Return the file of the answers to held-out prompts after a step."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def forget_evaluation_tables(self, step: int) -> None:
-        """Remove the tables of later steps, which a resumed run evaluates again."""
+        """Remove the tables of steps after `step`, which a resumed run evaluates again."""
         for file in self.path.glob("evaluations/step-*.jsonl"):
             if file.stem > self.evaluation_table(max(step, 0)).stem or step < 0:
                 file.unlink()
 
     def refuse_running(self) -> None:
         """Raise RunDirectoryError where a process of this host writes here; `lock` checks every host."""
-        self._refuse(self._lock.holder_here())
+        holder = self._lock.read()
+        self._refuse(holder if _runs_here(holder) else None)
 
     def lock(self) -> None:
-        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run writes
-        here."""
+        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where one writes."""
         self._refuse(self._lock.take())
 
     def unlock(self) -> None:
-        """Let other runs in."""
+        """Let other runs write here."""
         self._lock.release()
 
     def _refuse(self, holder: dict[str, Any] | None) -> None:
@@ -115,7 +115,7 @@ class RunDirectory:
             )
 
     def read_recipe(self) -> dict[str, Any]:
-        """Return the run's resolved recipe as plain data. Raises RunDirectoryError where it is absent or no recipe."""
+        """Return the run's resolved recipe as plain data. Raises RunDirectoryError where there is none."""
         try:
             content = parse_yaml(self.recipe.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -125,8 +125,8 @@ class RunDirectory:
         return content
 
     def moved_paths(self) -> list[str]:
-        """Return overrides for the recipe's relative paths that exist in the working directory of the run's last start, so
-        that they name the same files from here. Empty where that is the working directory."""
+        """Return overrides that make the recipe's relative paths absolute, where they exist in the working directory of the
+        run's last start and this is another directory."""
         old_directory = started_in(self.path)
         if old_directory is None or old_directory == Path.cwd():
             return []
@@ -137,11 +137,8 @@ class RunDirectory:
         ]
 
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
-        """Return the checkpoint to resume from; None for a new run.
-
-        Raises RunDirectoryError where the run would overwrite another one, has nothing to resume from, or would resume with
-        another recipe.
-        """
+        """Return the checkpoint to resume from; None for a new run. Raises RunDirectoryError where the run would overwrite
+        another run, has nothing to resume from, or would resume with another recipe."""
         if resume is Resume.NEVER:
             if self._has_metrics:
                 raise RunDirectoryError(
@@ -154,7 +151,7 @@ class RunDirectory:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
             old, new = self.read_recipe(), parse_yaml(recipe_yaml(recipe))
-            with contextlib.suppress(ValidationError):  # add the keys that are new since; not to a recipe of another version
+            with contextlib.suppress(ValidationError):  # add keys that are newer than the run
                 old = parse_yaml(recipe_yaml(Recipe.model_validate(old)))
             for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNED:
                 if _at(old, key) != _at(new, key):
@@ -167,7 +164,7 @@ class RunDirectory:
         return checkpoint
 
     def prepare(self, recipe: Recipe, checkpoint: Path | None) -> Path | None:
-        """Create the directory and write the resolved recipe. Rename metrics of an earlier start that left no checkpoint,
+        """Create the directory and write the resolved recipe. Rename the metrics of an earlier start without a checkpoint
         and return their new path."""
         write_whole(self.recipe, recipe_yaml(recipe))
         if not self._first_start.is_file():
@@ -181,7 +178,7 @@ class RunDirectory:
 
     @property
     def first_start(self) -> datetime:
-        """When the run started first, which is the date in its prompts; now for a run that has not started."""
+        """When the run first started, which is the date in its prompts; now for a new run."""
         if not self._first_start.is_file():
             return datetime.now()
         try:
@@ -201,7 +198,7 @@ class RunDirectory:
 
 
 def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of every path that a recipe reads from."""
+    """Yield the dotted key and the value of every path that a recipe reads."""
     for key, value in enumerate(content) if isinstance(content, list) else content.items():
         if isinstance(value, dict | list):
             yield from _paths(value, f"{above}{key}.")
@@ -217,13 +214,12 @@ def _at(content: Any, key: str) -> Any:
 
 
 class RunLock:
-    """`run.lock`, from `take` until `release` or the end of this process; it names the host and process of its holder.
+    """`run.lock`, which names its holder's host and process; held from `take` until `release` or the end of this process.
 
-    The kernel's record lock ends with its process, also on a node that dies; it holds on one host and on file systems that
-    carry it between hosts (NFS 4, GPFS, Lustre with `flock`). The kernel drops it, too, when the holder closes any other
-    descriptor of the file. So where the lock is free but the file names a process, check that process: on this host by its
-    number and start time, on another host by the file's time, which a live holder touches. Not `flock`: forked children of
-    the holder would keep it.
+    The kernel's record lock ends with its process or node. It works on one host and on file systems that carry locks between
+    hosts (NFS 4, GPFS, Lustre with `flock`), but the kernel also drops it when the holder closes any other descriptor of the
+    file. So where the lock is free and the file names a process, check the process: on this host by its id and start time,
+    on another host by the file's time, which a live holder updates. Forked children would keep a `flock`.
     """
 
     def __init__(self, path: Path, beat_s: float = BEAT_S) -> None:
@@ -241,16 +237,23 @@ class RunLock:
             is_locked, has_locks = False, True
         except OSError as error:
             is_locked, has_locks = error.errno in (errno.EACCES, errno.EAGAIN), False
-        holder = self._read()  # after the attempt: a holder that left in between has emptied the file
-        # Where locks work, this process may take its own lock again: after an exec, or after a run in it failed.
-        is_own = has_locks and holder is not None and holder["process"] == os.getpid()
-        is_alive = is_locked or (not is_own and _runs_here(holder))
+        holder = self.read()  # after the attempt, because a holder that leaves empties the file
+        # Where locks work, this process may take its lock again: after an exec or a failed run.
+        is_held_here = has_locks and holder is not None and holder["process"] == os.getpid()
+        is_alive = is_locked or (not is_held_here and _runs_here(holder))
         if not is_alive and holder is not None and holder["host"] != platform.node():
-            is_alive = self._is_touched()
+            before, beats = self.path.stat().st_mtime_ns, 0
+            while not is_alive and beats < SILENT_BEATS:
+                time.sleep(self._beat_s)
+                is_alive, beats = self.path.stat().st_mtime_ns != before, beats + 1
         if is_alive:
             os.close(self._descriptor)
             self._descriptor = -1
-            return holder or {"host": "unknown", "process": "unknown", "since": "unknown"}  # it is about to write its name
+            return holder or {
+                "host": "unknown",
+                "process": "unknown",
+                "since": "unknown",
+            }  # the holder has not written its name yet
         holder = {"host": platform.node(), "process": os.getpid(), "created": psutil.Process().create_time(),
                   "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
         os.ftruncate(self._descriptor, 0)
@@ -259,7 +262,7 @@ class RunLock:
         return None
 
     def release(self) -> None:
-        """Give the lock up. The empty file stays: creating and removing it would be a race of its own."""
+        """Release the lock. The empty file stays, because removing it would be a race."""
         self._released.set()
         if self._descriptor >= 0:
             self._thread.join(self._beat_s)  # a touch may hang with its file system
@@ -268,13 +271,8 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def holder_here(self) -> dict[str, Any] | None:
-        """Return the holder where it is a living process of this host, without taking the lock."""
-        holder = self._read()
-        return holder if _runs_here(holder) else None
-
-    def _read(self) -> dict[str, Any] | None:
-        """Return whom the file names; None for an absent, empty or torn file."""
+    def read(self) -> dict[str, Any] | None:
+        """Return the holder that the file names; None for an absent, empty or torn file."""
         try:
             content = os.pread(self._descriptor, 4096, 0) if self._descriptor >= 0 else self.path.read_bytes()
             holder = json.loads(content)
@@ -286,15 +284,6 @@ class RunLock:
         while not self._released.wait(self._beat_s):
             with contextlib.suppress(OSError):  # the file system may be away for a while
                 os.utime(self.path)
-
-    def _is_touched(self) -> bool:
-        """Watch the file for SILENT_BEATS beats: does its holder touch it?"""
-        before = self.path.stat().st_mtime_ns
-        for _ in range(SILENT_BEATS):
-            time.sleep(self._beat_s)
-            if self.path.stat().st_mtime_ns != before:
-                return True
-        return False
 
 
 def _runs_here(holder: dict[str, Any] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Writes what a rank keeps of a run, step by step: metrics, evaluations, traces, samples, and the progress line."""
+"""Writes a rank's metrics, evaluations, traces and samples step by step, and the progress line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.telemetry import MetricsWriter, ProgressLine, read_metrics
 from megarl.telemetry.clock import StepTimes
+from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
+from megarl.telemetry.progress import ProgressLine
 from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.sinks import Row
@@ -25,24 +26,24 @@ Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
 
 
 class Evaluation(Protocol):
-    """What held-out prompts gave; `megarl/rollout/evaluation.py` makes it."""
+    """Results on held-out prompts, from `megarl/rollout/evaluation.py`."""
 
-    def figures(self, section: EvaluationSection) -> dict[str, float]: ...
+    def metrics(self, section: EvaluationSection) -> dict[str, float]: ...
 
-    def said(self, section: EvaluationSection) -> str: ...
+    def summary(self, section: EvaluationSection) -> str: ...
 
     def write(self, file: Path) -> None: ...
 
 
 class EngineReport(EngineTimes, Protocol):
-    """What an engine did in a step; `megarl/rollout/pool.py` makes it."""
+    """What an engine did in a step, from `megarl/rollout/pool.py`."""
 
     @property
     def busy_s(self) -> float: ...
 
 
 class RunWriter:
-    """Writes the records of one rank; most of them are rank 0's. Opening it drops what a resumed run will do again."""
+    """Writes the files of one rank; most are rank 0's. Opening it drops the steps that a resumed run repeats."""
 
     def __init__(
         self,
@@ -55,11 +56,17 @@ class RunWriter:
         records: Records,
         measures: TimeMetrics,
     ) -> None:
-        """`done` steps are in the checkpoint that the run resumes from, None if it starts. Collective."""
+        """Open the files. `done` is the step of the checkpoint that the run resumes from, None for a new run. Collective."""
         self._recipe, self._run, self._gather = recipe, run, gather
         self._progress, self._records, self._measures = progress, records, measures
         traced, first = recipe.run.trace != "none", rank == 0
-        self._trace = self._open_trace(rank) if traced else None
+        self._trace: TraceWriter | None = None
+        if traced:
+            readings = []  # of every rank's clock right after common barriers, to write traces on rank 0's clock
+            for _ in range(CLOCK_READINGS):
+                gather(None)
+                readings.append(time.time())
+            self._trace = TraceWriter(run.path, rank, host_name(), clock_offsets(gather(readings))[rank])
         self._engine_traces = EngineTraces(run.path) if traced else None
         self._metrics = MetricsWriter(run.metrics) if first else None
         self._evaluations = MetricsWriter(run.evaluations) if first and recipe.evaluation is not None else None
@@ -71,33 +78,25 @@ class RunWriter:
             self._evaluations.truncate_after(last)
             run.forget_evaluation_tables(last)
 
-    def _open_trace(self, rank: int) -> TraceWriter:
-        """Open this rank's trace file, on rank 0's clock. Collective."""
-        readings = []
-        for _ in range(CLOCK_READINGS):
-            self._gather(None)
-            readings.append(time.time())
-        return TraceWriter(self._run.path, rank, host_name(), clock_offsets(self._gather(readings))[rank])
-
     def profiled(self, number: int) -> AbstractContextManager[None]:
-        """Profile the step in the body, if the recipe asks for it."""
+        """Profile the step in the body if the recipe says so."""
         return self._records.step(number)
 
     def evaluated(self, step: int, version: int, evaluation: Evaluation | None) -> dict[str, Any]:
-        """Write an evaluation after `step`, and return its metrics; on rank 0. None if the run is to leave."""
+        """Write an evaluation after `step` on rank 0 and return its metrics. `evaluation` is None if the run is leaving."""
         if self._evaluations is None or self._recipe.evaluation is None:
             return {}
         if evaluation is None:
             self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
             return {}
         evaluation.write(self._run.evaluation_table(step))
-        self._progress.note(f"after step {step}: {evaluation.said(self._recipe.evaluation)}")
-        metrics = evaluation.figures(self._recipe.evaluation)
+        self._progress.note(f"after step {step}: {evaluation.summary(self._recipe.evaluation)}")
+        metrics = evaluation.metrics(self._recipe.evaluation)
         self._evaluations.write(step, metrics | {"sync/version": version})
         return metrics
 
     def started(self, times: StepTimes, metrics: dict[str, Any]) -> None:
-        """Keep what came before the first step, and its metrics, for the line of the first step."""
+        """Write the trace of the start and keep its metrics for the line of the first step."""
         self._start = metrics | {"run/start_s": times.seconds}
         if self._trace is not None:
             self._trace.write_part("start", times)
@@ -111,7 +110,7 @@ class RunWriter:
         metrics: Mapping[str, Any],
         rows: Sequence[Row],
     ) -> None:
-        """Write one step; on rank 0 with what the engines did in it, and its sample `rows`. Collective."""
+        """Write one step; rank 0 adds what the engines did and the sample `rows`. Collective."""
         everyone = self._gather((times.by_span(), platform.take_peak_reserved_bytes()))
         ranks, peaks = [spans for spans, _ in everyone], [peak for _, peak in everyone if peak is not None]
         line: dict[str, Any] = {}
@@ -124,7 +123,7 @@ class RunWriter:
             self._start = {}
             if self._engine_traces is not None:
                 self._engine_traces.write(number, times.start, engines)
-            # The line first: a run that is killed in between repeats the step and drops the line, and loses neither.
+            # Write the line first: a run killed in between drops the line and repeats the step.
             line = self._metrics.write(number, metrics | self._records.metrics())
         self._records.write(number, line, rows)
         if self._trace is not None:
@@ -132,7 +131,7 @@ class RunWriter:
         self._progress.step(number, metrics)
 
     def close(self, times: StepTimes) -> None:
-        """Write what came after the last step, and print the run's totals."""
+        """Write the trace of the end and print the run's totals."""
         if self._trace is not None:
             self._trace.write_part("end", times)
         if self._metrics is not None:

@@ -1,6 +1,6 @@
-"""Sinks of a run: TensorBoard, Weights & Biases and MLflow get every step, no step waits for them, and none ends a run.
+"""Sinks of a run: TensorBoard, Weights & Biases and MLflow get every step; no step waits for a sink, and no sink ends a run.
 
-Each sink has a thread of its own, as a service may be slow, away, or its disk full. Failed calls are counted and reported
+Each sink has its own thread, because a service may be slow or down, or its disk full. Failed calls are counted and reported
 once; metrics.jsonl has every step. A new sink is a class here, an entry in SINKS and a section in
 `recipe/telemetry_section.py`.
 """
@@ -32,18 +32,17 @@ from megarl.recipe import Recipe
 from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSection, WandbSinkSection
 from megarl.recipe.violation import Violation
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.exit_status import REQUEUE, Preempted
-from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
+from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 
 logger = logging.getLogger(__name__)
-MOST_WAITING = 512  # calls that wait for a sink; later ones are left out
-# The end of a run waits this long for pending calls; the second holds where the run fails or leaves.
+MOST_WAITING = 512  # pending calls of a sink; further calls are dropped
+# How long the end of a run waits for pending calls: a complete run, and a run that fails or leaves.
 CLOSE_S, HURRY_S = 30.0, 5.0
 Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """A place to write a run to. One thread makes the calls, in the order of steps; they may raise anything."""
+    """Where a run is written. One thread makes the calls in the order of steps; they may raise anything."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step, as in its line of metrics.jsonl."""
@@ -51,29 +50,28 @@ class Sink(Protocol):
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Write the sample table of a step, as in its file in `samples/`."""
 
-    def close(self, end: str) -> None:
-        """Write what is buffered. `end` of the run: COMPLETE, REQUEUED (it will be resumed) or FAILED."""
+    def close(self, status: int) -> None:
+        """Write what is buffered. `status` is the run's: COMPLETE, REQUEUE (it will be resumed) or FAILED."""
 
 
 class Memory:
-    """What a sink keeps in the run directory for later starts: the id of the run at the service, and the last step it was
-    given.
+    """A sink's file in the run directory: the id of the run at the service, and the last step that the sink got.
 
-    The step is written down before the sink gets it: a sink has a step once, or not at all where a kill came in between.
+    The step is written before the sink gets it, so a kill loses a step and never repeats one.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
-        """`new`: the run begins anew; ignore an earlier start."""
+        """`new`: ignore the file of an earlier start."""
         self._path = path
         content: dict[str, Any] = {"id": None, "step": 0}
         if path.is_file() and not new:
-            with contextlib.suppress(ValueError):  # torn by a node that died: the sink begins another run
+            with contextlib.suppress(ValueError):  # torn by a node that died: the sink starts another run
                 content |= json.loads(path.read_bytes())
         self.id: str | None = content["id"]
         self.step: int = content["step"]
 
     def keep(self, id: str | None = None, step: int | None = None) -> None:
-        """Write down the given values and keep the others."""
+        """Save the given values and keep the others."""
         self.id = self.id if id is None else id
         self.step = self.step if step is None else step
         write_whole(self._path, json.dumps({"id": self.id, "step": self.step}))
@@ -81,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class SinkStart:
-    """What a sink is opened with. `recipe` is plain data with every default; the run continues after step `done`."""
+    """What a sink opens with. `recipe` is plain data with every default; the run continues after step `done`."""
 
     run: Path
     name: str
@@ -107,7 +105,7 @@ class TensorboardSink:
     def __init__(self, section: TensorboardSinkSection, start: SinkStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Readers drop the events of earlier files from the purge step on.
+        # Readers drop earlier events from the purge step on.
         self._writer = SummaryWriter(str(start.run / "tensorboard"), purge_step=start.done + 1)
         text = yaml.safe_dump(start.recipe, sort_keys=False)
         self._writer.add_text("recipe", f"```\n{text}\n```", start.done + 1)
@@ -119,13 +117,13 @@ class TensorboardSink:
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         lines = [f"| {' | '.join(self.COLUMNS)} |", f"|{' --- |' * len(self.COLUMNS)}"]
-        for row in rows:  # each on one line of markdown, whatever its text holds
+        for row in rows:  # one line of markdown each
             cells = [str(row[name]).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ↵ ") for name in self.COLUMNS]
             lines.append(f"| {' | '.join(cells)} |")
         self._writer.add_text("samples", "\n".join(lines), step)
         self._writer.flush()
 
-    def close(self, end: str) -> None:
+    def close(self, status: int) -> None:
         self._writer.close()
 
 
@@ -164,15 +162,15 @@ class WandbSink:
         data = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
         self._run.log({"samples": self._table(columns=[*rows[0]], data=data)}, step=step)
 
-    def close(self, end: str) -> None:
-        self._run.finish(exit_code=0 if end == COMPLETE else 1)
+    def close(self, status: int) -> None:
+        self._run.finish(exit_code=0 if status == COMPLETE else 1)
 
 
 class MlflowSink:
     """A run of MLflow (mlflow-skinny 3.17), at a tracking server or in a directory: the recipe's values as parameters,
     samples as an artifact of each step."""
 
-    # What a server takes in one call, and of one value.
+    # Limits of a server for one call and one value.
     MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
 
     def __init__(self, section: MlflowSinkSection, start: SinkStart) -> None:
@@ -214,55 +212,55 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=points[first : first + self.MOST_METRICS])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns = list(rows[0])  # the form that MLflow shows as a table
+        columns = list(rows[0])  # MLflow shows this form as a table
         table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
         self._client.log_text(self._id, json.dumps(table), f"samples/step-{step:06d}.json")
 
-    def close(self, end: str) -> None:
-        self._client.set_terminated(self._id, status={COMPLETE: "FINISHED", REQUEUED: "KILLED", FAILED: "FAILED"}[end])
+    def close(self, status: int) -> None:
+        self._client.set_terminated(self._id, status={COMPLETE: "FINISHED", REQUEUE: "KILLED", FAILED: "FAILED"}[status])
 
 
-# Kind: class, library, and environment variables that the library reads when it is imported.
+# Kind: class, library, and environment variables that the library reads at import.
 SINKS: dict[str, tuple[Callable[[Any, SinkStart], Sink], str, dict[str, str]]] = {
     "tensorboard": (TensorboardSink, "torch.utils.tensorboard", {}),
-    # Off: reports of errors and of use to the makers of the library.
+    # No error and usage reports to the library's makers.
     "wandb": (WandbSink, "wandb", {"WANDB_ERROR_REPORTING": "false"}),
-    # Without the second, 3.17 refuses a directory and points to a database.
+    # Without MLFLOW_ALLOW_FILE_STORE, 3.17 refuses a directory.
     "mlflow": (MlflowSink, "mlflow.tracking", {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}),
 }
-# Kinds that drop what an earlier start wrote of steps that are done again. Other kinds keep the first one.
+# Kinds that drop what an earlier start wrote about repeated steps; other kinds keep it.
 REWINDS = ("tensorboard",)
 
 
 class Relay:
-    """Hands calls to one sink in a thread, which opens the sink, and tries again with the next call where that failed."""
+    """Passes calls to one sink in a thread. The thread opens the sink, and tries again at the next call if that failed."""
 
     def __init__(self, key: str, kind: str, memory: Memory, open_sink: Callable[[], Sink]) -> None:
-        """`key` is the sink's in the recipe, for messages."""
+        """`key` is the sink's recipe key, for messages."""
         self._key, self._kind, self._memory, self._open_sink = key, kind, memory, open_sink
-        self._last_given = 0 if kind in REWINDS else memory.step
-        self._calls: queue.Queue[tuple[int, str, Callable[[Sink], None]] | str] = queue.Queue(MOST_WAITING)
+        self._last_step = 0 if kind in REWINDS else memory.step
+        self._calls: queue.Queue[tuple[int, str, Callable[[Sink], None]] | int] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._failures = 0
         self._has_warned = False
-        # A daemon: a sink that hangs does not keep the process.
+        # A daemon thread: a sink that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"sink {kind}", daemon=True)
         self._thread.start()
 
-    def hand(self, step: int, what: str, call: Callable[[Sink], None]) -> None:
-        """Queue a call with `what` of a step, unless the sink has that step from an earlier start."""
-        if step > self._last_given:
-            self._put((step, what, call), f"step {step}: {what}")
+    def put(self, step: int, content: str, call: Callable[[Sink], None]) -> None:
+        """Queue a call with some `content` of a step, unless the sink has that step from an earlier start."""
+        if step > self._last_step:
+            self._put((step, content, call), f"step {step}: {content}")
 
-    def end(self, end: str) -> None:
-        """Queue the end of the run; no call comes after it. Does not wait."""
-        self._put(end, "its end")
+    def end(self, status: int) -> None:
+        """Queue the end of the run, after which no call comes. Does not wait."""
+        self._put(status, "its end")
 
-    def _put(self, item: tuple[int, str, Callable[[Sink], None]] | str, what: str) -> None:
+    def _put(self, item: tuple[int, str, Callable[[Sink], None]] | int, name: str) -> None:
         try:
             self._calls.put_nowait(item)
         except queue.Full:
-            self._fail(f"{what} left out: {MOST_WAITING} calls wait for it")
+            self._fail(f"{name} left out: {MOST_WAITING} calls wait for it")
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the calls before the end."""
@@ -271,30 +269,31 @@ class Relay:
             self._fail(f"still at work after {timeout_s:.0f} s; its pending calls are left out")
 
     def take_failures(self) -> int:
-        """Return how many calls failed since this was last called."""
+        """Return how many calls failed since the last call of this method."""
         with self._lock:
             failures, self._failures = self._failures, 0
         return failures
 
     def _work(self) -> None:
+        """Make the calls. A service's library may raise anything; the run goes on, and so do later calls."""
         sink: Sink | None = None
         try:
             sink = self._open_sink()
-        except Exception as error:  # a library of a service raises anything: the run goes on
+        except Exception as error:
             self._fail(f"not opened: {type(error).__name__}: {error}")
-        while not isinstance(item := self._calls.get(), str):
-            step, what, call = item
+        while not isinstance(item := self._calls.get(), int):
+            step, content, call = item
             try:
                 sink = self._open_sink() if sink is None else sink
                 if step > self._memory.step:
                     self._memory.keep(step=step)
                 call(sink)
-            except Exception as error:  # the same; later calls are not left out
-                self._fail(f"step {step}: {what} not written: {type(error).__name__}: {error}")
+            except Exception as error:
+                self._fail(f"step {step}: {content} not written: {type(error).__name__}: {error}")
         try:
             if sink is not None:
                 sink.close(item)
-        except Exception as error:  # the same; the run has ended
+        except Exception as error:
             self._fail(f"not closed: {type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
@@ -313,11 +312,11 @@ class Sinks:
         self._relays = relays
 
     def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Queue the metrics of a step and its sample table, unless that is empty. Returns at once."""
+        """Queue a step's metrics and, unless it is empty, its sample table. Returns at once."""
         for relay in self._relays:
-            relay.hand(step, "metrics", lambda sink: sink.write(step, metrics))
+            relay.put(step, "metrics", lambda sink: sink.write(step, metrics))
             if rows:
-                relay.hand(step, "samples", lambda sink: sink.samples(step, rows))
+                relay.put(step, "samples", lambda sink: sink.samples(step, rows))
 
     def metrics(self) -> dict[str, int]:
         """Return `telemetry/sink_failures`, the calls that failed since the last step; nothing without sinks."""
@@ -328,17 +327,16 @@ class Sinks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         is_requeued = isinstance(error, Preempted) and error.status == REQUEUE
-        end = COMPLETE if kind is None else REQUEUED if is_requeued else FAILED
         for relay in self._relays:
-            relay.end(end)
+            relay.end(COMPLETE if kind is None else REQUEUE if is_requeued else FAILED)
         deadline = time.monotonic() + (CLOSE_S if kind is None else HURRY_S)
         for relay in self._relays:
             relay.wait(max(0.0, deadline - time.monotonic()))
 
 
 def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
-    """Open the recipe's sinks, to continue after step `done`. Import their libraries here: in a thread the seconds that this
-    takes would slow the first steps."""
+    """Open the recipe's sinks to continue after step `done`. Imports their libraries here: in a thread the import would slow
+    down the first steps."""
     content = recipe.model_dump(mode="json")
     relays = []
     for number, section in enumerate(recipe.telemetry.sinks):
@@ -352,8 +350,7 @@ def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
 
 
 def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
-    """Return what `telemetry` asks for and a machine that computes on `device` lacks. A machine that only checks recipes
-    needs none of it."""
+    """Return the `telemetry` settings that a machine computing on `device` cannot serve. Checking a recipe needs none."""
     violations = []
     for number, sink in enumerate(recipe.telemetry.sinks):
         if isinstance(sink, WandbSinkSection) and sink.mode == "online" and not _has_wandb_key():
@@ -367,7 +364,7 @@ def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb (0.31) will find a key; without one it would ask at the terminal, in the middle of a run."""
+    """Return whether wandb (0.31) finds a key; without one it would prompt at the terminal in the middle of a run."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

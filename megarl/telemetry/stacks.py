@@ -1,7 +1,7 @@
-"""Stacks of a run's processes, and what they say about who waits.
+"""Stacks of a run's processes, and which of their calls wait.
 
-Python's fault handler writes them, in C, when a signal asks for them. So a process that is blocked in C writes them too,
-with Python's lock or without it.
+Python's fault handler writes the stacks in C at a signal, so a process that is blocked in C writes them too, with or without
+the GIL.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "MEGARL_WATCHED"
-"""Environment variable of a process that the watchdog is to find: the run's token and a name, with a slash between."""
+"""Environment variable of a process that the watchdog must find: the run's token, a slash, and a name."""
 NAME = "megarl-stacks:"
-# Python itself, torch, vLLM and Ray do not use it.
+# Python, torch, vLLM and Ray do not use this signal.
 ASK = signal.SIGUSR2
 SETTLE_S = 0.1
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-# A call waits for somebody else in a file with one of these ends, or on a line with one of these words.
+# A call in a file with one of these endings, or on a line with one of these words, waits for another thread or process.
 WAITING_FILES = (
     "torch/distributed/distributed_c10d.py", "/threading.py", "/queue.py", "/selectors.py", "/subprocess.py", "/socket.py",
     "multiprocessing/connection.py", "ray/_private/worker.py", "concurrent/futures/thread.py", "/asyncio/runners.py",
@@ -39,7 +39,7 @@ _sees_forks = False
 
 @dataclass(frozen=True)
 class Frame:
-    """One call of a stack."""
+    """A call in a stack."""
 
     file: str
     line: int
@@ -50,39 +50,37 @@ class Frame:
 
     @property
     def waits(self) -> bool:
-        """Whether a thread that stands here waits for somebody else."""
+        """Whether this call waits for another thread or process."""
         line = linecache.getline(self.file, self.line)
         return self.file.endswith(WAITING_FILES) or any(word in line for word in WAITING_WORDS)
 
 
 def watched_environment(name: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables by which a new process of this run finds its name; none where nobody watches. Its children inherit
-    them."""
+    """Return variables that give a new process of this run, and its children, a name; none where no watchdog runs."""
     token, _, _ = environment.get(MARK, "").partition("/")
     return {MARK: f"{token}/{name}"} if token else {}
 
 
 def mark_from_environment(part: str = "") -> None:
-    """Let the watchdog find this process, if it has a name; `part` says which process of that name it is."""
+    """Let the watchdog find this process, if it has a name; `part` tells processes of one name apart."""
     if MARK in os.environ and _file is None:
         mark(" ".join([os.environ[MARK], part]).strip())
 
 
 def mark(name: str) -> None:
-    """Have this process write its stacks, when a signal asks for them, to a file in memory with this name."""
+    """Let this process write its stacks at signal ASK, to a file in memory with this name."""
     global _file, _sees_forks
     _file = os.memfd_create(NAME + name)
     faulthandler.register(ASK, file=_file, all_threads=True)
     if not _sees_forks:
         _sees_forks = True
-        os.register_at_fork(after_in_child=_mark_fork)
 
+        def mark_fork() -> None:  # vLLM forks: each child needs its own file
+            if _file is not None:
+                unmark()
+                mark_from_environment()
 
-def _mark_fork() -> None:
-    """Give a forked process, as vLLM's are, a file of its own."""
-    if _file is not None:
-        unmark()
-        mark_from_environment()
+        os.register_at_fork(after_in_child=mark_fork)
 
 
 def unmark() -> None:
@@ -95,7 +93,7 @@ def unmark() -> None:
 
 
 def marked_processes(token: str) -> dict[int, tuple[str, int]]:
-    """Return the name and the file of each process of this machine with the run's token, by process id."""
+    """Return name and file number of each process of this machine with the run's token, by process id."""
     marked = {}
     prefix = f"/memfd:{NAME}{token}/"
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
@@ -108,11 +106,14 @@ def marked_processes(token: str) -> dict[int, tuple[str, int]]:
 
 
 def read_stacks(processes: Mapping[int, int], deadline_s: float) -> dict[int, str]:
-    """Ask processes, by id and file, for their stacks, all at once; return the texts of those that write any in time."""
+    """Signal all processes (id to file number) for their stacks; return the texts that they write in time."""
     files = {}
     for pid, number in processes.items():
         with suppress(OSError):  # it has ended
-            if _answers(pid):
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+            words = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("State:", "SigCgt:"))}
+            # A stopped process does not answer, and a process without the handler would die of the signal.
+            if words["State"] not in ("T", "t") and int(words["SigCgt"], 16) >> (ASK - 1) & 1:
                 files[pid] = open(f"/proc/{pid}/fd/{number}", "rb")  # noqa: SIM115
                 files[pid].seek(0, os.SEEK_END)
                 os.kill(pid, ASK)
@@ -129,13 +130,6 @@ def read_stacks(processes: Mapping[int, int], deadline_s: float) -> dict[int, st
     return {pid: text for pid, text in texts.items() if text}
 
 
-def _answers(pid: int) -> bool:
-    """Return whether the process would answer the signal: the signal does not end it, and it is not stopped."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    words = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("State:", "SigCgt:"))}
-    return words["State"] not in ("T", "t") and bool(int(words["SigCgt"], 16) >> (ASK - 1) & 1)
-
-
 def threads(text: str) -> list[list[Frame]]:
     """Return the calls of each thread in a text, innermost first; the main thread comes last (Python 3.11)."""
     calls: list[list[Frame]] = []
@@ -148,6 +142,6 @@ def threads(text: str) -> list[list[Frame]]:
 
 
 def busy_call(text: str) -> Frame | None:
-    """Return the innermost call of a thread that does not wait for anybody, the main thread's first."""
+    """Return the innermost call of a thread that does not wait, the main thread's first."""
     innermost = [calls[0] for calls in reversed(threads(text)) if calls]
     return next((call for call in innermost if not call.waits), None)

@@ -21,13 +21,13 @@ from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
 from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
-from megarl.telemetry.metrics import duration
+from megarl.telemetry.metrics_file import duration
 
 Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
 OFFLOAD, BUSY, ROLLOUT = "offload", "busy", "rollout"
-# Causes of waits that a slower rank is to blame for. Waits for engines and rewards end on all ranks at once.
+# Waits that a slower rank causes. Waits for engines and rewards end on all ranks at once.
 FOR_RANKS = ("ranks", "pipeline", "gradients", "layers")
-# The spans of a pipeline run, which `bubble_share` is a part of.
+# The spans of a pipeline run; `bubble_share` is a part of them.
 PIPELINE_RUN = ("forward", "backward", "pipeline", "wait_layers", "wait_pipeline")
 DEVICE_DIGITS = 4  # of seconds: a run of a thousand ranks writes a thousand numbers per cause and step
 
@@ -36,7 +36,7 @@ DEVICE_DIGITS = 4  # of seconds: a run of a thousand ranks writes a thousand num
 
 
 def causes(spans: Spans, phases: Sequence[str] | None = None) -> dict[str, float]:
-    """Return a rank's seconds by cause: for whom it waited, `offload`, `unaccounted` or `busy`; of `phases` or the step."""
+    """Return a rank's seconds by cause, of `phases` or of the step: for whom it waited, `offload`, `unaccounted`, `busy`."""
     seconds: dict[str, float] = defaultdict(float)
     for (phase, name), spent in spans.items():
         if phases is None or phase in phases:
@@ -46,10 +46,8 @@ def causes(spans: Spans, phases: Sequence[str] | None = None) -> dict[str, float
 
 
 def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return shares of all ranks' time.
-
-    `idle/share` is the time in waits and `idle/<whom>_share` its parts; `offload/share` the time that memory moved;
-    `idle/unaccounted_share` the time in no span. `idle/straggler_rank` waited least for other ranks, `idle/straggler_s` less
+    """Return shares of all ranks' time: waits (`idle/share` and its parts `idle/<whom>_share`), memory moves
+    (`offload/share`), and time in no span. `idle/straggler_rank` waited least for other ranks, `idle/straggler_s` less
     than the median rank.
     """
     by_rank = [causes(spans) for spans in ranks]
@@ -70,8 +68,8 @@ def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
 
 
 def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return shares of all ranks' time that sum to 1 for each role that runs: `idle/<role>/busy_share`, `.../<cause>_share`
-    (the bubble is `pipeline`), and `.../resting_share`, in which the ranks were in phases of others."""
+    """Return shares of all ranks' time that sum to 1 for each role: `idle/<role>/busy_share`, `.../<cause>_share` (the
+    bubble is `pipeline`), and `.../resting_share` for phases of other roles."""
     total = sum(sum(spans.values()) for spans in ranks)
     ran = {phase for spans in ranks for phase, _ in spans}
     metrics: dict[str, float] = {}
@@ -86,8 +84,8 @@ def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
 
 
 def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return `idle/<phase>/bubble_share` as measured: the part of a phase's pipeline runs in which stages waited for each
-    other. `schedule/<phase>/bubble_share` is what the plan expects."""
+    """Return the measured `idle/<phase>/bubble_share`: the part of a phase's pipeline runs in which stages waited for each
+    other. The plan expects `schedule/<phase>/bubble_share`."""
     metrics = {}
     for phase in ROLE_OF:
         seconds = {name: sum(spans.get((phase, name), 0.0) for spans in ranks) for name in PIPELINE_RUN}
@@ -108,11 +106,10 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return what the rollout engines did in a step: means over the engines that sum to 1.
+    """Return how the rollout engines spent a step: means over the engines that sum to 1.
 
-    `busy_s` is the time in which each engine had requests; `rollout_s` and `sync_s` are the lengths of phases rollout and
-    weight_sync. `idle/slowest_engine` had requests for the longest time, `idle/slowest_engine_s` more than the median
-    engine.
+    `busy_s` are the seconds in which each engine had requests; `rollout_s` and `sync_s` are the lengths of those phases.
+    `idle/slowest_engine` had requests longest, `idle/slowest_engine_s` longer than the median engine.
     """
     if not busy_s:
         return {}
@@ -126,24 +123,18 @@ def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, syn
 
 
 def engine_causes(busy_s: float, step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return the seconds of one engine by cause; they sum to the step. Without requests an engine waits for the others in
-    phase rollout (`tail`), takes weights, and otherwise waits for the trainer (`training`)."""
+    """Return one engine's seconds by cause; they sum to the step. An engine without requests waits for other engines in
+    phase rollout (`tail`), receives weights, or waits for the trainer (`training`)."""
     busy_s = min(busy_s, step_s)
     tail = min(max(rollout_s - busy_s, 0.0), step_s - busy_s)
     sync = min(sync_s, step_s - busy_s - tail)
     return {BUSY: busy_s, "tail": tail, "weight_sync": sync, "training": step_s - busy_s - tail - sync}
 
 
-def worker_metrics(busy_s: float, num_workers: int, step_s: float) -> dict[str, float]:
-    """Return what the reward workers did in a step, as means; `busy_s` sums the time that each scored for."""
-    busy = min(busy_s / num_workers / step_s, 1.0)
-    return {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
-
-
 @dataclass(frozen=True)
 class Devices:
-    """Numbers of the devices: rank r's is r; devices that only engines use follow, and `engine_of` has their engines.
-    `of_engine` has the devices of each engine."""
+    """Device numbers: rank r has device r; devices of engines alone follow, with their engines in `engine_of`. `of_engine`
+    lists each engine's devices."""
 
     num_ranks: int
     of_engine: tuple[tuple[int, ...], ...]
@@ -151,7 +142,7 @@ class Devices:
 
     @classmethod
     def of(cls, num_ranks: int, ranks_per_node: int, places: Sequence[EnginePlace], shared: bool) -> Devices:
-        """Number the devices. `shared`: there are only cores, so an engine's workers count as devices of their own."""
+        """Number the devices. `shared`: on CPUs an engine's workers count as devices of their own."""
         numbers = {} if shared else {divmod(rank, ranks_per_node): rank for rank in range(num_ranks)}
         engine_of: list[int] = []
         of_engine = []
@@ -167,11 +158,11 @@ class Devices:
         return cls(num_ranks, tuple(of_engine), tuple(engine_of))
 
     def metrics(self, ranks: Sequence[Spans], busy_s: Sequence[float], phases: Mapping[str, float]) -> dict[str, object]:
-        """Return `idle/device/busy_share`, the part of all devices' time in which they computed; `idle/device/<cause>_s`, a
-        list of every device's seconds; and `idle/device/engine`, the engines of the devices after the ranks'.
+        """Return `idle/device/busy_share`, the share of all devices' time spent computing; `idle/device/<cause>_s`, a list
+        of seconds by device; and `idle/device/engine`, the engines of the devices after the ranks'.
 
-        `busy_s` is the time in which each engine had requests, `phases` are rank 0's. Where a rank waits for engines while
-        an engine works on its device, the device is in `rollout`; on devices of engines alone `rollout` stands for `busy`.
+        `busy_s` are the seconds in which each engine had requests; `phases` are rank 0's. A device is in `rollout` where its
+        rank waits for engines while an engine works on it; on devices of engines alone, `rollout` replaces `busy`.
         """
         step_s = max(sum(spans.values()) for spans in ranks)
         rows = [causes(spans) for spans in ranks]
@@ -197,17 +188,17 @@ class Devices:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of each sequence of a step, whether the sequence counts (a masked one does not), and the mini-batches that ran,
-    by engine phase."""
+    """Prompt and completion tokens of each sequence of a step, which sequences are not masked, and the mini-batches that ran
+    in all epochs, by engine phase."""
 
     prompts: Sequence[int]
     completions: Sequence[int]
     valid: Sequence[bool]
-    ran: dict[str, Sequence[MiniBatch]] = field(default_factory=dict)
+    ran: Mapping[str, Sequence[MiniBatch]] = field(default_factory=dict)
 
     @property
     def useful(self) -> int:
-        """Tokens of the sequences that count, without padding."""
+        """Tokens of the unmasked sequences, without padding."""
         counted = zip(self.prompts, self.completions, self.valid, strict=True)
         return sum(int(prompt) + int(completion) for prompt, completion, valid in counted if valid)
 
@@ -216,11 +207,7 @@ class TimeMetrics:
     """Computes the time, token and utilization metrics of each step; on rank 0, which gets the clocks of all ranks."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        shapes: Mapping[str, ModelShape],
-        devices: Devices,
-        peak_tflops: Callable[[str], float | None],
+        self, recipe: Recipe, shapes: Mapping[str, ModelShape], devices: Devices, peak_tflops: Callable[[str], float | None]
     ) -> None:
         """`shapes` are by role; `peak_tflops` gives a device's peak at a precision, for a recipe that does not set it."""
         self._recipe, self._shapes, self._devices = recipe, shapes, devices
@@ -231,69 +218,53 @@ class TimeMetrics:
         self._peaks["rollout"] = given or peak_tflops(sampled)
 
     def of(
-        self,
-        times: StepTimes,
-        ranks: Sequence[Spans],
-        sizes: Sizes,
-        busy_s: Sequence[float],
-        metrics: Mapping[str, Any],
+        self, times: StepTimes, ranks: Sequence[Spans], sizes: Sizes, busy_s: Sequence[float], metrics: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """`times` are rank 0's, `ranks` the spans of each rank, `busy_s` the time in which each engine had requests, and
-        `metrics` the pipeline's own."""
+        """Return a step's metrics. `times` are rank 0's, `ranks` the spans of each rank, `busy_s` the seconds in which each
+        engine had requests, and `metrics` come from the step itself."""
         phases, step_s = times.phases, times.seconds
-        found: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
-        found |= engine_metrics(busy_s, step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
+        line: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
+        line |= engine_metrics(busy_s, step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
         if "reward/busy_s" in metrics:
-            found |= worker_metrics(metrics["reward/busy_s"], metrics["reward/num_workers"], step_s)
-        found |= self._devices.metrics(ranks, busy_s, phases)
+            busy = min(metrics["reward/busy_s"] / metrics["reward/num_workers"] / step_s, 1.0)
+            line |= {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
+        line |= self._devices.metrics(ranks, busy_s, phases)
         per_s = sizes.useful / step_s
-        found |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
+        line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
         passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
         # The engines also sampled tokens that no update trains on; observations are not sampled.
         untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
         passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
-        found |= {f"tokens/{phase}/per_s": n / phases[phase] for phase, n in passed.items() if n and phase in phases}
-        return found | self._utilization(phases, sizes)
-
-    def _utilization(self, phases: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
-        """Return `mfu/<phase>`: the operations that a phase needs over those its devices could have done in its time."""
-        if not any(self._peaks.values()):
-            return {}
-        metrics = {}
-        for phase, flops in step_flops(self._recipe, self._shapes, sizes.prompts, sizes.completions, sizes.ran).items():
-            peak = self._peaks[phase]
-            num_devices = sum(map(len, self._devices.of_engine)) if phase == "rollout" else self._devices.num_ranks
-            if peak is not None and phases.get(phase) and num_devices:
-                metrics[f"mfu/{phase}"] = flops / (phases[phase] * num_devices * peak * 1e12)
-        return metrics
+        line |= {f"tokens/{phase}/per_s": n / phases[phase] for phase, n in passed.items() if n and phase in phases}
+        if any(self._peaks.values()):
+            for phase, flops in step_flops(self._recipe, self._shapes, sizes).items():
+                num_devices = sum(map(len, self._devices.of_engine)) if phase == "rollout" else self._devices.num_ranks
+                if (peak := self._peaks[phase]) is not None and phases.get(phase) and num_devices:
+                    line[f"mfu/{phase}"] = flops / (phases[phase] * num_devices * peak * 1e12)
+        return line
 
 
-def step_flops(
-    recipe: Recipe,
-    shapes: Mapping[str, ModelShape],
-    prompts: Sequence[int],
-    completions: Sequence[int],
-    ran: Mapping[str, Sequence[MiniBatch]],
-) -> dict[str, float]:
-    """Return the floating-point operations that each phase needs, over all devices, for sequences of these prompt and
-    completion lengths. `shapes` are by role; `ran` has the mini-batches of all epochs that ran, by engine phase.
+def step_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], sizes: Sizes) -> dict[str, float]:
+    """Return the floating-point operations that each phase needs, over all devices. `shapes` are by role.
 
-    Engines pass each token once, however often they recompute or share a prompt. An engine phase that shares prompts passes
-    a prompt once for the sequences of a micro-batch that have it.
+    Engines count each token once, however often they recompute or share a prompt. A phase that shares prompts counts a
+    prompt once for its sequences in a micro-batch.
     """
-    pairs = list(zip(map(int, prompts), map(int, completions), strict=True))
+    pairs = list(zip(map(int, sizes.prompts), map(int, sizes.completions), strict=True))
     flops = {"rollout": sum(forward_flops(shapes["actor"], sum(pair), pair[1]) for pair in pairs)}
-    for phase, mini_batches in ran.items():
+    for phase, mini_batches in sizes.ran.items():
         operations = _phase_flops(recipe, shapes, phase)
         each = [operations(sum(pair), pair[1]) for pair in pairs]
         passed = sum(each[sample] for mini_batch in mini_batches for sample in mini_batch.samples)
         micro_batches = [micro for mini_batch in mini_batches for rank in mini_batch.micro_batches for micro in rank]
-        flops[phase] = passed - sum(operations(length, 0) for micro in micro_batches for length in micro.spared(prompts))
+        flops[phase] = passed - sum(
+            operations(length, 0) for micro in micro_batches for length in micro.spared(sizes.prompts)
+        )
     return flops
 
 
 def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -> Callable[[int, int], float]:
-    """Return the operations of an engine phase as a function of a sequence's tokens and of those that pass the head."""
+    """Return the operations of a phase as a function of a sequence's tokens and of its tokens that pass the head."""
     role = ROLE_OF[phase]
     shape, has_value_head = shapes[role], role in ("critic", "reward_model")
     if phase not in UPDATE_PHASES:
@@ -314,15 +285,15 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
 
 
 def run_totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a run came to, from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
+    """Return a run's totals from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
 
     - `steps`, `seconds` (of all steps), `start_s` (of all starts); with `tokens/useful` also `tokens`, `tokens_per_s` and
       `tokens_per_hour`
     - `phases`: seconds by phase, longest first; `shares`: of all ranks' time by cause; `mfu` by phase
-    - `stragglers`: for each rank `ahead_s`, how many seconds less than the median rank it waited for others, and in how many
-      `steps` it waited least; the rank that was waited for longest comes first
+    - `stragglers`: for each rank `ahead_s`, how much less than the median rank it waited for others, and in how many `steps`
+      it waited least; the slowest rank comes first
     """
-    # A metric that was NaN is null in its line.
+    # NaN is null in a line.
     lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
     if not lines:
         raise ValueError("no step has time/step")

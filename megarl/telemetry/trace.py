@@ -1,10 +1,10 @@
-"""`trace/` of a run directory: what each rank and each rollout engine did when, and one file of all for Perfetto.
+"""`trace/` of a run directory: the timeline of each rank and rollout engine, and all of them in one file for Perfetto.
 
-`rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (how
-many events were too many) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
+`rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (the
+number of dropped events) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
 written by rank 0, has `step`, `start`, `busy` (pairs of start and length) and `requests`: name, sample, arrival, begin,
-first token, end, number of tokens, weight version. Times are in microseconds from `start`. The first line of each start says
-whose the file is.
+first token, end, number of tokens, weight version. Times are in microseconds from `start`. The first line of each start
+names the owner of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.telemetry.disk import LineFile, parse_lines
 FOLDER = "trace"
 SCALE = 1_000_000  # Chrome's format counts microseconds
 FIRST_PROCESS = 1_000_000  # process number of engine 0 in the merged trace, above any rank
-TAIL_BYTES = 16 << 20  # of a rank's file, for a report of the last steps; a step has at most about 1 MB
+TAIL_BYTES = 16 << 20  # read from a rank's file for its last steps; a step has at most about 1 MB
 
 
 class TraceWriter:
@@ -42,7 +42,7 @@ class TraceWriter:
         self._append({"step": step}, times)
 
     def write_part(self, part: str, times: StepTimes) -> None:
-        """Append a time outside of steps: how the rank started, or what it did after the last step."""
+        """Append a time outside of steps: before the first or after the last one."""
         self._append(self._owner | {"part": part}, times)
 
     def _append(self, head: dict[str, Any], times: StepTimes) -> None:
@@ -58,13 +58,13 @@ class TraceWriter:
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
-    """Return how far each rank's clock is ahead of rank 0's, in seconds, from what every rank read after the same barriers.
-    The error is the time between two ranks' leaving a barrier."""
+    """Return how many seconds each rank's clock is ahead of rank 0's, from readings after common barriers. The error is the
+    time between two ranks leaving a barrier."""
     return [median(here - first for here, first in zip(rank, readings[0], strict=True)) for rank in readings]
 
 
 class EngineTimes(Protocol):
-    """What an engine reports of its requests, on its own clock: `EngineReport` of the rollout room."""
+    """An engine's requests on its own clock: `EngineReport` of the rollout room."""
 
     @property
     def engine(self) -> int: ...
@@ -104,8 +104,7 @@ class EngineTraces:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """The lines of a file, in order: whose it is, its steps, and its parts outside of steps (each start, the end). A step
-    that was repeated after a resume is there as it ran last."""
+    """The content of a file: its owner, its steps, and the parts outside of steps. Of a repeated step only the last run."""
 
     owner: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -118,14 +117,14 @@ class TraceFile:
 
 
 def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[TraceFile], int]:
-    """Return the files of the first `most` ranks (None: of all) and the number of all. `last` reads only that many of the
-    last steps, from the end of each file. Empty without a trace."""
+    """Return the traces of the first `most` ranks and the number of all ranks with a trace; of only the `last` steps, where
+    given."""
     paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
     return [trace for path in paths[:most] if (trace := _read(path, last)) is not None], len(paths)
 
 
 def _read(path: Path, last: int | None = None) -> TraceFile | None:
-    """None where a kill came before the first line."""
+    """Return a file's content; None where a kill came before the first line."""
     with path.open("rb") as file:
         content = file.readline()
         if last is not None:
@@ -146,8 +145,8 @@ def _read(path: Path, last: int | None = None) -> TraceFile | None:
 
 
 def merge(run: str | Path) -> dict[str, Any]:
-    """Return all ranks' and engines' steps in Chrome's format: a process is a rank or an engine, a slice is a step, a phase,
-    a span or a request. Raises ValueError without a trace."""
+    """Return all traces in Chrome's format: a process is a rank or an engine; a slice is a step, phase, span or request.
+    Raises ValueError without a trace."""
     ranks, _ = read_ranks(run)
     folder = Path(run) / FOLDER
     if not ranks:
@@ -169,7 +168,7 @@ def merge(run: str | Path) -> dict[str, Any]:
 
 
 def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
-    """Lane 0 shows when the engine had requests at all; a request is in a lane that is free from its begin to its end."""
+    """Show in lane 0 when the engine had requests, and each request in a lane that is free while it runs."""
     process, engine = FIRST_PROCESS + trace.owner["engine"], trace.owner["engine"]
     events = [_name("process_name", process, f"rollout engine {engine} on {trace.owner['host']}")]
     num_lanes = 0
@@ -190,8 +189,7 @@ def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
 
 
 def in_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a lane for each span of (start, end), from 1, so that no two in a lane overlap and as few as possible are
-    used."""
+    """Return a lane, from 1, for each span of (start, end), with no overlap in a lane and as few lanes as possible."""
     lanes = [0] * len(spans)
     ends: list[tuple[int, int]] = []  # of the last span of each lane, with the lane
     for number in sorted(range(len(spans)), key=spans.__getitem__):

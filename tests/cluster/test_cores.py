@@ -68,9 +68,9 @@ def test_engines_are_told_the_load_of_their_node_and_their_number_there(
     monkeypatch.setattr(pool, "platform", SimpleNamespace(num_devices=None, device_variable=None))
     places = (EnginePlace(0, (0,)), EnginePlace(1, (0,)), EnginePlace(0, (1,)))
     for ranks, loads in ((1, [NodeLoad(1, 1, (1, 1), True), NodeLoad(1, 1, (1,), True)] * 2), (None, [None] * 3)):
-        one = EnginePool(of(2, engines=3), str(model), (), seed=0, places=places, bound_ranks=ranks)
-        assert [engine.settings.load for engine in one._engines] == loads[:3]
-        assert [engine.settings.position for engine in one._engines] == [0, 0, 1]
+        item = EnginePool(of(2, engines=3), str(model), (), seed=0, places=places, bound_ranks=ranks)
+        assert [engine.settings.load for engine in item._engines] == loads[:3]
+        assert [engine.settings.position for engine in item._engines] == [0, 0, 1]
 
 
 def test_what_the_user_has_chosen_stays() -> None:
@@ -87,8 +87,8 @@ def test_what_the_user_has_chosen_stays() -> None:
     assert "OMP_WAIT_POLICY" not in bound and chosen["OMP_WAIT_POLICY"] == "PASSIVE"
     assert handle.engine_environment(1, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
     assert bound["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
-    assert handle.engine_environment(1, own)["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
+    local = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert handle.engine_environment(1, local)["GLIBC_TUNABLES"] == local["GLIBC_TUNABLES"]
 
 
 def test_a_process_is_bound_with_the_threads_that_it_has_and_what_it_starts() -> None:

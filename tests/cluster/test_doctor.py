@@ -102,9 +102,9 @@ def test_few_open_files_are_allowed() -> None:
 def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slow: bool, tmp_path: Path) -> None:
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
-    found = check_precision(precision, facts)
-    assert found.severity == (Severity.WARN if slow else Severity.OK)
-    assert not slow or "trainer.precision = bf16" in found.message and "trainer.precision=fp32" in found.fix
+    result = check_precision(precision, facts)
+    assert result.severity == (Severity.WARN if slow else Severity.OK)
+    assert not slow or "trainer.precision = bf16" in result.message and "trainer.precision=fp32" in result.fix
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,8 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_proxy_that_would_take_ray_s_messages() -> None:
-    one = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
-    assert one.severity == Severity.WARN and "no_proxy" in one.fix
+    item = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
+    assert item.severity == Severity.WARN and "no_proxy" in item.fix
 
 
 def test_no_head_of_ray_and_something_else_in_its_place(listener: socket.socket) -> None:
@@ -177,13 +177,13 @@ def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, 
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    said = "munge: --no-input --socket=/site/munge, unmunge: --socket=/site/munge"
-    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "munge", said, "munged")
+    output = "munge: --no-input --socket=/site/munge, unmunge: --socket=/site/munge"
+    assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "munge", output, "munged")
 
 
 def test_a_container_without_programs_of_slurm_is_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [one.severity for one in check_slurm({"SLURM_JOB_ID": "1"})] == [Severity.OK, Severity.OK]
+    assert [item.severity for item in check_slurm({"SLURM_JOB_ID": "1"})] == [Severity.OK, Severity.OK]
 
 
 def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def test_an_environment_that_fits_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_ports_of_kubernetes_services_are_dropped() -> None:
     service = "tcp://10.0.0.17:8000"
-    found = adapted(HOME="/tmp", VLLM_PORT=service, RAY_PORT=service, MASTER_PORT=service, VLLM_PORT_8000_TCP=service)
-    assert not {"VLLM_PORT", "RAY_PORT", "MASTER_PORT"} & found.keys()
+    result = adapted(HOME="/tmp", VLLM_PORT=service, RAY_PORT=service, MASTER_PORT=service, VLLM_PORT_8000_TCP=service)
+    assert not {"VLLM_PORT", "RAY_PORT", "MASTER_PORT"} & result.keys()
     node = {"NUM_NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "127.0.0.1"}
-    settings = read_node_settings(found | node)
+    settings = read_node_settings(result | node)
     assert (settings.ray_port, settings.master_port) == (6379, 29500)
 
 
@@ -71,10 +71,10 @@ def test_no_other_users_link_is_followed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.cluster.job_environment.os.access", refusing(tmp_path / "home"))
     home = {"HOME": str(tmp_path / "home"), "TMPDIR": "/tmp"}
-    found = adapted(**home)
-    assert len(found["RAY_AUTH_TOKEN"]) == 64 and found["RAY_AUTH_TOKEN"] != adapted(**home)["RAY_AUTH_TOKEN"]
-    assert all(Path(found[name]).is_relative_to("/tmp") for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
-    assert "HF_HOME" not in found, "models that are cached there are read from there"
+    result = adapted(**home)
+    assert len(result["RAY_AUTH_TOKEN"]) == 64 and result["RAY_AUTH_TOKEN"] != adapted(**home)["RAY_AUTH_TOKEN"]
+    assert all(Path(result[name]).is_relative_to("/tmp") for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
+    assert "HF_HOME" not in result, "models that are cached there are read from there"
     assert adapted(**home, VLLM_CACHE_ROOT="/cache")["VLLM_CACHE_ROOT"] == "/cache"
     for chosen in ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN_PATH": "/a"}, {"RAY_AUTH_MODE": "disabled"},
                    {"MEGARL_RAY_ADDRESS": "10.0.0.1:6379"}):  # fmt: skip
@@ -111,9 +111,9 @@ def test_a_home_that_may_not_be_searched(inside: str) -> None:
         temporary.chmod(0o777)
         closed.chmod(0)
         command = [sys.executable, "-c", AS_ANOTHER_USER, str(closed / inside), str(temporary)]
-        said = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert said.stdout.split()[1:] == ["WARN", "FAIL"], said.stderr
-        assert Path(said.stdout.split()[0]).is_relative_to(temporary)
+        output = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert output.stdout.split()[1:] == ["WARN", "FAIL"], output.stderr
+        assert Path(output.stdout.split()[0]).is_relative_to(temporary)
     finally:
         closed.chmod(0o700)
         shutil.rmtree(temporary)
@@ -126,8 +126,8 @@ def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
     assert _private_folder(folder) != folder
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    found = _private_folder(folder)
-    assert found != folder and found.stat().st_mode & 0o777 == 0o700
+    result = _private_folder(folder)
+    assert result != folder and result.stat().st_mode & 0o777 == 0o700
 
 
 def refusing(home: Path):  # type: ignore[no-untyped-def]

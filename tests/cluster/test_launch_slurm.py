@@ -42,8 +42,8 @@ while :; do wait; done
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    with slurm_cluster() as one:
-        yield one
+    with slurm_cluster() as cluster:
+        yield cluster
 
 
 class Job:
@@ -166,8 +166,8 @@ def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None
     path = f"{stand_in.parent}:{os.environ['PATH']}"
     job = Job(cluster, tmp_path, MULTI_NODE, "0", PATH=path, **environment)
     assert job.ended()["JobState"] == "COMPLETED"
-    asked, *_, said = job.node(1).splitlines()
-    assert asked.startswith(f"exec --nv --pwd {tmp_path} --bind {tmp_path},{job.logs},/models /images/megarl.sif bash -c")
+    request, *_, said = job.node(1).splitlines()
+    assert request.startswith(f"exec --nv --pwd {tmp_path} --bind {tmp_path},{job.logs},/models /images/megarl.sif bash -c")
     assert said.startswith("node 1 of 2")
 
 

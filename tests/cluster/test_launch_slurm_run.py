@@ -66,7 +66,7 @@ def own_address() -> str:
     return next(entry.address for entry in entries if not entry.address.startswith("127."))
 
 
-def said(folder: Path, name: str, job: str) -> str:
+def message(folder: Path, name: str, job: str) -> str:
     """The ends of what a job and its nodes wrote, for a failure."""
     files = [folder / f"{name}.out", *sorted((folder / "logs" / job).glob("node-*.log"))]
     return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
@@ -81,13 +81,13 @@ def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_
     with slurm_cluster() as cluster:
         job = submit(cluster, tmp_path, "preempted", MULTI_NODE, ranks, ranks // 2)
         cluster.until(lambda: gate.with_suffix(".reached").exists() or output_ended(output), JOB_S, output)
-        assert gate.exists() and not output_ended(output), said(tmp_path, "preempted", job)
+        assert gate.exists() and not output_ended(output), message(tmp_path, "preempted", job)
         # What Slurm does by `--signal=B:USR1@600`, 600 s before the time limit.
         cluster.run("scancel", "--signal=USR1", "--batch", job)
         cluster.until(lambda: "every node has been told" in output.read_text(), JOB_S, output)
         gate.unlink()
         ended = cluster.wait(job, JOB_S, said=output)
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said(tmp_path, "preempted", job)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), message(tmp_path, "preempted", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": ranks // 2, "node1": ranks // 2}
     assert without_sync(figures(tmp_path, "preempted")) == without_sync(whole)
     starts = [json.loads(line) for line in (tmp_path / "runs" / "preempted" / "starts.jsonl").read_text().splitlines()]
@@ -101,7 +101,7 @@ def test_a_run_with_engines_on_a_node_of_their_own_ends_like_one_on_one_node(tmp
     with slurm_cluster() as cluster:
         job = submit(cluster, tmp_path, "separate", SEPARATE, 4, 4)
         ended = cluster.wait(job, JOB_S, said=tmp_path / "separate.out")
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), said(tmp_path, "separate", job)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), message(tmp_path, "separate", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
     assert without_sync(figures(tmp_path, "separate")) == without_sync(whole)
 

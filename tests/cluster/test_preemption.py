@@ -16,9 +16,8 @@ import yaml
 from megarl.cluster import preemption
 from megarl.cluster.node import FORWARDED, ForwardedSignals
 from megarl.cluster.preemption import Abandoned, Asked, LeaveNow, Preemption, handle_signals
-from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
+from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted, record_end, record_start, starts_summary
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
-from megarl.telemetry.starts import record_end, record_start, starts_summary
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 
@@ -28,39 +27,39 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
     now = [100.0]
-    asked = Asked(lambda: now[0])
+    request = Asked(lambda: now[0])
     for moment in (100.0, 100.1, 104.9):  # the step, the agent and the batch script may all pass it on
         now[0] = moment
-        asked.note(TERM, None)
-    assert asked.name == "SIGTERM" and asked.seconds() == pytest.approx(4.9)
+        request.note(TERM, None)
+    assert request.name == "SIGTERM" and request.seconds() == pytest.approx(4.9)
     now[0] = 105.1
     with pytest.raises(LeaveNow):
-        asked.note(USR1, None)
+        request.note(USR1, None)
 
 
 def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
     kept = {number: signal.getsignal(number) for number in FORWARDED}
     try:
-        for found in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.signal(signal.SIGHUP, found)
-            asked = Asked()
-            handle_signals(asked.note)
+        for result in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGHUP, result)
+            request = Asked()
+            handle_signals(request.note)
             signal.raise_signal(signal.SIGHUP)
-            assert asked.name == (None if found == signal.SIG_IGN else "SIGHUP")
-            told: list[int] = []
-            ForwardedSignals().target = told.append
+            assert request.name == (None if result == signal.SIG_IGN else "SIGHUP")
+            received: list[int] = []
+            ForwardedSignals().target = received.append
             signal.raise_signal(signal.SIGHUP)
-            assert told == ([] if found == signal.SIG_IGN else [signal.SIGHUP])
+            assert received == ([] if result == signal.SIG_IGN else [signal.SIGHUP])
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
 
 
 def test_while_nothing_has_begun_the_first_signal_is_enough():
-    asked = Asked()
-    with pytest.raises(LeaveNow), asked.nothing_begun():
-        asked.note(USR1, None)
-    with pytest.raises(LeaveNow), asked.nothing_begun():  # it came before
+    request = Asked()
+    with pytest.raises(LeaveNow), request.nothing_begun():
+        request.note(USR1, None)
+    with pytest.raises(LeaveNow), request.nothing_begun():  # it came before
         pytest.fail("it starts engines nobody wants")
 
 
@@ -84,17 +83,17 @@ def test_a_step_is_left_where_nothing_is_lost(abandons, step, saved, asked_befor
     rules = Preemption(abandons, 60.0, lambda word: words)
     rules.saved = saved
     rules.begin(step)
-    found = None
+    result = None
     for phase in PHASES:
         if phase == asked_before:
             words[1] = "SIGTERM"
         try:
             rules.boundary(phase)
         except Abandoned as left:
-            found = left
+            result = left
             break
-    assert (found and found.phase) == left_before
-    assert found is None or found.moved == moved
+    assert (result and result.phase) == left_before
+    assert result is None or result.moved == moved
     assert rules.agreed()
 
 
@@ -157,11 +156,11 @@ def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     record_start(tmp_path, ["a", "a", "b"], 0)
-    record_end(tmp_path, "requeued", "SIGUSR1 after step 3")
-    record_end(tmp_path, "requeued", "the ranks ask to be started again")  # the agent, after the rank
+    record_end(tmp_path, REQUEUE, "SIGUSR1 after step 3")
+    record_end(tmp_path, REQUEUE, "the ranks ask to be started again")  # the agent, after the rank
     record_start(tmp_path, ["a"], 3)
-    record_end(tmp_path, "failed", "rank 0 ended with exit status 1", 0)  # this node lost its peer,
-    record_end(tmp_path, "failed", "rank 3 was killed by SIGKILL", 3, "SIGKILL")  # and that one says why
+    record_end(tmp_path, FAILED, "rank 0 ended with exit status 1", 0)  # this node lost its peer,
+    record_end(tmp_path, FAILED, "rank 3 was killed by SIGKILL", 3, "SIGKILL")  # and that one says why
     record_start(tmp_path, ["a"], 3)
     record_start(tmp_path, ["a"], 5)
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
@@ -210,12 +209,12 @@ def _train_until(recipe, resume, step, phase):
                     os.kill(os.getpid(), TERM)
                 yield
 
-    asked = Asked()
-    kept = signal.signal(TERM, asked.note)
+    request = Asked()
+    kept = signal.signal(TERM, request.note)
     try:
         with (
-            patch.object(preemption, "ASKED", asked),
-            patch.object(run, "ASKED", asked),
+            patch.object(preemption, "ASKED", request),
+            patch.object(run, "ASKED", request),
             patch.object(run, "Trainer", Signalling),
         ):
             run.train(load_recipe(recipe), resume)
@@ -237,12 +236,12 @@ def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
     run = folder / "runs" / "again"
     for mode, step, phase, done, checkpoints in stations:
         recipe = _recipe(folder, "again", mode)
-        said = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
-        assert all((words is None) == (done == STEPS) for words in said), said
+        message = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
+        assert all((words is None) == (done == STEPS) for words in message), message
         assert len(figures(folder, "again")) == done
         assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == checkpoints
         if step:
-            assert f"step {checkpoints[-1]} is saved" in said[0]
+            assert f"step {checkpoints[-1]} is saved" in message[0]
     assert figures(folder, "again") == figures(folder, "whole")
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
@@ -259,10 +258,10 @@ def test_a_signal_before_there_are_ranks_ends_the_command_with_the_requeue_statu
         while not _signal_set(run.pid, stage) and run.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
         run.send_signal(TERM)
-        _, said = run.communicate(timeout=RUN_DEADLINE_S)
+        _, message = run.communicate(timeout=RUN_DEADLINE_S)
     finally:
         run.kill()
-    assert run.returncode == REQUEUE, said
+    assert run.returncode == REQUEUE, message
 
 
 def _signal_set(pid, name):
@@ -281,10 +280,10 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
         assert run.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     run.send_signal(USR1)
-    _, said = run.communicate(timeout=RUN_DEADLINE_S)
-    assert run.returncode == REQUEUE, said
+    _, message = run.communicate(timeout=RUN_DEADLINE_S)
+    assert run.returncode == REQUEUE, message
     done = len(figures(folder, "live"))
-    assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in said
+    assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in message
     # The next start on ranks that need not be started for it.
     again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
     assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS

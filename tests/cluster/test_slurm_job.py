@@ -78,9 +78,9 @@ def job(*overrides: str, devices: int = 2) -> SlurmJob:
 
 
 def test_the_file_differs_from_the_shipped_one_in_its_settings_alone() -> None:
-    one = job()
-    text = fill(one, {"partition": "gpu-x", "time": "1-00:00:00"}, {"CONTAINER": "pyxis:/a b"}, [RECIPE, "run.name=it's"])
-    shipped = one.file.read_text().splitlines()
+    item = job()
+    text = fill(item, {"partition": "gpu-x", "time": "1-00:00:00"}, {"CONTAINER": "pyxis:/a b"}, [RECIPE, "run.name=it's"])
+    shipped = item.file.read_text().splitlines()
     added = [line for line in text.splitlines() if line not in shipped]
     assert [line.split("  #")[0].rstrip() for line in added] == [
         "#SBATCH --partition=gpu-x",
@@ -97,10 +97,10 @@ def test_the_file_differs_from_the_shipped_one_in_its_settings_alone() -> None:
 
 def test_every_shipped_file_can_be_filled() -> None:
     kinds = [job(devices=8), job(), job("rollout.placement=separate", devices=4)]
-    assert {one.file.stem for one in kinds} == {file.stem for file in (CHECKOUT / "launch/slurm").glob("*.sbatch")}
-    for one in kinds:
+    assert {item.file.stem for item in kinds} == {file.stem for file in (CHECKOUT / "launch/slurm").glob("*.sbatch")}
+    for item in kinds:
         options = {"job-name": "a", "partition": "b", "account": "c", "time": "1:00"}
-        text = fill(one, options, {}, [RECIPE])
+        text = fill(item, options, {}, [RECIPE])
         assert all(f"\n#SBATCH --{name}={value}\n" in text for name, value in options.items())
 
 
@@ -110,15 +110,15 @@ def test_an_option_of_several_words_is_refused() -> None:
 
 
 def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = job()
+    item = job()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path}: call megarl launch there"):
-        fill(one, {}, {}, [RECIPE])
+        fill(item, {}, {}, [RECIPE])
 
 
 def test_the_arithmetic_of_replayed_rollouts_has_no_engines(tmp_path: Path) -> None:
-    one = recipe()
-    replayed = one.model_copy(update={"rollout": one.rollout.model_copy(update={"replay": str(tmp_path)})})
+    item = recipe()
+    replayed = item.model_copy(update={"rollout": item.rollout.model_copy(update={"replay": str(tmp_path)})})
     assert describe(replayed, fit_job(replayed, 4, None, None)) == "trainer.ranks = 4, 4 on a node: 1 node; 1 node in all"
 
 
@@ -147,14 +147,14 @@ def test_what_is_no_time_limit_is_refused(limit: str) -> None:
 
 def test_a_start_must_have_time_to_train() -> None:
     """The signal comes 600 s before the end, and run.grace_s is 120."""
-    one = recipe()
+    item = recipe()
     for limit in ("12:01", "1-0", "UNLIMITED"):
-        check_time(one, fill(job(), {"time": limit}, {}, [RECIPE]))
-    check_time(one, fill(job(), {}, {}, [RECIPE]))
+        check_time(item, fill(job(), {"time": limit}, {}, [RECIPE]))
+    check_time(item, fill(job(), {}, {}, [RECIPE]))
     with pytest.raises(
         ValueError, match="--time = 12:00, 720 s: must be longer than the 600 s .* run.grace_s = 120 together, 720"
     ):
-        check_time(one, fill(job(), {"time": "12:00"}, {}, [RECIPE]))
+        check_time(item, fill(job(), {"time": "12:00"}, {}, [RECIPE]))
     with pytest.raises(ValueError, match="run.grace_s = 86000 together, 86600 s"):
         check_time(recipe("run.grace_s=86000"), fill(job(), {}, {}, [RECIPE]))
 

@@ -155,12 +155,12 @@ def check_other(engine_recipe, tmp_path, fault):
     assert re.findall(r"^(.*) \(process \d+\) (?:stands|is stopped)", verdict, re.M) == [fault.process], verdict
     assert re.search(rf"{fault.process} \(process \d+\) {stands}", verdict), verdict
     assert "others waited: rank 1" in verdict
-    assert {one.name.rpartition("-")[0] for one in folder.glob("*-[0-9]*.txt") if "rank" not in one.name} == {
+    assert {item.name.rpartition("-")[0] for item in folder.glob("*-[0-9]*.txt") if "rank" not in item.name} == {
         name.replace(" ", "-") for name in (CORE, ACTOR, WORKER, f"{WORKER} verifiers")
     }
-    for one in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
-        is_stopped = fault.kind == STOP and one.name.rpartition("-")[0] == fault.process.replace(" ", "-")
-        assert ("it is stopped" if is_stopped else "most recent call first") in one.read_text(), one
+    for item in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
+        is_stopped = fault.kind == STOP and item.name.rpartition("-")[0] == fault.process.replace(" ", "-")
+        assert ("it is stopped" if is_stopped else "most recent call first") in item.read_text(), item
 
 
 @pytest.mark.nightly
@@ -182,7 +182,7 @@ OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in OTHERS]
+    "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in OTHERS]
 )
 def test_an_engine_or_reward_worker_that_hangs_is_done_without_or_named(engine_recipe, tmp_path, fault):
     check_other(engine_recipe, tmp_path, fault)
@@ -204,7 +204,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(one, id=one.name, marks=() if one.name in OFTEN else pytest.mark.nightly) for one in CASES]
+    "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in CASES]
 )
 def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault):
     check(recipe, tmp_path, fault)
@@ -234,7 +234,7 @@ def test_a_job_with_a_stopped_rank_ends_with_a_status_of_its_own(tmp_path, launc
         while not (metrics.is_file() and metrics.read_text()):
             assert run.poll() is None and time.monotonic() < end, (tmp_path / "output").read_text()
             time.sleep(0.05)
-        (rank,) = [one for one in case_processes(tmp_path) if one.environ().get("RANK") == "1" and one.ppid() == run.pid]
+        (rank,) = [item for item in case_processes(tmp_path) if item.environ().get("RANK") == "1" and item.ppid() == run.pid]
         rank.send_signal(signal.SIGSTOP)
         run.wait(END_S)
         while case_processes(tmp_path):

@@ -133,10 +133,10 @@ def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
 
 def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_says_so():
     """As it stands when rank 0 has left the wait with an error, and waits to be ended."""
-    said = at(
+    message = at(
         0, "wait_engines", 0.4, "rollout", note="rollout engine 0: no answer", call="wait (threading.py:327)", waits=True
     )
-    table = [said, at(1, "wait_engines", 180, "rollout")]
+    table = [message, at(1, "wait_engines", 180, "rollout")]
     assert overdue(table, DEADLINES)
     verdict = judge(RUN, table, DEADLINES, [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)")])
     assert verdict.rank is None and verdict.folder.name == "hang-2-rollout"

@@ -21,7 +21,8 @@ from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
-from megarl.telemetry import PhaseClock, starts
+from megarl.telemetry import exit_status
+from megarl.telemetry.clock import ClockPlace, PhaseClock
 from megarl.telemetry.exit_status import FAILED, HUNG
 from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads
 from megarl.weight_sync.manifest import SyncError, SyncLate
@@ -93,13 +94,13 @@ def sleeper():
 
 
 def test_a_marked_process_is_found_and_says_where_each_thread_is(sleeper):
-    found = marked_processes(f"{os.getpid():x}")
-    assert {pid: name for pid, (name, _) in found.items()} == {sleeper.pid: "engine-0"}
+    result = marked_processes(f"{os.getpid():x}")
+    assert {pid: name for pid, (name, _) in result.items()} == {sleeper.pid: "engine-0"}
     text = ""
 
     def rests():
         nonlocal text
-        (text,) = read_stacks({sleeper.pid: found[sleeper.pid][1]}, DEADLINE_S).values()
+        (text,) = read_stacks({sleeper.pid: result[sleeper.pid][1]}, DEADLINE_S).values()
         frames = threads(text)
         return len(frames) == 2 and bool(frames[0]) and frames[0][0].waits
 
@@ -127,8 +128,8 @@ def test_a_forked_process_is_one_more_with_a_stack_of_its_own():
     try:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        found = marked_processes(f"{os.getpid():x}f")
-        texts = read_stacks({pid: number for pid, (_, number) in found.items()}, DEADLINE_S)
+        result = marked_processes(f"{os.getpid():x}f")
+        texts = read_stacks({pid: number for pid, (_, number) in result.items()}, DEADLINE_S)
         assert len(texts) == 2
         assert {pid for pid, text in texts.items() if "in doze" in text} == texts.keys() - {process.pid}
     finally:
@@ -166,7 +167,7 @@ def test_deadlines_follow_from_that_of_a_collective(recipe_with):
 def test_a_deadline_that_another_one_makes_useless_is_refused(recipe_with, watchdog, trainer, key, rule):
     with pytest.raises(RecipeError) as refused:
         recipe_with(watchdog, **trainer)
-    assert any(one.key == key and rule in one.rule for one in refused.value.violations), refused.value
+    assert any(item.key == key and rule in item.rule for item in refused.value.violations), refused.value
 
 
 def test_the_agent_says_that_a_run_hung_whatever_signal_ended_its_ranks():
@@ -176,12 +177,12 @@ def test_the_agent_says_that_a_run_hung_whatever_signal_ended_its_ranks():
 
 
 def test_what_is_said_of_a_hang_is_that_of_this_start(tmp_path):
-    assert starts.said_of_hang(tmp_path) is None
-    starts.record_end(tmp_path, starts.HUNG, "rank 1 did not arrive", 1)
-    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
-    assert starts.said_of_hang(tmp_path, starts.ended_at(tmp_path)) is None, "it was there before this start"
-    starts.record_end(tmp_path, starts.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
-    assert starts.said_of_hang(tmp_path) == "rank 1 did not arrive"
+    assert exit_status.hang_reason(tmp_path) is None
+    exit_status.record_end(tmp_path, exit_status.HUNG, "rank 1 did not arrive", 1)
+    assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
+    assert exit_status.hang_reason(tmp_path, exit_status.ended_at(tmp_path)) is None, "it was there before this start"
+    exit_status.record_end(tmp_path, exit_status.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
+    assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
 
 
 def _poll(condition):
@@ -220,7 +221,7 @@ def test_a_watcher_that_ends_too_early_is_replaced_and_says_why(capfd, watch):
 
 
 def place_of(error):
-    return "actor_update", "wait_ranks"
+    return ClockPlace("actor_update", "wait_ranks")
 
 
 @pytest.mark.parametrize(

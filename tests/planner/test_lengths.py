@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
 from megarl.planner.memory import BatchLimits
-from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.metrics_file import read_metrics
 
 LIMITS = BatchLimits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
 limits = st.builds(

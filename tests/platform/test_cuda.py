@@ -88,9 +88,9 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
 ) -> None:
     with cuda_stub.recorded() as calls:
         weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
-        one = object.__new__(pipeline.Trainer)
-        one.parts = SimpleNamespace(actor=Actor(calls), weights=weights, rollouts=None, engines_sleep=engines_sleep)  # type: ignore[assignment]
-        one._publish(1, None)
+        trainer = object.__new__(pipeline.Trainer)
+        trainer.parts = SimpleNamespace(actor=Actor(calls), weights=weights, rollouts=None, engines_sleep=engines_sleep)  # type: ignore[assignment]
+        trainer._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
 
 
@@ -123,14 +123,14 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     gpu: Platform, monkeypatch: pytest.MonkeyPatch, setting: str, sizes: list[int]
 ) -> None:
     model = torch.nn.Linear(4, 4, bias=False)
-    found: list[int] = []
-    monkeypatch.setattr(cuda_stub, "empty_cache", lambda: found.append(model.weight.untyped_storage().nbytes()))
+    returned_at: list[int] = []
+    monkeypatch.setattr(cuda_stub, "empty_cache", lambda: returned_at.append(model.weight.untyped_storage().nbytes()))
     role = offload.RoleOffload(setting, [model], [], None, constant=False)
     role.offload()
-    assert found == sizes
+    assert returned_at == sizes
     with role.present():
-        assert model.weight.untyped_storage().nbytes() == 64 and found == sizes
-    assert found == 2 * sizes
+        assert model.weight.untyped_storage().nbytes() == 64 and returned_at == sizes
+    assert returned_at == 2 * sizes
 
 
 def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +139,14 @@ def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform,
         assert gpu.take_peak_reserved_bytes() == 7
     assert calls == ["reset_peak_memory_stats"], "the next step has a peak of its own"
     lines: list[dict[str, Any]] = []
-    one = object.__new__(run_writer.RunWriter)
-    writer = SimpleNamespace(write=lambda step, figures: lines.append(figures))
-    vars(one).update(
+    writer = object.__new__(run_writer.RunWriter)
+    metrics_file = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
+    vars(writer).update(
         _gather=lambda local: [local, (local[0], 9), (local[0], 8)],
-        _metrics=writer, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
+        _metrics=metrics_file, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
         _records=SimpleNamespace(metrics=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
     )  # fmt: skip
-    one.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
+    writer.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
     assert lines == [{"memory/reserved": 9}]
 
 
@@ -194,11 +194,11 @@ class Runtime(ModuleType):
 
 @pytest.fixture
 def runtime(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    found, bindings = Runtime(), ModuleType("cuda.bindings")
-    vars(bindings)["runtime"] = found
-    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.runtime", found)):
+    runtime, bindings = Runtime(), ModuleType("cuda.bindings")
+    vars(bindings)["runtime"] = runtime
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.runtime", runtime)):
         monkeypatch.setitem(sys.modules, name, module)
-    return found
+    return runtime
 
 
 def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view_of_it(runtime: Runtime) -> None:
@@ -225,16 +225,16 @@ def test_memory_that_cannot_be_mapped_is_said_with_cudas_word(runtime: Runtime) 
 
 
 def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
 
     def is_peer(*pair: int) -> bool:
-        asked.append((pair[0], pair[1]))
+        pairs.append((pair[0], pair[1]))
         return pair != (2, 0)
 
     monkeypatch.setattr(cuda_stub, "can_device_access_peer", is_peer)
     assert gpu.pair_without_peer_access([0, 2, 2, 3]) == (2, 0)
     assert gpu.pair_without_peer_access([0]) is None and gpu.pair_without_peer_access([0, 3]) is None
-    assert set(asked) <= set(itertools.permutations((0, 2, 3), 2)), "a device is no peer of its own"
+    assert set(pairs) <= set(itertools.permutations((0, 2, 3), 2)), "a device is no peer of its own"
 
 
 @pytest.mark.parametrize(("separate", "instead"), [(True, "nccl"), (False, "shared_memory")])

@@ -68,8 +68,7 @@ def test_the_table_of_settings_is_that_of_the_files() -> None:
 
 
 def test_the_table_of_exit_statuses_is_that_of_the_code() -> None:
-    codes = {value for name, value in vars(exit_status).items() if name.isupper()}
-    assert {int(code) for code in rows("exit status")} == codes
+    assert {int(code) for code in rows("exit status")} == {*exit_status.NAMES, exit_status.BAD_INPUT}
     assert f"\nREQUEUE={exit_status.REQUEUE}\n" in (ROOT / "launch" / "slurm" / "job.sh").read_text()
 
 

@@ -40,7 +40,7 @@ from megarl.reward.verifiers import (
     score_terms,
 )
 from megarl.reward.workers import ENVIRONMENT, REASONS
-from megarl.telemetry.metrics import KEY
+from megarl.telemetry.metrics_file import KEY
 
 
 def prompt(answer, row=None):

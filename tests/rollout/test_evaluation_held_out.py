@@ -64,7 +64,7 @@ def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
         {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}, "completions": 3, "pass_at": [1, 3]}
     )
     answers = [["1", "2", "2"], ["2", "2", "2"]]
-    found = Evaluation(prompts, rewards, answers, np.array([1] * 6), np.zeros(6, bool), 0, 0, 0).figures(section)
+    found = Evaluation(prompts, rewards, answers, np.array([1] * 6), np.zeros(6, bool), 0, 0, 0).metrics(section)
     assert (found["evaluation/mean"], found["evaluation/pass_at_1"], found["evaluation/num_masked"]) == (0.5, 0.5, 4)
     assert np.isnan(found["evaluation/pass_at_3"]), "no prompt has three completions that count"
     assert found["evaluation/majority_at_3"] == 0.5, "the vote of the masked one does not break the tie"

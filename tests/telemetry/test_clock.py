@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import Work, _create_work_from_future  # type: i
 
 from megarl.megatron.spans import MegatronTimers, span_of, timed_waits
 from megarl.recipe.telemetry_section import TelemetrySection
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, StepTimes, recording, span, start_span
+from megarl.telemetry.clock import MOST_EVENTS, DeviceSync, Event, PhaseClock, StepTimes, recording, span, start_span
 from megarl.telemetry.progress import begin_work, watching_work
 from megarl.telemetry.trace import TraceWriter, clock_offsets, merge
 
@@ -59,9 +58,9 @@ def test_every_second_is_in_one_span(trees):
         for tree in trees:  # outside of a phase there are no spans
             run_tree(tree, time, "unaccounted", {})
     times = clock.take()
-    own = {name: seconds for (phase, name), seconds in times.spans.items() if phase == "actor_update" and seconds}
-    assert own == {name: seconds for name, seconds in expected.items() if seconds}
-    assert sum(own.values()) == times.phases["actor_update"]
+    local = {name: seconds for (phase, name), seconds in times.spans.items() if phase == "actor_update" and seconds}
+    assert local == {name: seconds for name, seconds in expected.items() if seconds}
+    assert sum(local.values()) == times.phases["actor_update"]
     assert sum(times.by_span().values()) == times.seconds == 2 * times.phases["actor_update"]
     metrics = times.metrics()
     assert metrics.pop("time/step") == times.seconds == sum(metrics.values())
@@ -138,7 +137,7 @@ def test_every_wait_for_a_collective_has_a_span():
     clock = PhaseClock(keep_spans=True)
     untouched = Work.wait
     with recording(clock), timed_waits(clock), clock.phase("actor_update"):
-        for name in ("forward", "backward", "optimizer", "figures", "wait_engines"):
+        for name in ("forward", "backward", "optimizer", "metrics", "wait_engines"):
             with span(name):
                 assert finished_work().wait()
         assert finished_work().wait()
@@ -146,7 +145,7 @@ def test_every_wait_for_a_collective_has_a_span():
             assert other.submit(finished_work().wait).result()  # a clock is one thread's
     assert Work.wait is untouched
     assert [event.name for event in clock.take().events] == [
-        "wait_layers", "forward", "wait_layers", "backward", "wait_gradients", "optimizer", "wait_ranks", "figures",
+        "wait_layers", "forward", "wait_layers", "backward", "wait_gradients", "optimizer", "wait_ranks", "metrics",
         "wait_engines", "wait_ranks", "actor_update",
     ]  # fmt: skip
 
@@ -207,18 +206,18 @@ def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
 
 def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
     time = Time()
-    heard: list[str | None] = []
-    clock = PhaseClock(rank=3, on_phase=heard.append, now=time)
+    received: list[str | None] = []
+    clock = PhaseClock(rank=3, on_phase=received.append, now=time)
     with pytest.raises(RuntimeError) as caught, clock.phase("weight_sync"):
         time.seconds += 4
         raise RuntimeError("lost")
     assert caught.value.__notes__ == ["in phase weight_sync on rank 3"]
-    assert heard == ["weight_sync", None] and clock.current is None
+    assert received == ["weight_sync", None] and clock.current is None
     assert clock.take().phases["weight_sync"] == 4
 
 
 def test_phases_do_not_nest():
     clock = PhaseClock()
-    said = pytest.raises(AssertionError, match="phase reward starts inside phase rollout")
-    with said, clock.phase("rollout"), clock.phase("reward"):
+    message = pytest.raises(AssertionError, match="phase reward starts inside phase rollout")
+    with message, clock.phase("rollout"), clock.phase("reward"):
         pass

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from megarl.telemetry import MetricsWriter, PhaseClock, ProgressLine, read_metrics
-from megarl.telemetry.metrics import duration
-from megarl.telemetry.progress import advance_work, begin_work, watching_work
+from megarl.telemetry.clock import PhaseClock
+from megarl.telemetry.metrics_file import MetricsWriter, duration, read_metrics
+from megarl.telemetry.progress import ProgressLine, advance_work, begin_work, watching_work
 
 
 def test_a_step_is_one_line_readable_at_once(tmp_path):
@@ -103,14 +103,14 @@ def test_a_time_to_wait_is_short_to_read():
 
 def test_parts_of_work_are_told_as_whole_units():
     """Two passes of three micro-batches through two chunks: twelve parts, and no more than there are."""
-    told: list[tuple[str, float, int]] = []
-    with watching_work(lambda *heard: told.append(heard)):
+    received: list[tuple[str, float, int]] = []
+    with watching_work(lambda *heard: received.append(heard)):
         begin_work("micro-batches", 3, parts=4)
         for _ in range(13):
             advance_work()
     advance_work()
-    assert told[0] == ("micro-batches", 0.0, 3) and told[4] == ("micro-batches", 1.0, 3)
-    assert told[-1] == ("micro-batches", 3.0, 3) and len(told) == 13
+    assert received[0] == ("micro-batches", 0.0, 3) and received[4] == ("micro-batches", 1.0, 3)
+    assert received[-1] == ("micro-batches", 3.0, 3) and len(received) == 13
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.platform import profiling
+from megarl.platform import diagnostics
 from megarl.recipe.telemetry_section import ProfileSection
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.records import Records, SampleTable, read_samples, recorded, snapshot_on_out_of_memory
+from megarl.telemetry.clock import PhaseClock
+from megarl.telemetry.disk import read_lines
+from megarl.telemetry.records import Records, SampleTable, recorded, snapshot_on_out_of_memory
 
 
 class RecordingPlatform:
@@ -36,7 +37,7 @@ class RecordingPlatform:
         self.calls.append("record")
 
     def is_out_of_memory(self, error):
-        return profiling.is_out_of_memory(error)
+        return diagnostics.is_out_of_memory(error)
 
     def write_allocations(self, path):
         self.calls.append(path)
@@ -131,7 +132,7 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     table = SampleTable(tmp_path, 4, lambda ids: "\u2028".join(map(str, ids)))  # a line separator, but none of JSON's
     for step in (1, 2, 3):
         table.write(step, Rollouts(), scored, batch)
-    rows = read_samples(tmp_path / "samples" / "step-000002.jsonl")
+    rows = read_lines(tmp_path / "samples" / "step-000002.jsonl")
     assert [row["sample"] for row in rows] == [0, 4, 8, 12], "spread over the groups"
     assert rows[1] == {
         "step": 2, "sample": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0, "parts": {"exact": 4.0},

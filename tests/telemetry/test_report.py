@@ -14,11 +14,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.telemetry import MetricsWriter
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, step_line
-from megarl.telemetry.report import coded, page, planned_and_executed, report, run_page
+from megarl.telemetry.report import (
+    better,
+    coded,
+    compare,
+    differences,
+    differs,
+    faster,
+    page,
+    planned_and_executed,
+    report,
+    reward_curve,
+    run_page,
+)  # fmt: skip
 from megarl.telemetry.report_charts import MOST_SLICES, Chart, evaluation, reward, timeline
-from megarl.telemetry.report_compare import better, compare, differences, differs, faster, reward_curve
 from megarl.telemetry.report_findings import ADVICE, Trend, change, find, learning, markdown, time
 from megarl.telemetry.report_run import Run, plot_lines, read_run, show_curve, thin
 from megarl.telemetry.trace import read_ranks
@@ -77,8 +88,8 @@ def test_findings_come_worst_first():
     lines = [metrics_of(step) | {"idle/engines_share": 0.3, "idle/pipeline_share": 0.5} for step in range(1, 9)]
     lines[2]["rollout/truncated_share"] = None
     lines = [line | {"actor/skipped_updates": 1} for line in lines]
-    found = [finding.metric for finding in find(run_of(lines))]
-    assert found == ["rollout/truncated_share", "actor/skipped_updates", "idle/pipeline_share", "idle/engines_share"]
+    findings = [finding.metric for finding in find(run_of(lines))]
+    assert findings == ["rollout/truncated_share", "actor/skipped_updates", "idle/pipeline_share", "idle/engines_share"]
 
 
 def test_a_metric_that_was_nan_is_named_with_its_step():
@@ -227,8 +238,8 @@ def test_recipes_differ_by_dotted_key():
 
 def test_texts_of_a_run_are_escaped(tmp_path):
     html = run_page(read_run(make_run(tmp_path / "<b>bold", [metrics_of(1)])))
-    own = html.split('<script type="application/json"')[0]
-    assert "<script" not in own and "<img" not in own and "<b>bold" not in html and "&lt;script&gt;" in own
+    local = html.split('<script type="application/json"')[0]
+    assert "<script" not in local and "<img" not in local and "<b>bold" not in html and "&lt;script&gt;" in local
     assert coded("a `b` <i>") == "a <code>b</code> &lt;i&gt;"
 
 
@@ -239,9 +250,9 @@ def test_nothing_in_a_chart_ends_the_script_that_holds_it():
 
 def test_a_page_needs_no_network(tmp_path):
     html = run_page(read_run(make_run(tmp_path / "run", [metrics_of(1)], sampled=False)))
-    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
-    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:""", own)
-    assert "default-src 'none'" in own
+    local = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:""", local)
+    assert "default-src 'none'" in local
 
 
 def test_samples_show_the_best_and_the_worst_of_the_last_step(tmp_path):

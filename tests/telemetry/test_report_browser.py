@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.telemetry.report import report
-from megarl.telemetry.report_compare import compare
+from megarl.telemetry.report import compare, report
 from tests.report_cases import make_run, metrics_of
 
 CHROMIUM = shutil.which("chromium")
@@ -30,8 +29,8 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, said, imread(picture)[:, :, :3]
+    message = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done.stdout, message, imread(picture)[:, :, :3]
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
@@ -39,8 +38,8 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
 def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     a, b = (make_run(tmp_path / name, [metrics_of(step) for step in range(1, 13)]) for name in ("a", "b"))
     page = report(a) if kind == "one" else compare(a, b)
-    dom, said, picture = look(page, size, tmp_path)
-    assert said == []
+    dom, message, picture = look(page, size, tmp_path)
+    assert message == []
     body = dom.split("<body", 1)[1]
     plots = re.findall(r'class="plot js-plotly-plot" id="([\w-]+)"', body)
     assert len(plots) >= (7 if kind == "one" else 4)
@@ -61,6 +60,6 @@ def test_a_broken_page_would_be_noticed(tmp_path):
     broken = page.with_name("broken.html")
     html = page.read_text().replace("draw();\n</script>", "draw(); \n</script>")
     broken.write_text(html.replace("<main>", '<main><img src="http://example.com/picture.png">'))
-    dom, said, _ = look(broken, DESKTOP, tmp_path)
-    assert len(said) == 2 and all("Content Security Policy" in line for line in said)
+    dom, message, _ = look(broken, DESKTOP, tmp_path)
+    assert len(message) == 2 and all("Content Security Policy" in line for line in message)
     assert "data-drawn" not in dom.split("<body", 1)[1].split(">", 1)[0]

@@ -12,7 +12,7 @@ import torch
 
 from megarl.megatron.role import Role
 from megarl.recipe import load_recipe
-from megarl.telemetry.records import read_samples
+from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
 from tests.sink_cases import mlflow_points, tensorboard_points, wait_for_wandb, wandb_points
@@ -66,11 +66,11 @@ def test_running_out_of_memory_leaves_what_held_it_and_says_where(run):
         path = directory / "memory" / f"rank-{rank:05d}.json"
         assert f"what held the memory of rank {rank} is in {path}" in notes[rank]
         assert f"in phase actor_update on rank {rank}" in notes[rank]
-        found = json.loads(path.read_text())
-        assert found["rank"] == rank and "DefaultCPUAllocator: can't allocate memory" in found["error"]
-        sizes = [one["bytes"] for one in found["largest_tensors"]]
-        assert sizes == sorted(sizes, reverse=True) and len(sizes) > 10 and sizes[0] < found["peak_host_bytes"]
-        assert found["largest_tensors"][0] == {
+        result = json.loads(path.read_text())
+        assert result["rank"] == rank and "DefaultCPUAllocator: can't allocate memory" in result["error"]
+        sizes = [item["bytes"] for item in result["largest_tensors"]]
+        assert sizes == sorted(sizes, reverse=True) and len(sizes) > 10 and sizes[0] < result["peak_host_bytes"]
+        assert result["largest_tensors"][0] == {
             "bytes": 1_200_000,
             "device": "cpu",
             "dtype": "torch.float32",
@@ -95,7 +95,7 @@ def test_a_table_of_samples_is_written_for_each_step(run):
     directory, _ = run
     files = sorted((directory / "samples").iterdir())
     assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in range(1, STEPS + 1)]
-    rows = read_samples(files[-1])
+    rows = read_lines(files[-1])
     assert [(row["step"], row["sample"]) for row in rows] == [(STEPS, 0), (STEPS, 5), (STEPS, 10)]
     for row in rows:
         assert re.search(r"\d\+\d", row["prompt"]) and row["prompt_tokens"] == 4 and row["finish_reason"] == "stop"

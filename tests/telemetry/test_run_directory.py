@@ -13,9 +13,9 @@ import pytest
 from megarl.build import _disk_full
 from megarl.megatron import checkpoint
 from megarl.models.layout import Layout
-from megarl.telemetry import run_directory, starts
+from megarl.telemetry import exit_status, run_directory
 from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
-from megarl.telemetry.metrics import MetricsWriter
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError, RunLock
 from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks
@@ -25,14 +25,14 @@ FULL = "/dev/full"  # stands in for a file on a full disk: opens, and takes no b
 
 
 def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
-    starts.record_start(tmp_path, ["a"], 0)
+    exit_status.record_start(tmp_path, ["a"], 0)
     for torn in ('{"time": "2026', '{"time"', "\0\0\0"):
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(torn)
-        starts.starts_summary(tmp_path)  # reads over it
-        starts.record_end(tmp_path, starts.REQUEUED, "SIGTERM after step 3")
-        starts.record_start(tmp_path, ["b"], 3)
-    assert starts.starts_summary(tmp_path) == [
+        exit_status.starts_summary(tmp_path)  # reads over it
+        exit_status.record_end(tmp_path, exit_status.REQUEUE, "SIGTERM after step 3")
+        exit_status.record_start(tmp_path, ["b"], 3)
+    assert exit_status.starts_summary(tmp_path) == [
         "started 4 times; the starts before the last ended so:",
         "  3 x requeued: SIGTERM after step 3",
     ]
@@ -40,11 +40,11 @@ def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ["", "{", "[]", '{"how": "failed"}', "\0" * 40])
 def test_a_torn_word_about_the_end_counts_as_none(tmp_path: Path, torn: str) -> None:
-    starts.record_start(tmp_path, ["a"], 0)
+    exit_status.record_start(tmp_path, ["a"], 0)
     (tmp_path / "ended.json").write_text(torn)
-    assert starts.said_of_hang(tmp_path) is None
-    starts.record_start(tmp_path, ["a"], 0)
-    assert "1 x unknown" in starts.starts_summary(tmp_path)[1]
+    assert exit_status.hang_reason(tmp_path) is None
+    exit_status.record_start(tmp_path, ["a"], 0)
+    assert "1 x unknown" in exit_status.starts_summary(tmp_path)[1]
 
 
 def test_a_torn_memory_of_a_sink_begins_another_run_there(tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ def test_a_file_that_did_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_a_run_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    starts.record_start(tmp_path, ["a"], 0)
+    exit_status.record_start(tmp_path, ["a"], 0)
     error = DiskFull(28, "no room for a checkpoint", str(tmp_path))
     assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
     said = f"{tmp_path}: no room for a checkpoint; make room: no checkpoint was written so far"
     assert said in capsys.readouterr().err
-    starts.record_end(tmp_path, starts.FAILED, "rank 0 ended with exit status 1")  # the agent's, which explains less
-    starts.record_start(tmp_path, ["a"], 0)
-    assert starts.starts_summary(tmp_path)[1] == f"  1 x failed: {said}"
+    exit_status.record_end(tmp_path, exit_status.FAILED, "rank 0 ended with exit status 1")  # the agent explains less
+    exit_status.record_start(tmp_path, ["a"], 0)
+    assert exit_status.starts_summary(tmp_path)[1] == f"  1 x failed: {said}"
     (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
     assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
     assert "ended.json cannot be written" in capsys.readouterr().err
@@ -148,7 +148,7 @@ if len(sys.argv) > 2:
     lock.path.read_bytes()  # and with this descriptor the kernel's lock is closed
 if os.fork() == 0:
     os.setsid()
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\\n".encode())  # in one write: two processes share the pipe
 sys.stdin.read()
 """
 
@@ -243,7 +243,7 @@ def test_paths_of_a_run_are_found_from_where_it_was_started(tmp_path: Path, monk
         row.write_text("")
     run = RunDirectory(home / "runs/x")
     monkeypatch.chdir(home)
-    starts.record_start(run.path, ["a"], 0)
+    exit_status.record_start(run.path, ["a"], 0)
     sources = [{"path": "data/a.jsonl"}, {"path": "data/gone.jsonl"}, {"path": str(home / "data/a.jsonl")}]
     content = {"model": {"path": "models/tiny"}, "reference": None, "data": {"prompts": {"parts": sources}}}
     run.recipe.write_text(json.dumps(content | {"critic": {"path": "Qwen/Qwen3-0.6B"}}))

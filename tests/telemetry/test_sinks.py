@@ -16,9 +16,8 @@ import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
 from megarl.telemetry import sinks as module
-from megarl.telemetry.exit_status import REQUEUE, Preempted
+from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.sinks import Memory, Relay, Sinks, TensorboardSink, missing_on_machine, numbers, open_sinks
-from megarl.telemetry.starts import COMPLETE, FAILED, REQUEUED
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -49,8 +48,8 @@ class Kept:
     def samples(self, step: int, rows: Any) -> None:
         self.given.append((step, len(rows)))
 
-    def close(self, end: str) -> None:
-        self.given.append(end)
+    def close(self, status: int) -> None:
+        self.given.append(status)
 
 
 def relay_to(sink: Kept, folder: Path, new: bool = True, kind: str = "wandb") -> Relay:
@@ -107,7 +106,7 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
     assert sinks.metrics() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
-ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUED), (Preempted("lost", 1), FAILED)]
+ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUE), (Preempted("lost", 1), FAILED)]
 
 
 @pytest.mark.parametrize(("error", "end"), ENDS)
@@ -160,20 +159,21 @@ def violations(**telemetry: Any) -> list[str]:
 
 
 def test_a_sink_without_its_package_is_refused_by_the_recipe(in_folder, monkeypatch):
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     (in_folder / "wandb").mkdir()  # what wandb itself leaves in a working directory is not the package
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else result(name))
     assert violations(sinks=[{"kind": "tensorboard"}, {"kind": "mlflow"}]) == [
         "telemetry.sinks.1.kind = 'mlflow': the package mlflow-skinny is not installed; it is in megarl's extra `sinks`; "
         "nearest: pip install mlflow-skinny"
     ]
     monkeypatch.setattr(sys, "path", [str(in_folder)])
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(importlib.util, "find_spec", result)
     for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
-    assert found("wandb") is not None, "a namespace"
+    assert result("wandb") is not None, "a namespace"
     assert any(
-        "telemetry.sinks.0.kind" in said and "pip install wandb" in said for said in violations(sinks=[{"kind": "wandb"}])
+        "telemetry.sinks.0.kind" in message and "pip install wandb" in message
+        for message in violations(sinks=[{"kind": "wandb"}])
     )
 
 
@@ -181,12 +181,12 @@ def test_what_does_not_fit_the_run_is_named(in_folder):
     assert violations(sinks=[{"kind": "wandb"}, {"kind": "wandb"}]) == [
         "telemetry.sinks.1.kind = 'wandb': each kind of sink can be given once; nearest: leave it out"
     ]
-    (said,) = violations(sinks=[{"kind": "mlflow", "uri": "https://me:secret@host:5000"}])
-    assert "telemetry.sinks.0.uri" in said and "secret" not in said and "MLFLOW_TRACKING_PASSWORD" in said
-    (said,) = violations(sinks=[{"kind": "mlflow", "uri": "sqlite:///runs.db"}])
-    assert "telemetry.sinks.0.uri" in said and "needs SQLAlchemy" in said and "a directory" in said
-    (said,) = violations(samples_per_step=17)
-    assert "telemetry.samples_per_step = 17: a step has 16 sequences" in said and said.endswith("nearest: 16")
+    (message,) = violations(sinks=[{"kind": "mlflow", "uri": "https://me:secret@host:5000"}])
+    assert "telemetry.sinks.0.uri" in message and "secret" not in message and "MLFLOW_TRACKING_PASSWORD" in message
+    (message,) = violations(sinks=[{"kind": "mlflow", "uri": "sqlite:///runs.db"}])
+    assert "telemetry.sinks.0.uri" in message and "needs SQLAlchemy" in message and "a directory" in message
+    (message,) = violations(samples_per_step=17)
+    assert "telemetry.samples_per_step = 17: a step has 16 sequences" in message and message.endswith("nearest: 16")
     assert violations(profile={"steps": [3, 4], "ranks": [7, 8]}) == [
         "telemetry.profile.steps.1 = 4: the run has 3 steps (run.steps); nearest: 3",
         "telemetry.profile.ranks.1 = 8: the run has 8 ranks (trainer.ranks), and the first is 0; nearest: 7",
@@ -259,9 +259,9 @@ def test_wandb_offline_has_each_step_once_in_one_run_and_nothing_of_the_machine(
 def test_mlflow_in_a_directory_has_each_step_once_in_one_run(twice):
     run = json.loads((twice / "sinks" / "mlflow.json").read_text())["id"]
     assert mlflow_points(twice / "mlflow", run, "reward/mean") == FIRST_KEPT
-    found = mlflow_client(twice / "mlflow").get_run(run)
-    assert found.info.status == "FINISHED" and found.data.params["algorithm.group_size"] == "2"
-    assert "reward/text" not in found.data.metrics
+    result = mlflow_client(twice / "mlflow").get_run(run)
+    assert result.info.status == "FINISHED" and result.data.params["algorithm.group_size"] == "2"
+    assert "reward/text" not in result.data.metrics
     (folder,) = (twice / "mlflow").glob(f"*/{run}/artifacts/samples")
     assert [path.name for path in sorted(folder.iterdir())] == [f"step-{step:06d}.json" for step in (1, 2, 3, 4)]
     table = json.loads((folder / "step-000002.json").read_text())

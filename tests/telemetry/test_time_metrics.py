@@ -9,7 +9,7 @@ import pytest
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
-from megarl.platform.peaks import peak_of
+from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
 from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
 from megarl.rollout.handle import ClockOffset
@@ -26,7 +26,6 @@ from megarl.telemetry.time_metrics import (
     run_totals,
     step_flops,
     totals_lines,
-    worker_metrics,
 )
 from megarl.telemetry.trace import FIRST_PROCESS, EngineTraces, in_lanes, merge
 from tests.runs import tiny_recipe, tiny_run
@@ -55,8 +54,8 @@ def test_idle_time_has_a_cause_and_a_straggler():
 
 def test_a_role_is_busy_waits_or_rests_while_others_run():
     metrics = role_metrics(RANKS)
-    own = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
-    assert own == pytest.approx({
+    local = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
+    assert local == pytest.approx({
         "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
         "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
     })  # fmt: skip
@@ -76,10 +75,6 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
     # Requests that go on while the trainer works: no part is negative, and they still sum to the step.
     ahead = engine_metrics([9.5], 10.0, 3.0, 1.0)
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
-    assert worker_metrics(3.0, 2, 10.0) == {
-        "idle/reward_workers/busy_share": 0.15,
-        "idle/reward_workers/resting_share": 0.85,
-    }
 
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
@@ -108,7 +103,7 @@ def line(step, seconds, straggler, **more):
     waited = [2.0, 2.0, 2.0]
     waited[straggler] = 0.5
     shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
-    columns = {"idle/device/busy_s": [seconds - one for one in waited], "idle/device/ranks_s": waited}
+    columns = {"idle/device/busy_s": [seconds - item for item in waited], "idle/device/ranks_s": waited}
     phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
     return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **columns, **more}
 
@@ -125,7 +120,7 @@ def test_a_run_s_totals_are_those_of_its_lines():
     assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
     assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [
+    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [
         (2, 3.0, 2),
         (1, 1.5, 1),
         (0, 0, 0),
@@ -138,7 +133,7 @@ def test_a_run_s_totals_are_those_of_its_lines():
 def test_stragglers_count_from_where_the_run_had_as_many_ranks():
     earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
     totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert [(one["rank"], one["ahead_s"], one["steps"]) for one in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
+    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
     assert run_totals([{"time/step": 1.0}])["stragglers"] == []
     with pytest.raises(ValueError, match="time/step"):
         run_totals([])
@@ -149,7 +144,8 @@ def test_the_page_explains_every_metric():
     waits = {("actor_update", f"wait_{whom}"): 1.0
              for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
     spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
-    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0) | worker_metrics(1.0, 1, 2.0)
+    metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0)
+    metrics |= {"idle/reward_workers/busy_share": 0, "idle/reward_workers/resting_share": 0}
     metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
     metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
     metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
@@ -201,10 +197,10 @@ def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
         return EngineReport(0.0, ((1051.0, 3.0),), requests, engine=1, host="there", offset_s=50.0)
 
     early = RequestTimes("1-0-0", 0, 1050.5, 1051.0, 1051.5, 1053.0, 9, 4)
-    beside = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
+    other = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
     behind = RequestTimes("1-1-0", 2, 1050.5, 1053.0, 1053.5, 1054.0, 3, 4)
     traces = EngineTraces(tmp_path)
-    traces.write(1, 1000.0, [report(early, beside, behind)])
+    traces.write(1, 1000.0, [report(early, other, behind)])
     traces.write(2, 1010.0, [report(early)])
     with (tmp_path / "trace" / "engine-00001.jsonl").open("a") as file:
         file.write('{"step": 3, "sta')  # rank 0 was killed
@@ -274,7 +270,7 @@ def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out
     shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
     pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
     ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
-    flops = step_flops(recipe, {"actor": shape}, [4, 4, 4], [2, 2, 2], ran)
+    flops = step_flops(recipe, {"actor": shape}, Sizes([4, 4, 4], [2, 2, 2], [True] * 3, ran))
     matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
     pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
     head = 2 * 8 * 10 * 6

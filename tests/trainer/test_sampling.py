@@ -13,7 +13,7 @@ import pytest
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
-from megarl.telemetry.records import read_samples
+from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.rewards import rarely
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
@@ -131,7 +131,7 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
     for line, step in zip(whole, wanted, strict=True):
         assert (line["rollout/rounds"], line["rollout/filler_groups"]) == (step["rounds"], step["filled"])
         assert line["rollout/extra_prompts"] == PROMPTS * (step["rounds"] - 1)
-        rows = read_samples(runs / "whole" / "samples" / f"step-{line['step']:06d}.jsonl")
+        rows = read_lines(runs / "whole" / "samples" / f"step-{line['step']:06d}.jsonl")
         assert [row["group"] for row in rows] == [prompt for prompt, _ in step["groups"] for _ in range(SIZE)]
         assert [row["reward"] for row in rows] == [reward for _, rewards in step["groups"] for reward in rewards]
         for row in rows:

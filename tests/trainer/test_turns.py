@@ -15,7 +15,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.groups import EpisodeFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.replay import FilePayload, dump_rollout
-from megarl.telemetry.records import read_samples
+from megarl.telemetry.disk import read_lines
 from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.sync
@@ -71,7 +71,7 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
     for line in figures(tmp_path, "live"):
         file = run / "rollouts" / f"step-{line['step']:06d}.npz"
         samples = FilePayload(str(file)).fetch(range(PROMPTS * SIZE))
-        table = read_samples(run / "samples" / f"step-{line['step']:06d}.jsonl")
+        table = read_lines(run / "samples" / f"step-{line['step']:06d}.jsonl")
         rewards = []
         for number, shown in enumerate(table):
             row = next(row for row in rows if shown["prompt"] == f"{row['question']}=")
@@ -185,7 +185,7 @@ def test_advantages_of_episodes_are_those_computed_by_hand(tmp_path: Path) -> No
     train_on_ranks(tiny_recipe(tmp_path, "hand", False, 2, 1, 2, 1, **changes, rollout__replay=replay))
     # Sums 1.5, 0.5, 0 (and one that counts for nothing), less their mean 2/3; sums 1, 0.25, 0.25, 2.5, less their mean 1.
     wanted = [5 / 6, -1 / 6, -2 / 3, None, 0.0, -0.75, -0.75, 1.5]
-    table = read_samples(tmp_path / "runs" / "hand" / "samples" / "step-000001.jsonl")
+    table = read_lines(tmp_path / "runs" / "hand" / "samples" / "step-000001.jsonl")
     assert [row["advantage"] for row in table] == [None if one is None else pytest.approx(one, abs=1e-6) for one in wanted]
     (line,) = figures(tmp_path, "hand")
     assert line["rollout/turns_mean"] == 13 / 8 and line["rollout/failed_share"] == 1 / 8 == 1 - line["rollout/done_share"]

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.rollout import EngineSilent, RolloutError
-from megarl.telemetry import PhaseClock
-from megarl.telemetry.clock import recording
+from megarl.telemetry.clock import PhaseClock, recording
 from megarl.weight_sync import segment
 from megarl.weight_sync.manifest import SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.publish import SyncSettings, WeightSync

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line of metrics a step, flushed at once, so that it is readable while the run goes on."""
+"""`metrics.jsonl`: one line of metrics a step, flushed at once, so that it can be read during the run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MetricsWriter:
         self._file = LineFile(self._path)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a step and return its line. Keys are `area/name`; values are numbers (numpy and torch too), lists of
-        numbers or texts. NaN and infinity become null, as JSON has neither. Raises ValueError for any other key or value."""
+        """Append a step and return its line. Keys are `area/name`; values are numbers (also of numpy and torch), lists of
+        numbers, or texts. NaN and infinity become null, for JSON. Raises ValueError for other keys and values."""
         line: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if not KEY.fullmatch(key):
@@ -33,7 +33,7 @@ class MetricsWriter:
         return line
 
     def truncate_after(self, step: int) -> None:
-        """Drop every line after `step`, and a line that a kill cut short, so that a resumed run repeats no step."""
+        """Drop lines after `step`, and a line that a kill cut short, so that a resumed run repeats no step."""
         kept = [json.dumps(line) + "\n" for line in _complete_lines(self._path) if line["step"] <= step]
         self._file.close()
         write_whole(self._path, "".join(kept))
@@ -45,7 +45,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return every complete line of a metrics file, in order. Raises ValueError if the file is missing or malformed."""
+    """Return the complete lines of a metrics file. Raises ValueError if the file is missing or malformed."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is no file; a run directory has one after the run's first step")
@@ -80,27 +80,27 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric is a finite number, which can be drawn and averaged."""
+    """Return whether a metric is a finite number, which can be drawn and averaged."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def mean_reward(metrics: Mapping[str, Any]) -> Any:
-    """Return the mean reward of everything a step sampled, from a line of metrics; None without one.
+    """Return the mean reward of all that a step sampled; None without one.
 
-    Under `algorithm.dynamic_sampling`, `reward/mean` covers only groups that were chosen because their rewards differ, and
-    can stand still while the policy learns; `reward/sampled_mean` covers all rounds.
+    Under `algorithm.dynamic_sampling`, `reward/mean` covers only groups whose rewards differ, and may not move while the
+    policy learns; `reward/sampled_mean` covers all rounds.
     """
     return metrics["reward/sampled_mean"] if "reward/sampled_mean" in metrics else metrics.get("reward/mean")
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return the prompt and completion tokens of a step over its time; None where the step lacks them."""
+    """Return a step's prompt and completion tokens per second; None where the step lacks them."""
     prompt, completion, seconds = (metrics.get(key) for key in ("tokens/prompt", "tokens/completion", "time/step"))
     return None if prompt is None or completion is None or not seconds else (prompt + completion) / seconds
 
 
 def duration(seconds: float) -> str:
-    """Write a time for a reader, in its one or two largest units."""
+    """Return a time as text in its one or two largest units."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 100:
